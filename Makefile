@@ -1,0 +1,37 @@
+# make demo    train LeNet-5 on real images over four workers, beside the sequential network
+# make test    lint, type-check and run all tests: threads, gloo and MPI
+# make lint    ruff and mypy alone
+# make docs    the documentation, in docs/_build
+#
+# Each makes .venv and installs what it needs. PYTHON=... chooses the interpreter (3.11 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/demo.installed
+	$(BIN)/python examples/lenet_digits.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/docs.installed
+	$(BIN)/python -m sphinx -W -b html docs docs/_build
+
+$(VENV)/%.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .hypothesis
