@@ -1,0 +1,174 @@
+"""Communicator: what a back-end offers to the rest of distdl.
+
+A back-end is one class with ``rank``, ``size`` and ``exchange``. Everything else here is built on ``exchange``; a
+back-end overrides a method only to be faster. It never hears of gradients, halos or layers.
+
+Workers are numbered from 0 in the world of the communicator. A *group* is a tuple of different workers that contains
+this one; every member passes the same tuple, and makes its calls for that group in the same order. Where a group has a
+root, it comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+Group = tuple[int, ...]
+Message = tuple[int, torch.Tensor]
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = 600.0
+
+
+class CommunicationError(RuntimeError):
+    """A wait for other workers that cannot end: one of them failed, is absent, or makes another call."""
+
+
+class Pending:
+    """Messages under way. Tensors may be touched again only after :meth:`wait`.
+
+    After ``wait``, all that was sent has been read from its tensor, and all that was to be received has arrived.
+    """
+
+    __slots__ = ("_finish",)
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait until the messages are through. The second time it returns at once."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def wait_all(pending: Iterable[Pending]) -> None:
+    """Wait for all of them."""
+    for one in pending:
+        one.wait()
+
+
+def fold(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
+    """Combine items pairwise in a balanced tree, keeping their order: rounding errors grow with the tree's depth."""
+    while len(items) > 1:
+        pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
+        items = pairs + list(items[len(items) - len(items) % 2 :])
+    return items[0]
+
+
+class Communicator(ABC):
+    """One worker's link to the others of its world.
+
+    Attributes:
+        rank, size: this worker's number, and how many workers there are.
+        absent: the ``rank`` that a partition reports where this worker is not a member.
+        timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
+        released: whether :meth:`release` has left it unusable.
+        where: what this worker does just now; an error of a wait names it.
+        calls: how many exchanges each group of workers has begun, as this worker counts them.
+    """
+
+    rank: int
+    size: int
+    absent: int = -1
+    released: bool = False
+
+    def __init__(self) -> None:
+        self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
+        self.where: object = "an exchange"
+        self.calls: Counter[Group] = Counter()
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        """Send and receive point-to-point messages, both ways at once.
+
+        Args:
+            sends, receives: ``(other worker, tensor)``. Both ends know dtype and shape; tensors need not be
+                contiguous, are not empty, and none of them is a message to oneself.
+            tag: a number from 0 to 32767 that must be the same at both ends. Messages of a pair of workers that have
+                equal tags arrive in the order they were sent.
+        """
+
+    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+        """Copy the root's tensor into the (contiguous) tensor of every other member."""
+        if self.rank == group[0]:
+            return self.exchange([(worker, tensor) for worker in group[1:]], [])
+        return self.exchange([], [(group[0], tensor)])
+
+    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        """Add the (contiguous) tensors of all members into the root's."""
+        if self.rank != group[0]:
+            return self.exchange([(group[0], tensor)], [])
+        return self._sum_into(tensor, group, [])
+
+    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        """Add the (contiguous) tensors of all members into each of them; every member gets the same bits."""
+        return self._sum_into(tensor, group, [worker for worker in group if worker != self.rank])
+
+    def _sum_into(self, tensor: torch.Tensor, group: Group, targets: Sequence[int]) -> Pending:
+        own = tensor.clone()
+        terms = [own if worker == self.rank else torch.empty_like(tensor) for worker in group]
+        arrivals = [(worker, term) for worker, term in zip(group, terms, strict=True) if worker != self.rank]
+        pending = self.exchange([(worker, own) for worker in targets], arrivals)
+
+        def finish() -> None:
+            pending.wait()
+            tensor.copy_(fold(terms, torch.add))
+
+        return Pending(finish)
+
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """Stack the tensors of all members, which have one shape and dtype, in the order of the group."""
+        gathered = tensor.new_empty((len(group), *tensor.shape))
+        gathered[group.index(self.rank)] = tensor
+        others = [(place, worker) for place, worker in enumerate(group) if worker != self.rank]
+        if tensor.numel():
+            self.exchange([(w, tensor) for _, w in others], [(w, gathered[place]) for place, w in others]).wait()
+        return gathered
+
+    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum of a short int64 vector over the members: the message of every agreement."""
+        return self.all_gather(group, words).amax(dim=0)
+
+    def release(self) -> None:
+        """Give back what this communicator has made (groups, duplicates). Collective over all workers."""
+        self.calls.clear()
+
+    def deadline(self) -> float:
+        """The moment (of ``time.monotonic``) at which a wait that begins now has taken too long."""
+        return time.monotonic() + self.timeout
+
+    def overdue(self, awaited: Iterable[int]) -> CommunicationError:
+        """The error of a wait that took longer than ``timeout``."""
+        return CommunicationError(
+            f"worker {self.rank} waited longer than {self.timeout:g} s (DISTDL_TIMEOUT) in {self.where} "
+            f"for {name_workers(awaited)}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a communicator belongs to its process and cannot be pickled; of a network, save its state_dict()"
+        )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a vector of bytes, which shares it."""
+    # (a tensor of one element counts as contiguous whatever its strides, hence as_strided)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def name_workers(workers: Iterable[int]) -> str:
+    """``worker 3`` or ``workers 0, 2, 5``; long lists are cut."""
+    listed = sorted(set(workers))
+    head = ", ".join(str(worker) for worker in listed[:16])
+    more = f" and {len(listed) - 16} more" if len(listed) > 16 else ""
+    return f"worker{'s' if len(listed) != 1 else ''} {head}{more}"

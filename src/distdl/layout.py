@@ -1,0 +1,149 @@
+"""Layout: which box of a global tensor each worker of a partition holds, or needs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from distdl.boxes import Box, Interval, Shape, balanced, meet, runs, shape, slices
+from distdl.groups import IntArray
+from distdl.partition import Partition
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """The intervals of one dim, one for each place along the axis that splits it. They may overlap (windows do)."""
+
+    intervals: tuple[Interval, ...]
+
+    @cached_property
+    def _search(self) -> tuple[list[int], list[int], list[int], bool]:
+        filled = [place for place, (start, stop) in enumerate(self.intervals) if stop > start]
+        starts = [self.intervals[place][0] for place in filled]
+        stops = [self.intervals[place][1] for place in filled]
+        return filled, starts, stops, starts == sorted(starts) and stops == sorted(stops)
+
+    def meeting(self, interval: Interval) -> list[int]:
+        """Places whose interval shares a cell with the given one.
+
+        Found by bisection, if starts and stops never decrease from place to place (as in tilings and windows).
+        """
+        start, stop = interval
+        filled, starts, stops, sorted_ = self._search
+        if stop <= start:
+            return []
+        if sorted_:
+            return filled[bisect_right(stops, start) : bisect_left(starts, stop)]
+        return [place for place, i, j in zip(filled, starts, stops, strict=True) if i < stop and start < j]
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Mapping[int, Shape]):
+    """Shapes of many workers, of which a plan for one worker needs few."""
+
+    workers: Sequence[int]
+    shape_of: Callable[[int], Shape]
+
+    def __getitem__(self, worker: int) -> Shape:
+        return self.shape_of(worker)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout(Mapping[int, Box]):
+    """A Cartesian grid of boxes over the workers of a partition: a ruler for each dim, a place on it for each index.
+
+    As a mapping it goes from a worker to its box, in cells of the global tensor.
+    """
+
+    partition: Partition
+    rulers: tuple[Ruler, ...]
+
+    @classmethod
+    def of(cls, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> Layout:
+        """The layout with these intervals along each dim, one interval for each place of the partition's axis."""
+        return cls(partition, tuple(Ruler(tuple(along)) for along in intervals))
+
+    @classmethod
+    def balanced(cls, partition: Partition, extents: Sequence[int]) -> Layout:
+        """The layout that splits a tensor of the given global shape as evenly as possible, longer blocks first."""
+        return cls.of(partition, [balanced(n, p) for n, p in zip(extents, partition.workers.shape, strict=True)])
+
+    @classmethod
+    def tiled(cls, partition: Partition, shapes: IntArray, what: str = "x") -> Layout:
+        """The layout whose blocks have the shapes that the workers report, laid side by side.
+
+        Args:
+            shapes: local shapes, an array of shape ``partition.workers.shape + (dim,)``, in elements.
+        Raises: ValueError if the blocks form no grid: two workers at one place of an axis differ along its dim.
+        """
+        intervals = []
+        for dim, places in enumerate(partition.workers.shape):
+            extents = np.moveaxis(shapes[..., dim], dim, 0).reshape(places, -1)
+            uneven = np.argwhere(extents != extents[:, :1])
+            if len(uneven):
+                place, other = uneven[0]
+                workers = np.moveaxis(partition.workers, dim, 0).reshape(places, -1)
+                raise ValueError(
+                    f"the blocks of {what} must form a grid over {partition}; in dim {dim}, at place {place} of the "
+                    f"axis, worker {workers[place, 0]} has {extents[place, 0]} and worker {workers[place, other]} has "
+                    f"{extents[place, other]} elements"
+                )
+            intervals.append(runs(extents[:, 0].tolist()))
+        return cls.of(partition, intervals)
+
+    @property
+    def extents(self) -> Shape:
+        """Global shape of a tensor tiled by this layout."""
+        return tuple(ruler.intervals[-1][1] for ruler in self.rulers)
+
+    @property
+    def shapes(self) -> Mapping[int, Shape]:
+        """From a worker to the shape of its box."""
+        return Lookup(tuple(self), lambda worker: shape(self[worker]))
+
+    @property
+    def intervals(self) -> tuple[tuple[Interval, ...], ...]:
+        """The intervals along each dim."""
+        return tuple(ruler.intervals for ruler in self.rulers)
+
+    def gathered(self, axes: Sequence[int]) -> Layout:
+        """The layout in which every worker has the whole extent of the given dims, and its own range of the others."""
+        whole = [[(0, extent)] * len(ruler.intervals) for ruler, extent in zip(self.rulers, self.extents, strict=True)]
+        kept = [ruler.intervals for ruler in self.rulers]
+        return Layout.of(self.partition, [whole[dim] if dim in axes else kept[dim] for dim in range(len(kept))])
+
+    def block(self, tensor: Any) -> Any:
+        """This worker's block of a tensor (or array) of the global shape; an empty one where it has none. A view."""
+        me = self.partition.comm.rank
+        return tensor[slices(self[me])] if me in self.partition else tensor.reshape(-1)[:0]
+
+    def at(self, index: Sequence[int]) -> Box:
+        """The box at a Cartesian index of the partition."""
+        return tuple(ruler.intervals[i] for ruler, i in zip(self.rulers, index, strict=True))
+
+    def __getitem__(self, worker: int) -> Box:
+        return self.at(self.partition.index_of(worker))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.partition.workers.ravel().tolist())
+
+    def __len__(self) -> int:
+        return self.partition.workers.size
+
+    def meeting(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Workers whose box shares cells with the given one, row-major: ``(worker, its box, what is shared)``."""
+        for index in product(*[ruler.meeting(interval) for ruler, interval in zip(self.rulers, box, strict=True)]):
+            own = self.at(index)
+            yield int(self.partition.workers[index]), own, meet(own, box)

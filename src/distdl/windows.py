@@ -1,0 +1,98 @@
+"""Windows: which run of inputs a run of outputs reads. Pure integer functions.
+
+Intervals of inputs are in the coordinates of the unpadded input, so they may begin below 0 or end beyond the input:
+what lies there is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distdl.boxes import Interval, Shape, balanced
+
+Intervals = Sequence[Interval]
+
+
+def span(kernel: int, dilation: int) -> int:
+    """Input cells from the first tap of a kernel to its last, both included."""
+    return dilation * (kernel - 1) + 1
+
+
+def sliding(outputs: Interval, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Interval:
+    """Inputs that a convolution or a pooling reads for ``outputs``. ``padding`` is what stands before the first cell.
+
+    Output ``o`` reads ``o * stride - padding + t * dilation`` for ``0 <= t < kernel``. No outputs read no inputs.
+
+    >>> sliding((0, 3), kernel=3, padding=1)
+    (-1, 4)
+    """
+    first, stop = outputs
+    start = first * stride - padding
+    if stop <= first:
+        return (start, start)
+    return (start, (stop - 1) * stride - padding + span(kernel, dilation))
+
+
+def sliding_extent(
+    extent: int, kernel: int, stride: int = 1, padding: tuple[int, int] = (0, 0), dilation: int = 1
+) -> int:
+    """Number of outputs of a convolution or a pooling (rounded down) over ``extent`` inputs. Never negative."""
+    room = extent + sum(padding) - span(kernel, dilation)
+    return max(room // stride + 1, 0)
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """The geometry of a convolution or a pooling: a number for each dim of space, in cells."""
+
+    kernel: Shape
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+
+    @classmethod
+    def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sliding:
+        """From numbers as torch's layers take them: one for all dims of space, or a sequence with one for each.
+
+        Raises: ValueError that names the layer, for another count of numbers or one that is out of range.
+        """
+        given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+        sizes = []
+        for option, value in given.items():
+            listed = tuple(int(n) for n in value) if hasattr(value, "__len__") else (int(value),) * space
+            least = 0 if option == "padding" else 1
+            if len(listed) != space or min(listed) < least:
+                raise ValueError(
+                    f"{name} needs {option} to be one number, or {space} of them, and at least {least}; got {value!r}"
+                )
+            sizes.append(listed)
+        return cls(*sizes)
+
+    @property
+    def spans(self) -> Shape:
+        """Cells that a window spans: the smallest padded input that has an output."""
+        return tuple(span(k, d) for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    def windows(self, name: str, extents: Shape, parts: Shape) -> tuple[list[Intervals], list[Intervals]]:
+        """Split the outputs as evenly as possible; for each dim, the inputs and the outputs of each part.
+
+        Args:
+            extents: global extents of the input in space.
+            parts: number of parts along each dim.
+        Raises: ValueError that names the layer, if there is no output.
+        """
+        inputs: list[Intervals] = []
+        outputs: list[Intervals] = []
+        for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
+            k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
+            count = sliding_extent(extent, k, s, (p, p), d)
+            if count == 0:
+                raise ValueError(
+                    f"{name} needs an input at least as large as its kernel; in dim {dim + 2} the kernel spans "
+                    f"{span(k, d)} cells and the input, with its padding, {extent + 2 * p}"
+                )
+            outputs.append(balanced(count, places))
+            inputs.append([sliding(run, k, s, p, d) for run in outputs[-1]])
+        return inputs, outputs

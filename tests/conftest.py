@@ -1,0 +1,26 @@
+import os
+
+import pytest
+import torch
+from helpers import Silent
+
+from distdl.partition import Partition
+
+# what every launch of workers in these tests needs, here and in the processes that are started from here
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+os.environ.setdefault("DISTDL_TIMEOUT", "40")
+
+
+@pytest.fixture
+def world():
+    """``world(size, rank)``: the partition of all workers of a world that sends no messages."""
+    return lambda size, rank=0: Partition(Silent(rank, size))
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        cuda = [item for item in items if item.get_closest_marker("cuda")]
+        config.hook.pytest_deselected(items=cuda)
+        items[:] = [item for item in items if item not in cuda]

@@ -1,0 +1,86 @@
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from distdl.encoding import DTYPES, decode, dtype_code, encode
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.text(),
+    st.binary(),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_values_come_back(value):
+    back = decode(encode(value))
+    assert back == value and type(back) is type(value)
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from(["<f4", ">f8", "i2", "u8", "?", "c8", "S3", "U2", "M8[ns]"]),
+        hnp.array_shapes(min_dims=0, min_side=0),
+    )
+)
+def test_arrays_come_back(array):
+    back = decode(encode(array))
+    assert back.dtype == array.dtype and back.shape == array.shape and back.tobytes() == array.tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (3, 0, 2)])
+def test_tensors_come_back(dtype, shape):
+    count = int(np.prod(shape, dtype=int))
+    tensor = torch.arange(count * 16, dtype=torch.uint8)[: count * dtype.itemsize].view(dtype).reshape(shape)
+    back = decode(encode(tensor))
+    assert back.dtype == dtype and back.shape == tensor.shape
+    assert encode(back) == encode(tensor)
+
+
+def test_numpy_scalars_sizes_and_strided_tensors():
+    assert decode(encode(np.float32(1.5))) == np.float32(1.5) and type(decode(encode(np.int16(3)))) is np.int16
+    assert decode(encode(torch.Size([2, 3]))) == (2, 3)
+    assert torch.equal(decode(encode(torch.tensor(2.0).expand(1, 1))), torch.tensor([[2.0]]))
+    tensor = torch.arange(6.0).reshape(2, 3).T
+    assert torch.equal(decode(encode(tensor)), tensor)
+    assert not decode(encode(tensor.clone().requires_grad_())).requires_grad
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, np.array([object()]), [object()], {"a": object()}])
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="cannot send a value of type"):
+        encode(value)
+
+
+def test_dtypes_without_a_code_are_refused():
+    with pytest.raises(ValueError, match="cannot move"):
+        dtype_code(torch.qint8)
+
+
+@given(st.binary(max_size=64))
+def test_decoding_arbitrary_bytes_gives_a_value_or_a_value_error(message):
+    with contextlib.suppress(ValueError):
+        encode(decode(message))
+
+
+@given(VALUES.filter(lambda value: value is not None), st.integers(1, 9))
+def test_a_message_that_ends_early_or_late_is_refused(value, count):
+    message = encode(value)
+    for damaged in (message[:-count], message + b"\0" * count):
+        with pytest.raises(ValueError, match="could not be decoded"):
+            decode(damaged)
