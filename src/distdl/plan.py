@@ -1,0 +1,239 @@
+"""Plan: a data movement as a value. It is a list of moves ``y[dst] += x[src]`` between workers, and the local shapes.
+
+A plan is linear, and swapping both ends of every move is its exact adjoint with respect to
+
+    <x, y> = sum over workers of the local dot products.
+
+Moves that copy a whole tensor to many workers, or add many into one, are written as a *pattern* over teams of workers,
+so that a back-end can use its own collective for them; a pattern is only a short way to write the moves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from distdl.boxes import Box, Shape, meet, shape, slices, volume, whole
+from distdl.comm import Group
+from distdl.groups import IntArray, root_first
+
+Shapes = Mapping[int, Shape]
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One term of a plan: ``y[dst]`` on worker ``target`` gains ``x[src]`` of worker ``source``.
+
+    Boxes are in cells of the local tensors and have equal shapes.
+    """
+
+    source: int
+    src: Box
+    target: int
+    dst: Box
+
+    @property
+    def T(self) -> Move:
+        return Move(self.target, self.dst, self.source, self.src)
+
+    def __repr__(self) -> str:
+        return f"{self.source}{_show(self.src)} -> {self.target}{_show(self.dst)}"
+
+
+class Pattern(Enum):
+    """How the moves of a plan are written."""
+
+    MOVES = "moves"
+    BROADCAST = "broadcast"
+    SUM = "sum"
+    ALL_SUM = "all-sum"
+
+    @property
+    def T(self) -> Pattern:
+        return {Pattern.BROADCAST: Pattern.SUM, Pattern.SUM: Pattern.BROADCAST}.get(self, self)
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    """A root and the workers that it feeds (BROADCAST), that add up on it (SUM), or, root included, on all (ALL_SUM).
+
+    The root is itself fed, or adds its own tensor, only if it is among the members. ``shape`` is that of the tensor
+    that moves, in elements; it is the same on the whole team.
+    """
+
+    root: int
+    members: IntArray
+    shape: Shape
+
+    @cached_property
+    def group(self) -> Group:
+        """All workers of the team, root first."""
+        return root_first(self.root, self.members)
+
+    @cached_property
+    def order(self) -> Group:
+        """Key of the global order in which a worker that takes part in two teams turns to them."""
+        return tuple(sorted(self.group))
+
+    def moves(self, pattern: Pattern) -> Iterator[Move]:
+        """The same data movement, written as moves."""
+        box = whole(self.shape)
+        for member in self.members.ravel().tolist():
+            if pattern is Pattern.BROADCAST:
+                yield Move(self.root, box, member, box)
+            elif pattern is Pattern.SUM:
+                yield Move(member, box, self.root, box)
+            else:
+                yield from (Move(other, box, member, box) for other in self.members.ravel().tolist())
+
+
+@dataclass(frozen=True)
+class Role:
+    """The part that a worker plays in a team of which it is the root, a member, or both."""
+
+    team: Team
+    root: bool
+    member: bool
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The part of a plan that one worker executes.
+
+    Attributes:
+        sends: ``(target, index into x)``, in plan order.
+        receives: ``(source, index into y or None, shape)``, in plan order; None is a room of its own, for a sum.
+        kept: ``(index into y, index into x)``: what this worker has already.
+        sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
+        adds: sums share cells, so each is added to y (which starts at zero) instead of written.
+        covered: all of y is written, so it need not start at zero.
+        roles: the teams of which this worker is part, in the global order.
+    """
+
+    sends: tuple[tuple[int, Index], ...]
+    receives: tuple[tuple[int, Index | None, Shape], ...]
+    kept: tuple[tuple[Index, Index], ...]
+    sums: tuple[tuple[Index, tuple[int | Index, ...]], ...]
+    adds: bool
+    covered: bool
+    roles: tuple[Role, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A linear data movement between workers, ready to be executed.
+
+    Attributes:
+        inputs, outputs: local shape of x and of y on each worker that has one, in elements.
+        moves: the terms (pattern MOVES), in an order that fixes the order of sums.
+        pattern, teams: the other way to write terms.
+        T: the adjoint plan.
+    """
+
+    inputs: Shapes
+    outputs: Shapes
+    moves: tuple[Move, ...] = ()
+    pattern: Pattern = Pattern.MOVES
+    teams: tuple[Team, ...] = ()
+    _schedules: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def T(self) -> Plan:
+        transposed = Plan(self.outputs, self.inputs, tuple(move.T for move in self.moves), self.pattern.T, self.teams)
+        transposed.__dict__["T"] = self
+        return transposed
+
+    def all_moves(self) -> Iterator[Move]:
+        """Every term as a move, whatever the pattern."""
+        yield from self.moves
+        for team in self.teams:
+            yield from team.moves(self.pattern)
+
+    def matrix(self) -> IntArray:
+        """The plan as a dense matrix, for tests: columns are the elements of x, rows those of y, worker by worker."""
+        column, columns = _offsets(self.inputs)
+        row, rows = _offsets(self.outputs)
+        matrix = np.zeros((rows, columns), dtype=np.int64)
+        for move in self.all_moves():
+            taken = np.arange(volume(whole(self.inputs[move.source]))).reshape(self.inputs[move.source])
+            given = np.arange(volume(whole(self.outputs[move.target]))).reshape(self.outputs[move.target])
+            source, target = taken[slices(move.src)].ravel(), given[slices(move.dst)].ravel()
+            matrix[row[move.target] + target, column[move.source] + source] += 1
+        return matrix
+
+    def schedule(self, worker: int) -> Schedule:
+        """What one worker does, computed once."""
+        if worker not in self._schedules:
+            self._schedules[worker] = self._schedule(worker)
+        return self._schedules[worker]
+
+    def _schedule(self, worker: int) -> Schedule:
+        incoming = [move for move in self.moves if move.target == worker]
+        landings = Counter(move.dst for move in incoming)
+        adds = not _disjoint(list(landings))
+        receives: list[tuple[int, Index | None, Shape]] = []
+        kept: list[tuple[Index, Index]] = []
+        sums: dict[Box, list[int | Index]] = {}
+        for move in incoming:
+            alone = not adds and landings[move.dst] == 1
+            if not alone:
+                sums.setdefault(move.dst, []).append(slices(move.src) if move.source == worker else len(receives))
+            if move.source != worker:
+                receives.append((move.source, slices(move.dst) if alone else None, shape(move.dst)))
+            elif alone:
+                kept.append((slices(move.dst), slices(move.src)))
+        filled = sum(volume(box) for box in landings)
+        return Schedule(
+            sends=tuple((m.target, slices(m.src)) for m in self.moves if m.source == worker and m.target != worker),
+            receives=tuple(receives),
+            kept=tuple(kept),
+            sums=tuple((slices(box), tuple(terms)) for box, terms in sums.items()),
+            adds=adds,
+            covered=not adds and filled == volume(whole(self.outputs.get(worker, (0,)))),
+            roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.order)),
+        )
+
+    def _roles(self, worker: int) -> Iterator[Role]:
+        for team in self.teams:
+            member = bool((team.members == worker).any())
+            if member or team.root == worker:
+                yield Role(team, team.root == worker, member)
+
+    def __repr__(self) -> str:
+        rows = [f"{self.pattern.value} of {_show_shapes(self.inputs)} to {_show_shapes(self.outputs)}"]
+        rows += [repr(move) for move in self.moves]
+        rows += [f"{team.root}: {', '.join(map(str, team.members.ravel().tolist()))}" for team in self.teams]
+        return "\n  ".join(rows)
+
+
+def _disjoint(boxes: list[Box]) -> bool:
+    ordered = sorted(boxes)
+    for place, box in enumerate(ordered):
+        for other in ordered[place + 1 :]:
+            if box and other[0][0] >= box[0][1]:
+                break
+            if volume(meet(box, other)):
+                return False
+    return True
+
+
+def _offsets(shapes: Shapes) -> tuple[dict[int, int], int]:
+    offsets, total = {}, 0
+    for worker in sorted(shapes):
+        offsets[worker] = total
+        total += volume(whole(shapes[worker]))
+    return offsets, total
+
+
+def _show(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _show_shapes(shapes: Shapes) -> str:
+    return "{" + ", ".join(f"{worker}: {list(extents)}" for worker, extents in sorted(shapes.items())) + "}"

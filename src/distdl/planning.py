@@ -1,0 +1,141 @@
+"""The planners: partitions and shapes in, plans out. Pure functions; no messages, no tensors.
+
+With ``me``, a plan keeps only the moves that touch that worker (and its own shapes), at a cost that follows what it
+touches and not the size of the partition. Without, it has the moves of all workers, as tests want it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from distdl.boxes import Box, Interval, Shape, shape, shift, within
+from distdl.groups import IntArray, check_axes, check_spread, line_of, teams_of
+from distdl.layout import Layout, Ruler
+from distdl.partition import Partition
+from distdl.plan import Move, Pattern, Plan, Shapes, Team
+
+
+def copy(owned: Layout, needed: Layout, me: int | None = None) -> Plan:
+    r"""Plan the copy of the parts of a tensor from where they are to where they are needed.
+
+    Forward: :math:`y_t[c] = x_{o(c)}[c]` for every cell c of the tensor that t needs, o(c) being the worker that owns
+    it; needed cells that nobody owns (outside the tensor) are 0.
+    Adjoint: :math:`\partial x_s[c] = \sum_{t \text{ needs } c} \partial y_t[c]`.
+
+    Args:
+        owned: a tiling of the tensor; x on a worker has the shape of its box.
+        needed: one box for each target worker; boxes may overlap and may reach beyond the tensor.
+    Returns: a plan with one move for each pair of workers that share cells.
+    Source: Hewett & Grady, arXiv:2006.03108 (there: scatter, gather, generalised halo exchange).
+    """
+    if me is None:
+        moves = tuple(move for target in needed for move in _arrivals(owned, needed[target], target))
+        return Plan({w: shape(owned[w]) for w in owned}, {w: shape(needed[w]) for w in needed}, moves)
+    arriving = _arrivals(owned, needed[me], me) if me in needed.partition else iter(())
+    leaving = (move.T for move in _arrivals(needed, owned[me], me)) if me in owned.partition else iter(())
+    return Plan(
+        {me: shape(owned[me])} if me in owned.partition else {},
+        {me: shape(needed[me])} if me in needed.partition else {},
+        (*(move for move in arriving if move.source != me), *leaving),
+    )
+
+
+def _arrivals(owned: Layout, box: Box, target: int) -> Iterator[Move]:
+    for source, own, shared in owned.meeting(box):
+        yield Move(source, within(shared, own), target, within(shared, box))
+
+
+def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = None) -> Plan:
+    r"""Plan the copy of each worker's tensor in ``P_x`` to the workers of ``P_y`` that match it.
+
+    Forward: :math:`y_t = x_{s(t)}`.   Adjoint: :math:`\partial x_s = \sum_{t:\,s(t)=s} \partial y_t` (a sum-reduce).
+
+    Args:
+        P_x, P_y: partitions of one world; every axis of P_x is 1 or equals P_y's (aligned at the last axis).
+        shapes: local shape of x on each worker of P_x, in elements. Shapes may differ between workers.
+    Returns: a plan whose output on worker t has the shape of x on worker s(t).
+    Raises: ValueError, the same on every worker, if an axis does not match.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+    check_spread(P_x.workers.shape, P_y.workers.shape)
+    led, fed = teams_of(P_x.workers, P_y.workers, me)
+    outputs = {t: tuple(shapes[s]) for s, members in led + fed for t in members.ravel().tolist() if me in (None, t)}
+    teams = dict(led + fed)
+    return Plan(
+        {s: tuple(shapes[s]) for s, _ in led},
+        outputs,
+        pattern=Pattern.BROADCAST,
+        teams=tuple(Team(s, members, tuple(shapes[s])) for s, members in teams.items()),
+    )
+
+
+def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None = None) -> Plan:
+    r"""Plan the sum of the tensors along axes of a partition, the result being left on every worker that contributes.
+
+    Forward: :math:`y_t = \sum_{s \in L(t)} x_s`, L(t) being the workers that one reaches from t along the axes.
+    Adjoint: the same plan.
+
+    Args:
+        axes: partition axes to sum along; none of them: a copy.
+        shapes: local shape of x on each worker, in elements; equal along the axes.
+    Raises: ValueError for axes that do not exist.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+    reduced = check_axes(axes, P_x.workers.ndim, "an all-sum")
+    if me is None:
+        starts = [range(1) if axis in reduced else range(n) for axis, n in enumerate(P_x.workers.shape)]
+        lines = [line_of(P_x.workers, reduced, at) for at in np.ndindex(*map(len, starts))]
+    else:
+        lines = [line_of(P_x.workers, reduced, P_x.index_of(me))] if me in P_x else []
+    local = {w: tuple(shapes[w]) for line in lines for w in line.ravel().tolist() if me in (None, w)}
+    teams = [Team(int(line.flat[0]), line, tuple(shapes[int(line.flat[0])])) for line in lines]
+    return Plan(local, local, pattern=Pattern.ALL_SUM, teams=tuple(teams))
+
+
+def padded_halo(P_x: Partition, shapes: IntArray, halos: IntArray, me: int | None = None) -> Plan:
+    r"""Plan the halo exchange of tensors that already have room for their halos.
+
+    Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and each cell of y's halo is the bulk of the worker that owns it,
+    in corners and beyond the next neighbour too; cells outside the tensor are 0. What x holds in its halo is ignored.
+    Adjoint: the gradients of all copies of a cell add up in the bulk of its owner; the gradient of x's halo is 0.
+
+    Args:
+        shapes: local shape of x with its halo, in elements: ``P_x.workers.shape + (dim,)``.
+        halos: cells of halo before and behind the bulk: ``P_x.workers.shape + (dim, 2)``.
+    Raises: ValueError if the bulks form no grid, a halo is negative or larger than its tensor, or halos in a dim differ
+        between workers at one place of its axis.
+    """
+    bulks = shapes - halos.sum(axis=-1)
+    if (halos < 0).any() or (bulks < 0).any():
+        at = tuple(np.argwhere(((halos < 0).any(-1)) | (bulks < 0))[0][:-1])
+        raise ValueError(
+            f"halos must not be negative and must fit into the tensor; on worker {P_x.workers[at]} of {P_x} the halo "
+            f"is {halos[at].tolist()} and the tensor's shape is {shapes[at].tolist()}"
+        )
+    owned = Layout.tiled(P_x, bulks, "x without its halo")
+    before = [_per_place(P_x, halos[..., dim, 0], dim) for dim in range(P_x.workers.ndim)]
+    behind = [_per_place(P_x, halos[..., dim, 1], dim) for dim in range(P_x.workers.ndim)]
+    needed = Layout.of(P_x, [_widen(*one) for one in zip(owned.rulers, before, behind, strict=True)])
+    plan = copy(owned, needed, me)
+
+    def origin(worker: int) -> Shape:
+        return tuple(before[dim][place] for dim, place in enumerate(P_x.index_of(worker)))
+
+    moves = tuple(replace(move, src=shift(move.src, origin(move.source))) for move in plan.moves)
+    return Plan(plan.outputs, plan.outputs, moves)
+
+
+def _widen(ruler: Ruler, before: list[int], behind: list[int]) -> list[Interval]:
+    return [(i - b, j + e) for (i, j), b, e in zip(ruler.intervals, before, behind, strict=True)]
+
+
+def _per_place(P_x: Partition, widths: IntArray, dim: int) -> list[int]:
+    lines = np.moveaxis(widths, dim, 0).reshape(P_x.workers.shape[dim], -1)
+    if (lines != lines[:, :1]).any():
+        raise ValueError(
+            f"halos in dim {dim} must be equal on workers at one place of axis {dim} of {P_x}; got {lines.tolist()}"
+        )
+    return [int(width) for width in lines[:, 0]]
