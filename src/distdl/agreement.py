@@ -1,0 +1,218 @@
+"""Agreement: what the members of a primitive or a layer decide together before they plan.
+
+A plan follows from the headers of all members and never from one worker's view, so that it cannot happen that some plan
+anew and others do not. In the steady state this costs one maximum over a short vector of fixed length; only if that
+says that something has changed on some worker are the headers themselves gathered.
+
+No check raises before the members have spoken: what is wrong on one of them is the same error on all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from distdl.boxes import Shape
+from distdl.comm import CommunicationError, Communicator, Group
+from distdl.encoding import dtype_code
+from distdl.header import Carried, Headers
+from distdl.partition import Partition
+from distdl.sharing import gather_values
+
+Outcome = TypeVar("Outcome")
+Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
+
+MOST_TENSORS = 4
+WORDS = 9 + 3 * MOST_TENSORS  # length of the vector of every agreement, whatever the layer
+_PLANS_KEPT = 8
+
+
+class _Local(threading.local):
+    fixed: int = 0  # how many fixed_shapes() this thread is in
+
+
+_local = _Local()
+
+
+@contextmanager
+def fixed_shapes() -> Iterator[None]:
+    """Leave out the agreements: the caller promises that no worker's shapes, dtypes or requires_grad change inside.
+
+    It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
+    layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
+    worker. Messages between two workers are still numbered, so that crossed calls do not deliver to the wrong one; a
+    transport's own collectives are not.
+    """
+    _local.fixed += 1
+    try:
+        yield
+    finally:
+        _local.fixed -= 1
+
+
+@dataclass(frozen=True)
+class Decision(Generic[Outcome]):
+    """What the members have decided.
+
+    Attributes:
+        outcome: what follows from the headers; the same object until a header changes.
+        carried: for each tensor, what it carries on any member.
+    """
+
+    outcome: Outcome
+    carried: tuple[Carried, ...]
+
+
+@dataclass(frozen=True)
+class _Agreed(Generic[Outcome]):
+    structure: Structure
+    carried: tuple[Carried, ...]
+    decision: Decision[Outcome]
+
+
+class Agreement(Generic[Outcome]):
+    """How the members of one primitive or layer agree, call after call.
+
+    Args:
+        comm: their communicator.
+        members: all workers that take part, the same tuple on each.
+        name: the layer and its partitions, for messages to people.
+        identity: bytes that are equal on all members and differ from layer to layer.
+        derive: what follows from the headers, a pure function. What it raises is raised on every member, so its checks
+            must not depend on the worker.
+    """
+
+    def __init__(
+        self, comm: Communicator, members: Group, name: str, identity: bytes, derive: Callable[[Headers], Outcome]
+    ) -> None:
+        self._comm = comm
+        self._members = members
+        self._name = name
+        self._identity = zlib.crc32(identity)
+        self._derive = derive
+        self._agreed: dict[bool, _Agreed[Outcome]] = {}
+        self._outcomes: dict[bytes, Outcome] = {}
+
+    @classmethod
+    def among(
+        cls, team: Partition, name: str, options: object, derive: Callable[[Headers], Outcome]
+    ) -> Agreement[Outcome]:
+        """The agreement of a team of workers, about a layer that is told from others by its name and options."""
+        identity = repr((name, options)).encode() + team.workers.tobytes()
+        return cls(team.comm, tuple(team.workers.ravel().tolist()), name, identity, derive)
+
+    def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
+        """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
+
+        Args:
+            tensors: this worker's tensors, at most four; None in place of one is an empty tensor.
+            extra: more integers for the header, equally many on each member.
+        Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
+            members, CommunicationError if the members are in different calls, and what ``derive`` raises.
+        """
+        self._comm.where = self._name
+        problem = _problem_of(tensors, self._name)
+        present = () if problem else tuple(tensors)
+        structure: Structure = (tuple((t.dtype, tuple(t.shape)) for t in present), extra)
+        mode = torch.is_grad_enabled()
+        carried = tuple(Carried.by(tensor, mode) for tensor in present)
+        agreed = self._agreed.get(mode)
+        if agreed is not None and _local.fixed:
+            self._check_fixed(agreed, structure, carried, problem)
+            return agreed.decision
+        changed = agreed is None or agreed.structure != structure
+        dims = max((len(shape) for _, shape in structure[0]), default=0)
+        highest = self._speak(changed, mode, carried, dims, problem)
+        if highest.changed or agreed is None:
+            self._agreed.pop(mode, None)
+            outcome = self._plan(structure, highest.dims)
+        else:
+            outcome = agreed.decision.outcome
+        decision = Decision(outcome, highest.carried[: len(present)])
+        self._agreed[mode] = _Agreed(structure, carried, decision)
+        return decision
+
+    def _speak(self, changed: bool, mode: bool, carried: tuple[Carried, ...], dims: int, problem: str) -> _Highest:
+        number = self._comm.calls[self._members]
+        marks = [mark for one in carried for mark in one.marks]
+        mine = [changed, dims, len(problem), mode, -mode, number, -number, self._identity, -self._identity, *marks]
+        mine += [0] * (WORDS - len(mine))
+        words = self._comm.all_max(self._members, torch.tensor(mine, dtype=torch.int64)).tolist()
+        if words[5] != -words[6] or words[7] != -words[8]:
+            calls = gather_values(self._comm, self._members, f"{self._name} (exchange {number})")
+            raise CommunicationError(f"workers make different calls together: {_by_worker(self._members, calls)}")
+        if words[2]:
+            problems = gather_values(self._comm, self._members, problem)
+            raise ValueError("; ".join(f"worker {w}: {p}" for w, p in zip(self._members, problems, strict=True) if p))
+        if words[3] != -words[4]:
+            modes = gather_values(self._comm, self._members, "on" if mode else "off")
+            raise ValueError(
+                f"{self._name} needs grad mode to be the same on all workers; it is {_by_worker(self._members, modes)}"
+            )
+        highest = [Carried(*map(bool, words[i : i + 3])) for i in range(WORDS - 3 * MOST_TENSORS, WORDS, 3)]
+        return _Highest(bool(words[0]), words[1], tuple(highest))
+
+    def _plan(self, structure: Structure, dims: int) -> Outcome:
+        row: list[int] = []
+        for dtype, shape in structure[0]:
+            row += [dtype_code(dtype), len(shape), *shape, *[-1] * (dims - len(shape))]
+        mine = torch.tensor([*row, *structure[1]], dtype=torch.int64)
+        rows = self._comm.all_gather(self._members, mine).numpy()
+        key = rows.tobytes()
+        if key not in self._outcomes:
+            outcome = self._derive(Headers(self._members, rows, len(structure[0]), dims))
+            while len(self._outcomes) >= _PLANS_KEPT:
+                self._outcomes.pop(next(iter(self._outcomes)))
+            self._outcomes[key] = outcome
+        return self._outcomes[key]
+
+    def _check_fixed(
+        self, agreed: _Agreed[Outcome], structure: Structure, carried: tuple[Carried, ...], problem: str
+    ) -> None:
+        if problem or structure != agreed.structure or carried != agreed.carried:
+            raise RuntimeError(
+                f"{self._name} was promised fixed shapes; worker {self._comm.rank} had agreed on "
+                f"{_show(agreed.structure, agreed.carried)} and now has {problem or _show(structure, carried)}"
+            )
+
+
+@dataclass(frozen=True)
+class _Highest:
+    changed: bool
+    dims: int
+    carried: tuple[Carried, ...]
+
+
+def _problem_of(tensors: Sequence[Any], name: str) -> str:
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name} needs a tensor; got {type(tensor).__name__}"
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return f"{name} needs a dense tensor; got layout {tensor.layout} and dtype {tensor.dtype}"
+        try:
+            dtype_code(tensor.dtype)
+        except ValueError as problem:
+            return f"{name}: {problem}"
+    return ""
+
+
+def _by_worker(members: Group, texts: Sequence[str]) -> str:
+    named: dict[str, list[int]] = {}
+    for worker, text in zip(members, texts, strict=True):
+        named.setdefault(text, []).append(worker)
+    return "; ".join(f"{text} on {', '.join(map(str, sorted(workers)))}" for text, workers in named.items())
+
+
+def _show(structure: Structure, carried: tuple[Carried, ...]) -> str:
+    listed = [
+        f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+        + "".join(f" with {name}" for name, mark in (("gradient", one.gradient), ("tangent", one.tangent)) if mark)
+        for (dtype, shape), one in zip(structure[0], carried, strict=True)
+    ]
+    return ", ".join(listed)

@@ -1,0 +1,149 @@
+"""Header: how a worker describes its tensors to the other members of a primitive or a layer, before they plan."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from distdl.boxes import Shape
+from distdl.comm import Group
+from distdl.encoding import DTYPES
+from distdl.groups import IntArray
+from distdl.layout import Lookup
+from distdl.partition import Partition
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What tensors carry along for differentiation, on any member.
+
+    Attributes:
+        gradient: one requires a gradient (and grad mode is on).
+        tangent: one has a forward-mode derivative.
+        tangent_gradient: one has a forward-mode derivative that itself requires a gradient.
+    """
+
+    gradient: bool
+    tangent: bool = False
+    tangent_gradient: bool = False
+
+    @classmethod
+    def by(cls, tensor: torch.Tensor, mode: bool) -> Carried:
+        """What this worker's tensor carries."""
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        gradient = mode and tensor.requires_grad
+        return cls(gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad)
+
+    def __or__(self, other: Carried) -> Carried:
+        return Carried(*map(operator.or_, self.marks, other.marks))
+
+    @property
+    def marks(self) -> tuple[bool, bool, bool]:
+        return (self.gradient, self.tangent, self.tangent_gradient)
+
+
+@dataclass(frozen=True, eq=False)
+class Headers:
+    """What each member reported, one row of integers each: dtype, rank and extents of each tensor, then the extras."""
+
+    members: Group
+    rows: IntArray
+    tensors: int
+    dims: int
+
+    @cached_property
+    def _sorted(self) -> tuple[IntArray, IntArray]:
+        order = np.argsort(self.members)
+        return np.asarray(self.members)[order], order
+
+    def _of(self, workers: IntArray) -> IntArray:
+        ascending, order = self._sorted
+        found: IntArray = self.rows[order[np.searchsorted(ascending, workers)]]
+        return found
+
+    def _columns(self, tensor: int) -> int:
+        return tensor * (2 + self.dims)
+
+    def shape(self, worker: int, tensor: int = 0) -> Shape:
+        """Local shape of a worker's tensor, in elements."""
+        row = self._of(np.array([worker]))[0, self._columns(tensor) :].tolist()
+        return tuple(row[2 : 2 + row[1]])
+
+    @property
+    def local_shapes(self) -> Mapping[int, Shape]:
+        """From a member to the local shape of its first tensor; looked up when asked for."""
+        return Lookup(self.members, self.shape)
+
+    def check_equal(self, workers: IntArray, others: IntArray, what: str) -> None:
+        """Check that each of the workers has a tensor of the same shape as the worker at its place among the others.
+
+        Raises: ValueError that names the first two that differ.
+        """
+        others = np.broadcast_to(others, workers.shape)
+        columns = slice(1, self._columns(1))
+        differ = np.argwhere((self._of(workers)[..., columns] != self._of(others)[..., columns]).any(axis=-1))
+        if len(differ):
+            one, other = int(others[tuple(differ[0])]), int(workers[tuple(differ[0])])
+            raise ValueError(
+                f"{what} needs tensors of one shape on workers whose tensors are added; "
+                f"worker {one} has {list(self.shape(one))} and worker {other} has {list(self.shape(other))}"
+            )
+
+    def shapes(self, P: Partition, what: str, dim: int | None = None, tensor: int = 0) -> IntArray:
+        """Local shapes on the workers of P: an array of shape ``P.workers.shape + (rank of the tensor,)``.
+
+        Raises: ValueError if the tensors differ in rank, or if their rank is not ``dim``.
+        """
+        rows = self._of(P.workers)[..., self._columns(tensor) :]
+        ranks = rows[..., 1]
+        expected = int(ranks.flat[0]) if dim is None else dim
+        wrong = np.argwhere(ranks != expected)
+        if len(wrong):
+            at = tuple(wrong[0])
+            raise ValueError(
+                f"{what} needs tensors with {expected} dims on all workers of {P}; "
+                f"worker {P.workers[at]} has one with {ranks[at]} dims"
+            )
+        return rows[..., 2 : 2 + expected]
+
+    def check_alike(self, P: Partition, what: str, *names: str) -> None:
+        """Check that the first two tensors of each worker of P have one shape.
+
+        Raises: ValueError that names the first worker where they differ.
+        """
+        rows = self._of(P.workers.ravel())
+        first, second = (rows[:, self._columns(tensor) + 1 : self._columns(tensor + 1)] for tensor in (0, 1))
+        differ = np.flatnonzero((first != second).any(axis=1))
+        if len(differ):
+            worker = int(P.workers.flat[differ[0]])
+            raise ValueError(
+                f"{what} needs {names[0]} and {names[1]} of one shape on each worker; on worker {worker} they have "
+                f"{list(self.shape(worker, 0))} and {list(self.shape(worker, 1))}"
+            )
+
+    def dtype(self, P: Partition, what: str, tensor: int = 0) -> torch.dtype:
+        """The dtype of the tensors on the workers of P. Empty ones do not count unless all are empty.
+
+        Raises: ValueError if two workers differ.
+        """
+        rows = self._of(P.workers.ravel())[:, self._columns(tensor) : self._columns(tensor + 1)]
+        full = np.flatnonzero((rows[:, 2:] != 0).all(axis=1))
+        counted = rows[full, 0] if len(full) else rows[:1, 0]
+        other = np.flatnonzero(counted != counted[0])
+        if len(other):
+            workers = P.workers.ravel()[full]
+            raise ValueError(
+                f"{what} needs tensors of one dtype on all workers of {P}; worker {workers[0]} has "
+                f"{DTYPES[counted[0]]} and worker {workers[other[0]]} has {DTYPES[counted[other[0]]]}"
+            )
+        return DTYPES[counted[0]]
+
+    def extras(self, P: Partition) -> IntArray:
+        """The extra integers that the workers of P added to their headers."""
+        return self._of(P.workers)[..., self._columns(self.tensors) :]
