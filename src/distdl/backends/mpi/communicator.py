@@ -1,0 +1,275 @@
+"""The MPI back-end, over mpi4py and any MPI.
+
+Every wait is a non-blocking operation that is tested until it is through or a deadline has passed, so that no worker
+waits for ever for one that is gone. Tensors are handed to MPI by address, whatever their dtype; sums use MPI's own
+reductions where MPI knows the dtype. Tensors that MPI cannot read where they are (CUDA without a CUDA-aware MPI) are
+staged through pinned memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from distdl.comm import CommunicationError, Communicator, Group, Message, Pending
+
+# MPI counts are 32-bit integers; larger tensors go in pieces
+PIECE_BYTES = 1 << 30
+_ASK, _ANSWER, _GROUP_TAG = 32768, 32769, 32770  # beyond the tags of exchanges
+_SPINS = 20  # tests of a request before the processor is offered to others
+_PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
+_TYPES = {
+    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
+    torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
+    torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
+}  # fmt: skip
+
+
+class MPICommunicator(Communicator):
+    """A process's link to the others of an MPI communicator, which it duplicates.
+
+    Args:
+        parent: the user's communicator. Use :meth:`over`, which makes one duplicate however often it is called.
+    Attributes:
+        parent: the user's communicator.
+    """
+
+    absent = MPI.PROC_NULL
+    _keyval: int | None = None
+
+    def __init__(self, parent: MPI.Intracomm) -> None:
+        super().__init__()
+        self.rank = parent.Get_rank()
+        self.size = parent.Get_size()
+        self.parent = parent
+        self._world = parent.Dup()
+        self._groups: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): self._world}
+        self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
+        self._abandoned: list[Any] = []
+        self._cuda_aware = _is_cuda_aware()
+        if self.size > 1:
+            _abort_on_uncaught_exceptions()
+
+    @classmethod
+    def over(cls, parent: MPI.Intracomm) -> MPICommunicator:
+        """The communicator over the workers of ``parent``: collective the first time, then always the same object."""
+        if cls._keyval is None:
+            cls._keyval = MPI.Comm.Create_keyval()
+        known = parent.Get_attr(cls._keyval)
+        if known is None:
+            known = cls(parent)
+            parent.Set_attr(cls._keyval, known)
+        assert isinstance(known, MPICommunicator)
+        return known
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        arrivals = [(source, tensor, self._landing(tensor)) for source, tensor in receives]
+        departures = [(target, self._readable(tensor)) for target, tensor in sends]
+        requests = [(self._world.Irecv(piece, w, tag), w) for w, _, room in arrivals for piece in _pieces(room)]
+        requests += [(self._world.Isend(piece, w, tag), w) for w, tensor in departures for piece in _pieces(tensor)]
+
+        def finish() -> None:
+            self._finish([request for request, _ in requests], [worker for _, worker in requests])
+            for _, tensor, room in arrivals:
+                _deliver(tensor, room)
+            departures.clear()  # until here their memory had to live
+
+        return Pending(finish)
+
+    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+        comm, root = self._group(group), sorted(group).index(group[0])
+        room = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
+        requests = [comm.Ibcast(piece, root) for piece in _pieces(room)]
+        return self._pending(group, requests, room if self.rank == group[0] else tensor, room)
+
+    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        if tensor.dtype not in _TYPES:
+            return super().sum(group, tensor)
+        comm, root = self._group(group), sorted(group).index(group[0])
+        room = self._readable(tensor)
+        if self.rank == group[0]:
+            requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in _pieces(room, typed=True)]
+            return self._pending(group, requests, tensor, room)
+        requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(room, typed=True)]
+        return self._pending(group, requests, room, room)
+
+    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        if tensor.dtype not in _TYPES:
+            return super().all_sum(group, tensor)
+        comm, room = self._group(group), self._readable(tensor)
+        requests = [comm.Iallreduce(MPI.IN_PLACE, piece, MPI.SUM) for piece in _pieces(room, typed=True)]
+        return self._pending(group, requests, tensor, room)
+
+    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+        if len(group) == 1:
+            return words
+        highest = words.clone()
+        request = self._group(group).Iallreduce(MPI.IN_PLACE, _pieces(highest, typed=True)[0], MPI.MAX)
+        self._finish([request], group)
+        return highest
+
+    def lend(self, workers: Group) -> MPI.Intracomm:
+        """An MPI communicator over these workers, in this order, for others than distdl. Collective over them, once."""
+        if workers not in self._lent:
+            self._lent[workers] = self._create(workers)
+        return self._lent[workers]
+
+    def release(self) -> None:
+        """Free the duplicates, and the communicator that was passed in unless it is COMM_WORLD. Collective."""
+        super().release()
+        if self.released:
+            return
+        self.released = True
+        self._lent.pop(tuple(range(self.size)))
+        for made in (self._groups, self._lent):
+            for workers in sorted(made):
+                made.pop(workers).Free()
+        if self._keyval is not None:
+            self.parent.Delete_attr(self._keyval)
+        if MPI.Comm.Compare(self.parent, MPI.COMM_WORLD) != MPI.IDENT:
+            self.parent.Free()
+
+    def _group(self, group: Group) -> MPI.Intracomm:
+        workers = tuple(sorted(group))
+        if workers not in self._groups:
+            self._groups[workers] = self._create(workers)
+        return self._groups[workers]
+
+    def _create(self, workers: Group) -> MPI.Intracomm:
+        if self.released:
+            raise CommunicationError(f"{self.where} belongs to a world that has been deactivated")
+        # making an MPI group blocks and has no deadline, so its members come together first in a way that has one
+        self.all_gather(workers, torch.zeros(1))
+        members = self._world.Get_group()
+        chosen = members.Incl(list(workers))
+        made = self._world.Create_group(chosen, _GROUP_TAG)
+        chosen.Free()
+        members.Free()
+        return made
+
+    def _pending(self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor) -> Pending:
+        def finish() -> None:
+            self._finish(requests, group)
+            _deliver(tensor, room)
+
+        return Pending(finish)
+
+    def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it that MPI can read and write by address."""
+        tensor = tensor.detach().contiguous()
+        if not tensor.is_cuda:
+            return tensor
+        if self._cuda_aware:
+            torch.cuda.current_stream(tensor.device).synchronize()
+            return tensor
+        return tensor.cpu().pin_memory()
+
+    def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or other room of its shape into which MPI can write by address."""
+        tensor = tensor.detach()
+        if tensor.is_contiguous() and (self._cuda_aware or not tensor.is_cuda):
+            return tensor
+        staged = tensor.is_cuda and not self._cuda_aware
+        device = torch.device("cpu") if staged else tensor.device
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=staged)
+
+    def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+        begun, rounds = time.monotonic(), 0
+        while not MPI.Request.Testall(requests):
+            rounds += 1
+            if rounds < _SPINS:
+                continue
+            os.sched_yield()
+            waited = time.monotonic() - begun
+            if waited > _PATIENCE:
+                self._answer()
+            if waited > self.timeout:
+                self._abandoned.append(requests)  # MPI may still write to their buffers
+                if len(requests) == len(workers):
+                    workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
+                raise self._missing(workers)
+
+    def _answer(self) -> None:
+        """Tell workers that look for absent ones where this one waits."""
+        status = MPI.Status()
+        while self._world.Iprobe(MPI.ANY_SOURCE, _ASK, status):
+            self._world.Recv(bytearray(0), status.Get_source(), _ASK)
+            text = str(self.where).encode()
+            self._abandoned.append((self._world.Isend(text, status.Get_source(), _ANSWER), text))
+
+    def _missing(self, workers: Iterable[int]) -> CommunicationError:
+        """The error of a wait that took too long. Those that wait too are heard for a moment; the others are absent."""
+        asked = sorted(set(workers) - {self.rank})
+        for worker in asked:
+            self._abandoned.append(self._world.Isend(b"", worker, _ASK))
+        waiting: dict[int, str] = {}
+        until, status = time.monotonic() + _PATIENCE, MPI.Status()
+        while time.monotonic() < until and len(waiting) < len(asked):
+            self._answer()
+            if self._world.Iprobe(MPI.ANY_SOURCE, _ANSWER, status):
+                text = bytearray(status.Get_count(MPI.BYTE))
+                self._world.Recv(text, status.Get_source(), _ANSWER)
+                waiting[status.Get_source()] = text.decode()
+            os.sched_yield()
+        error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
+        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
+        return CommunicationError(f"{error}{others}")
+
+
+def comm_world() -> MPICommunicator:
+    """The communicator over all processes of the job."""
+    return MPICommunicator.over(MPI.COMM_WORLD)
+
+
+def _pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
+    """The tensor's memory as MPI wants it: ``[buffer, count, type]``, in as many pieces as needed."""
+    width, kind = (tensor.element_size(), _TYPES[tensor.dtype]) if typed else (1, MPI.BYTE)
+    step = PIECE_BYTES // width * width
+    address, total = tensor.data_ptr(), tensor.nbytes
+    pieces = []
+    for start in range(0, total, step):
+        length = min(step, total - start)
+        pieces.append([MPI.buffer.fromaddress(address + start, length), length // width, kind])
+    return pieces
+
+
+def _deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
+    if room.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(room)
+
+
+def _is_cuda_aware() -> bool:
+    told = os.environ.get("DISTDL_CUDA_AWARE_MPI")
+    if told is not None:
+        return told not in ("", "0")
+    try:
+        return torch.cuda.is_available() and bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
+    except AttributeError:
+        return False
+
+
+def _abort_on_uncaught_exceptions() -> None:
+    """End the whole job when this process dies of an exception: the others would wait for it."""
+    if getattr(sys.excepthook, "aborts", False):
+        return
+    show: Callable[..., Any] = sys.excepthook
+
+    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show(kind, error, trace)
+        sys.stderr.flush()
+        sys.stdout.flush()
+        if MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.COMM_WORLD.Abort(1)
+
+    abort.aborts = True  # type: ignore[attr-defined]
+    sys.excepthook = abort

