@@ -1,0 +1,38 @@
+"""AllGather: on every worker, the blocks of all workers along some axes."""
+
+from collections.abc import Sequence
+
+from distdl.groups import check_axes
+from distdl.header import Headers
+from distdl.layout import Layout
+from distdl.nn.module import Primitive
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import copy
+
+
+class AllGather(Primitive):
+    r"""Concatenate the blocks of the workers along some axes of a partition, on every worker.
+
+    Forward: y on a worker is the part of the global tensor that has the worker's own range in the other dims, and the
+    whole extent in the gathered ones.
+    Adjoint: :math:`\partial x_s = \sum_t \partial y_t[\text{block of } s]` over the workers t of s's group: a
+    :class:`ReduceScatter` with the same block sizes.
+
+    Args:
+        P_x: the partition; its axis i splits tensor dim i.
+        axes: the axes to gather along. Blocks may be unequal.
+    Shapes: x local, as many dims as P_x has axes, in elements. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, for axes that do not exist; in forward, on every member, if a tensor's rank is
+        not the dimension of P_x, the blocks form no grid, or dtypes differ.
+    Source: Hewett & Grady, arXiv:2006.03108 (as a composition of broadcasts).
+    """
+
+    def __init__(self, P_x: Partition, axes: int | Sequence[int]) -> None:
+        self_axes = check_axes(axes, P_x.workers.ndim, "AllGather")
+        super().__init__(P_x, P_x, options=self_axes)
+        self.axes = self_axes
+
+    def plan(self, headers: Headers) -> Plan:
+        owned = Layout.tiled(self.P_x, headers.shapes(self.P_x, "AllGather", self.P_x.workers.ndim))
+        return copy(owned, owned.gathered(self.axes), self.P_x.comm.rank)

