@@ -1,0 +1,242 @@
+"""The distributed convolutions: one layer, and three shapes of the partition of its weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from distdl.boxes import Shape
+from distdl.groups import dims
+from distdl.nn.contraction import Contraction
+from distdl.nn.module import check_buffer_manager
+from distdl.partition import Partition
+from distdl.windows import Intervals, Sliding
+
+
+class Convolution(Contraction):
+    r"""A convolution over input blocks that each worker first completes by the cells around them.
+
+    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
+    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its zero padding.
+    Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
+
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
+        possible in channels and space, longer blocks first, and in the batch as x is; ``(batch, 0)`` outside P_y.
+    Attributes:
+        weight, bias: this worker's blocks; of zero volume where it stores none.
+    Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
+        does not: its rank, channels, dtype, or too small a global extent for the kernel.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+
+    space: ClassVar[int]
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        work: Partition,
+        in_channels: int,
+        out_channels: int,
+        geometry: tuple[Any, Any, Any, Any],
+        padding_mode: str,
+        groups: int,
+        bias: bool,
+    ) -> None:
+        name = type(self).__name__
+        self._sliding = Sliding.of(name, self.space, *geometry)
+        if padding_mode != "zeros":
+            raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
+        out, inner = work.workers.shape[1:3]
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
+        if groups > 1 and (out > 1 or inner > 1):
+            raise ValueError(f"{name} has groups only where channels are not split; got groups {groups} and P_w {work}")
+        super().__init__(P_x, P_y, work, in_channels, out_channels, self._sliding.kernel, groups, bias)
+
+    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        return self.weight, self.bias
+
+    def options(self) -> tuple[object, ...]:
+        return (self._sliding,)
+
+    @property
+    def least_space(self) -> Shape:
+        return self._sliding.spans
+
+    def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
+        return self._sliding.windows(type(self).__name__, extents, self._work.workers.shape[3:])
+
+    def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        convolve = getattr(functional, f"conv{self.space}d")
+        y: torch.Tensor = convolve(x, weight, bias, self._sliding.stride, 0, self._sliding.dilation, self.groups)
+        return y
+
+
+class FeatureConvolution(Convolution):
+    """A convolution that is split over space (and the batch), not over channels. One worker stores the weights.
+
+    Args:
+        P_x: partition of input and output, ``batch x 1 x space...``.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in torch.
+        padding_mode: ``zeros``.
+        buffer_manager: checked for its type; not used.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        padding_mode: str = "zeros",
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        buffer_manager: Any = None,
+    ) -> None:
+        check_buffer_manager(buffer_manager)
+        shape = P_x.workers.shape
+        if len(shape) != self.space + 2 or shape[1] != 1:
+            raise ValueError(
+                f"{type(self).__name__} needs P_x: batch x 1 x {self.space} dims of space; got {dims(shape)}"
+            )
+        work = P_x.reshape(shape[0], 1, 1, *shape[2:])
+        geometry = (kernel_size, stride, padding, dilation)
+        super().__init__(P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
+
+
+class GeneralConvolution(Convolution):
+    """A convolution that is split over input and output channels, and over space.
+
+    Args:
+        P_x, P_y: partitions of input and output, ``1 x p_in x space...`` and ``1 x p_out x space...``.
+        P_w: partition of the work, ``p_out x p_in x space...``; its workers at place 0 in space store the weights.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, bias: as in torch.
+        padding_mode: ``zeros``.
+        groups: 1 unless p_in and p_out are 1.
+        buffer_manager: checked for its type; not used.
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        padding_mode: str = "zeros",
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        buffer_manager: Any = None,
+    ) -> None:
+        check_buffer_manager(buffer_manager)
+        p_x, p_y, p_w = (P.workers.shape for P in (P_x, P_y, P_w))
+        fits = len(p_w) == self.space + 2 and p_x == (1, p_w[1], *p_w[2:]) and p_y == (1, p_w[0], *p_w[2:])
+        if not fits:
+            raise ValueError(
+                f"{type(self).__name__} needs P_x: 1 x p_in x space, P_y: 1 x p_out x space, P_w: p_out x p_in x space "
+                f"with {self.space} dims of space; got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(p_w)}"
+            )
+        work = P_w.reshape(1, *p_w)
+        geometry = (kernel_size, stride, padding, dilation)
+        super().__init__(P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
+        self.P_w = P_w
+
+
+class ChannelConvolution(GeneralConvolution):
+    """A convolution that is split over input and output channels, not over space."""
+
+
+class DistributedFeatureConv1d(FeatureConvolution):
+    space = 1
+
+
+class DistributedFeatureConv2d(FeatureConvolution):
+    space = 2
+
+
+class DistributedFeatureConv3d(FeatureConvolution):
+    space = 3
+
+
+class DistributedChannelConv1d(ChannelConvolution):
+    space = 1
+
+
+class DistributedChannelConv2d(ChannelConvolution):
+    space = 2
+
+
+class DistributedChannelConv3d(ChannelConvolution):
+    space = 3
+
+
+class DistributedGeneralConv1d(GeneralConvolution):
+    space = 1
+
+
+class DistributedGeneralConv2d(GeneralConvolution):
+    space = 2
+
+
+class DistributedGeneralConv3d(GeneralConvolution):
+    space = 3
+
+
+_KINDS: dict[str, tuple[type[Any], ...]] = {
+    "feature": (DistributedFeatureConv1d, DistributedFeatureConv2d, DistributedFeatureConv3d),
+    "channel": (DistributedChannelConv1d, DistributedChannelConv2d, DistributedChannelConv3d),
+    "general": (DistributedGeneralConv1d, DistributedGeneralConv2d, DistributedGeneralConv3d),
+}
+
+
+def _choose(space: int, P_x: Partition, P_y: Partition | None, P_w: Partition | None, **options: Any) -> Any:
+    if (P_y is None) != (P_w is None):
+        raise ValueError(f"DistributedConv{space}d needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
+    if P_y is None or P_w is None:
+        return _KINDS["feature"][space - 1](P_x, **options)
+    splits_space = any(extent > 1 for P in (P_x, P_y) for extent in P.workers.shape[2:])
+    return _KINDS["general" if splits_space else "channel"][space - 1](P_x, P_y, P_w, **options)
+
+
+def DistributedConv1d(
+    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+) -> Any:
+    """The 1-d convolution that fits the partitions.
+
+    It is Feature without P_y and P_w, else Channel, or General where space is split.
+
+    Args:
+        options: the other arguments of that layer, by name.
+    Raises: ValueError, on every worker, if only one of P_y and P_w is given.
+    """
+    return _choose(1, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+
+
+def DistributedConv2d(
+    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+) -> Any:
+    """The 2-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
+    return _choose(2, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+
+
+def DistributedConv3d(
+    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+) -> Any:
+    """The 3-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
+    return _choose(3, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)

@@ -1,0 +1,71 @@
+"""The distributed linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from distdl.boxes import Shape
+from distdl.groups import dims
+from distdl.nn.contraction import Contraction
+from distdl.partition import Partition
+from distdl.windows import Intervals
+
+
+class Blocks(torch.nn.Module):
+    """This worker's weight and bias."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+
+class DistributedLinear(Contraction):
+    r"""Apply an affine map whose features and weights are cut up over workers.
+
+    Forward: :math:`y_o = \sum_i W_{oi} x_i + b_o` in blocks: x is copied to the workers of ``P_w`` that have its
+    columns, each multiplies by its block of W, and the partial results add up along the rows.
+    Adjoint: the same movements transposed, last first.
+
+    Args:
+        P_x, P_y: partitions of input and output, ``1 x p_in`` and ``1 x p_out``.
+        P_w: partition of the weights, ``p_out x p_in``.
+        in_features, out_features: global numbers of features.
+        bias: whether to add a bias; the first column of P_w stores it.
+    Shapes: x local ``(batch, part of in_features)``, in elements; any split. y ``(batch, part of out_features)``, split
+        as evenly as possible, longer blocks first; ``(batch, 0)`` on workers outside P_y.
+    Attributes:
+        sublinear.weight, sublinear.bias: this worker's blocks; of zero volume where it stores none.
+    Raises: ValueError, on every worker, if the partitions do not fit; in forward, on every member, if the input does
+        not.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+
+    def __init__(
+        self, P_x: Partition, P_y: Partition, P_w: Partition, in_features: int, out_features: int, bias: bool = True
+    ) -> None:
+        p_x, p_y, p_w = (P.workers.shape for P in (P_x, P_y, P_w))
+        if len(p_w) != 2 or p_x != (1, p_w[1]) or p_y != (1, p_w[0]):
+            raise ValueError(
+                f"DistributedLinear needs P_x: 1 x p_in, P_y: 1 x p_out and P_w: p_out x p_in; "
+                f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(p_w)}"
+            )
+        super().__init__(P_x, P_y, P_w.reshape(1, *p_w), in_features, out_features, bias=bias)
+        self.P_w = P_w
+        self.in_features, self.out_features = int(in_features), int(out_features)
+
+    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        self.sublinear = Blocks(weight, bias)
+
+    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        return self.sublinear.weight, self.sublinear.bias
+
+    def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
+        return [], []
+
+    def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return functional.linear(x, weight, bias)

@@ -1,0 +1,39 @@
+"""What several tests of layers need."""
+
+import torch
+
+import distdl
+
+
+def filled(module):
+    """A module in float64 whose parameters are the same on every worker."""
+    module = module.double()
+    for number, parameter in enumerate(module.parameters()):
+        generator = torch.Generator().manual_seed(number)
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return module
+
+
+def noise(*shape, seed=0):
+    """The same random tensor on every worker."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def on_workers(workers, main):
+    """Run on threads; every worker has to come to the end."""
+    assert distdl.run_workers(lambda: main(distdl.world()) or "done", workers) == ["done"] * workers
+
+
+def every_worker_raises(workers, main):
+    """The texts of the ValueError that ``main`` raises on every worker: they have to be equal."""
+
+    def catch():
+        try:
+            main(distdl.world())
+        except ValueError as error:
+            return str(error)
+        return None
+
+    texts = distdl.run_workers(catch, workers)
+    assert texts[0] is not None and len(set(texts)) == 1, texts
+    return texts[0]

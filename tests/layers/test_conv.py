@@ -1,0 +1,256 @@
+import itertools
+
+import pytest
+import torch
+from helpers_layers import every_worker_raises, filled, noise, on_workers
+
+import distdl
+from distdl.boxes import runs
+from distdl.nn import (
+    DistributedChannelConv2d,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedConv3d,
+    DistributedFeatureConv1d,
+    DistributedFeatureConv2d,
+    DistributedGeneralConv2d,
+)
+from distdl.testing import Counting, assert_matches_sequential
+
+GEOMETRIES = [
+    (k, s, p, d)
+    for k, s, p, d in itertools.product((1, 2, 3, 4, 7), (1, 2, 3), (0, 1, 3), (1, 2))
+    if (k - 1) * d < 10 + p
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6])
+def test_every_geometry_split_over_space(workers):
+    """With 11 cells, kernels reach far beyond the neighbours' blocks."""
+
+    def main(P):
+        for k, s, p, d in GEOMETRIES:
+            layer = DistributedConv1d(
+                P.reshape(1, 1, workers), in_channels=2, out_channels=3, kernel_size=k, stride=s, padding=p, dilation=d
+            ).double()
+            assert_matches_sequential(layer, filled(torch.nn.Conv1d(2, 3, k, s, p, d)), noise(2, 2, 11))
+
+    on_workers(workers, main)
+
+
+@pytest.mark.parametrize("sizes", [[1, 0, 9, 1], [0, 0, 0, 11], [5, 0, 0, 6], [11, 0, 0, 0], [2, 3, 1, 5]])
+def test_uneven_and_empty_blocks(sizes):
+    def main(P):
+        for k, s, p, d in GEOMETRIES[::4]:
+            layer = DistributedFeatureConv1d(P.reshape(1, 1, 4), 2, 3, k, s, p, dilation=d).double()
+            reference = filled(torch.nn.Conv1d(2, 3, k, s, p, d))
+            assert_matches_sequential(layer, reference, noise(2, 2, 11), [runs([2]), runs([2]), runs(sizes)])
+
+    on_workers(4, main)
+
+
+def test_fewer_outputs_than_workers():
+    def main(P):
+        layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=1, kernel_size=5, stride=3).double()
+        assert_matches_sequential(layer, filled(torch.nn.Conv1d(1, 1, 5, 3)), noise(1, 1, 9))
+        layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=1, kernel_size=2, padding=1).double()
+        assert_matches_sequential(layer, filled(torch.nn.Conv1d(1, 1, 2, padding=1)), noise(1, 1, 1))
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize(
+    ("workers", "grid"), [(4, (1, 1, 2, 2)), (6, (1, 1, 3, 2)), (6, (1, 1, 1, 6)), (4, (2, 1, 2, 1)), (6, (3, 1, 1, 2))]
+)
+def test_two_dims_of_space_and_the_batch(workers, grid):
+    def main(P):
+        layer = DistributedConv2d(
+            P.reshape(*grid), in_channels=3, out_channels=4, kernel_size=(3, 2), stride=(1, 2), padding=(1, 0)
+        )
+        reference = filled(torch.nn.Conv2d(3, 4, (3, 2), (1, 2), (1, 0)))
+        assert_matches_sequential(layer.double(), reference, noise(4, 3, 8, 9))
+
+    on_workers(workers, main)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_where_channels_are_not_split(groups):
+    def main(P):
+        layer = DistributedConv2d(
+            P.reshape(1, 1, 2, 2), in_channels=4, out_channels=6, kernel_size=3, groups=groups
+        ).double()
+        assert_matches_sequential(layer, filled(torch.nn.Conv2d(4, 6, 3, groups=groups)), noise(2, 4, 7, 7))
+
+    on_workers(4, main)
+
+
+def test_three_dims_of_space():
+    def main(P):
+        layer = DistributedConv3d(
+            P.reshape(1, 1, 2, 1, 2), in_channels=2, out_channels=2, kernel_size=3, padding=1, bias=False
+        )
+        assert_matches_sequential(
+            layer.double(), filled(torch.nn.Conv3d(2, 2, 3, padding=1, bias=False)), noise(1, 2, 5, 3, 4)
+        )
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("out", "inner", "space"), [(2, 2, 1), (1, 3, 1), (3, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2), (1, 1, 3)]
+)
+def test_split_over_channels_and_space(out, inner, space, bias):
+    """The partitions of input, output and work lie on different workers of the world."""
+    work, world = out * inner * space, out * inner * space + 2
+
+    def main(P):
+        P_w = P[2:].reshape(out, inner, space)
+        P_x = P.create_partition_inclusive(range(inner * space)).reshape(1, inner, space)
+        P_y = P.create_partition_inclusive(range(world - out * space, world)).reshape(1, out, space)
+        for k, s, p in ((3, 1, 1), (2, 2, 0), (5, 1, 2)):
+            layer = DistributedConv1d(
+                P_x, P_y, P_w, in_channels=5, out_channels=3, kernel_size=k, stride=s, padding=p, bias=bias
+            )
+            assert_matches_sequential(layer.double(), filled(torch.nn.Conv1d(5, 3, k, s, p, bias=bias)), noise(2, 5, 9))
+            uneven = [runs([2]), runs([5] + [0] * (inner - 1)), runs([1] * (space - 1) + [10 - space])]
+            assert_matches_sequential(layer, filled(torch.nn.Conv1d(5, 3, k, s, p, bias=bias)), noise(2, 5, 9), uneven)
+        assert work == P_w.workers.size
+
+    on_workers(world, main)
+
+
+def test_the_kind_of_layer_follows_from_the_partitions_on_every_worker():
+    def main(P):
+        options = {"in_channels": 4, "out_channels": 4, "kernel_size": 3}
+        team = P.create_partition_inclusive(range(4))
+        assert type(DistributedConv2d(team.reshape(1, 1, 2, 2), **options)) is DistributedFeatureConv2d
+        row, work = team[:2].reshape(1, 2, 1, 1), team.reshape(2, 2, 1, 1)
+        assert type(DistributedConv2d(row, row, work, **options)) is DistributedChannelConv2d
+        square, work = team.reshape(1, 2, 2, 1), P.reshape(2, 2, 2, 1)
+        assert type(DistributedConv2d(square, square, work, **options)) is DistributedGeneralConv2d
+
+    on_workers(8, main)
+
+
+def test_weights_live_on_the_first_worker_and_elsewhere_have_a_gradient_too():
+    def main(P):
+        layer = DistributedConv2d(P.reshape(1, 1, 2, 2), in_channels=2, out_channels=3, kernel_size=3)
+        assert layer.weight.shape == ((3, 2, 3, 3) if P.rank == 0 else (0,)) and layer.bias.shape == (
+            (3,) if P.rank == 0 else (0,)
+        )
+        layer(torch.ones(1, 2, 4, 4)).sum().backward()
+        assert layer.weight.grad.shape == layer.weight.shape and layer.bias.grad.shape == layer.bias.shape
+        if P.rank == 0:
+            layer.weight.data = torch.ones(3, 2, 3, 3)
+            layer.bias.data = torch.full((3,), 0.5)
+        assert layer(torch.ones(1, 2, 4, 4))[0, 0, 0, 0].item() == 18.5
+
+    on_workers(4, main)
+
+
+def test_a_worker_outside_all_partitions_only_keeps_the_graph_alive():
+    def main(P):
+        layer = DistributedConv2d(P[:4].reshape(1, 1, 2, 2), in_channels=1, out_channels=1, kernel_size=3)
+        x = torch.ones(2, 1, 3, 3) if P.rank < 4 else torch.zeros(2, 0)
+        x.requires_grad_()
+        y = layer(x)
+        y.sum().backward()
+        assert y.shape[0] == 2 and x.grad.shape == x.shape and layer.weight.grad is not None
+
+    on_workers(5, main)
+
+
+def test_a_3x3_convolution_split_2x2_sends_three_messages_each_way_and_agrees_once():
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        layer = DistributedConv2d(team.reshape(1, 1, 2, 2), in_channels=1, out_channels=1, kernel_size=3, padding=1)
+        x = torch.ones(1, 1, 4, 4, requires_grad=True)
+        layer(x)
+        team.comm.reset()
+        y = layer(x)
+        assert set(team.comm.sent.values()) == {1} and len(team.comm.sent) == 3 == len(team.comm.received)
+        assert [name for name, _ in team.comm.log] == ["all_max", "exchange", "broadcast", "broadcast"]
+        team.comm.reset()
+        y.sum().backward()
+        assert sorted(name for name, _ in team.comm.log) == ["exchange", "sum", "sum"]
+        assert set(team.comm.sent.values()) == {1} and len(team.comm.sent) == 3
+
+    on_workers(4, main)
+
+
+def test_double_backward_with_idle_and_empty_workers():
+    def main(P):
+        reference = filled(torch.nn.Conv1d(1, 2, 3, stride=2))
+        layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=2, kernel_size=3, stride=2).double()
+        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
+            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        whole = noise(2, 1, 7).requires_grad_()
+
+        def penalty(network, x):
+            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
+            return (dx**2).sum()
+
+        penalty(reference, whole).backward()
+        cells = slice(*runs([3, 0, 3, 1])[P.rank])
+        x = whole.detach()[..., cells].clone().requires_grad_()
+        penalty(layer, x).backward()
+        assert torch.allclose(x.grad, whole.grad[..., cells], rtol=1e-10)
+        assert P.rank or torch.allclose(layer.weight.grad, reference.weight.grad, rtol=1e-10)
+
+    on_workers(4, main)
+
+
+def test_autocast_on_all_workers_gives_what_it_gives_sequentially():
+    def main(P):
+        P_w = P.reshape(2, 2, 1, 1)
+        layer = DistributedConv2d(
+            P[:2].reshape(1, 2, 1, 1), P[2:].reshape(1, 2, 1, 1), P_w, in_channels=2, out_channels=2, kernel_size=1
+        )
+        x = torch.ones(1, 1, 2, 2) if P.rank < 2 else torch.zeros(1, 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16 and y.shape == ((1, 1, 2, 2) if P.rank >= 2 else (1, 0))
+        y.float().sum().backward()
+
+    on_workers(4, main)
+
+
+OPTIONS = {"in_channels": 2, "out_channels": 2, "kernel_size": 3}
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda P: DistributedConv2d(P.reshape(1, 2, 2, 1), **OPTIONS), "P_x: batch x 1 x 2 dims of space; got 1x2x2x1"),
+    (lambda P: DistributedConv2d(P.reshape(1, 1, 2, 2), P_y=P, **OPTIONS), "both P_y and P_w, or neither"),
+    (lambda P: channel(P, P_y=P.reshape(1, 4, 1, 1)), "P_y: 1x4x1x1"),
+    (lambda P: feature(P, groups=3), "channels that 3 groups divide; got 2 and 2"),
+    (lambda P: channel(P, groups=2), "only where channels are not split"),
+    (lambda P: feature(P, padding_mode="circular"), "padding_mode 'zeros'; got 'circular'"),
+    (lambda P: feature(P, stride=0), "stride to be one number, or 2 of them, and at least 1; got 0"),
+    (lambda P: feature(P, buffer_manager=3), "buffer_manager"),
+    (lambda P: feature(P)(torch.ones(1, 3, 4, 4)), "2 channels in dim 1; the global shape of the input is 1x3x8x8"),
+    (lambda P: feature(P)(torch.ones(1, 2, 1, 4)), "in dim 2 the kernel spans 3 cells and the input, with its padd"),
+    (lambda P: feature(P)(torch.ones(1, 2, 4)), "4 dims"),
+    (lambda P: feature(P)(None if P.rank == 2 else torch.ones(1, 2, 4, 4)), "worker 2: DistributedFeatureConv2d"),
+    (lambda P: feature(P)(torch.ones(1, 2, 4, 4 + (P.rank == 3))), "in dim 3, at place 1 of the axis"),
+    (lambda P: feature(P)(torch.ones(1, 2, 4, 4, dtype=torch.float64)), "one dtype; got torch.float64"),
+])  # fmt: skip
+def test_bad_input_is_the_same_error_on_every_worker(make, words):
+    assert words in every_worker_raises(4, make)
+
+
+def feature(P, **options):
+    return DistributedConv2d(P.reshape(1, 1, 2, 2), **{**OPTIONS, **options})
+
+
+def channel(P, P_y=None, **options):
+    row = P[:2].reshape(1, 2, 1, 1)
+    return DistributedConv2d(row, row if P_y is None else P_y, P.reshape(2, 2, 1, 1), **{**OPTIONS, **options})
+
+
+def test_autocast_on_some_workers_only_is_an_agreed_error():
+    def main(P):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=P.rank == 1):
+            feature(P)(torch.ones(1, 2, 4, 4))
+
+    assert "autocast to be on or off on all workers alike" in every_worker_raises(4, main)

@@ -1,0 +1,118 @@
+import pytest
+import torch
+from helpers_layers import every_worker_raises, filled, noise, on_workers
+
+import distdl
+from distdl.boxes import runs
+from distdl.nn import DistributedLinear
+from distdl.testing import Counting, assert_matches_sequential
+from distdl.utilities.torch import zero_volume_tensor
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("workers", "grid"), [(1, (1, 1)), (2, (1, 2)), (3, (3, 1)), (4, (2, 2)), (6, (2, 3)), (6, (3, 2))]
+)
+def test_matches_sequential(workers, grid, bias):
+    def main(P):
+        out, inner = grid
+        P_w = P.reshape(*grid)
+        P_x, P_y = P[P.size - inner :].reshape(1, inner), P[:out].reshape(1, out)
+        layer = DistributedLinear(P_x, P_y, P_w, 7, 5, bias=bias).double()
+        reference = filled(torch.nn.Linear(7, 5, bias=bias))
+        assert_matches_sequential(layer, reference, noise(3, 7))
+        assert_matches_sequential(layer, reference, noise(4, 7), [runs([4]), runs([7] + [0] * (inner - 1))])
+        assert_matches_sequential(layer, reference, noise(0, 7))
+
+    on_workers(workers, main)
+
+
+def test_walk_of_the_design_with_an_idle_worker_in_the_world():
+    def main(P):
+        team = P.create_partition_inclusive(range(6))
+        P_w = team.reshape(2, 3)
+        P_x, P_y = (
+            P.create_partition_inclusive([1, 2, 3]).reshape(1, 3),
+            P.create_partition_inclusive([4, 0]).reshape(1, 2),
+        )
+        layer = DistributedLinear(P_x, P_y, P_w, 7, 5).double()
+        assert_matches_sequential(layer, filled(torch.nn.Linear(7, 5)), noise(3, 7))
+        weight, bias = layer.sublinear.weight, layer.sublinear.bias
+        assert weight.shape == ({4: (2, 2)}.get(P.rank, weight.shape)) and weight.grad is not None
+        assert (bias.numel() > 0) == (P_w.active and P_w.index[-1] == 0) and bias.grad is not None
+        y = layer(zero_volume_tensor(3) if not P_x.active else noise(3, [3, 2, 2][P_x.rank]))
+        assert y.shape == ((3, 0) if not P_y.active else (3, [3, 2][P_y.rank]))
+        assert y.dtype == (torch.float32 if P.rank == 6 else torch.float64)
+
+    on_workers(7, main)
+
+
+def test_fewer_features_than_workers_leave_blocks_empty():
+    def main(P):
+        layer = DistributedLinear(P[:3].reshape(1, 3), P[3:5].reshape(1, 2), P.reshape(2, 3), 2, 1).double()
+        assert_matches_sequential(layer, filled(torch.nn.Linear(2, 1)), noise(3, 2))
+
+    on_workers(6, main)
+
+
+def test_stock_optimisers_and_one_agreement_per_call():
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        layer = DistributedLinear(team[:2].reshape(1, 2), team[:2].reshape(1, 2), team.reshape(2, 2), 6, 4)
+        optimiser = torch.optim.Adam(layer.parameters(), lr=0.1)
+        x = torch.ones(2, 3) if P.rank < 2 else zero_volume_tensor(2)
+        before = layer.sublinear.weight.detach().clone()
+        for _ in range(2):
+            optimiser.zero_grad()
+            team.comm.reset()
+            layer(x).square().sum().backward()
+            optimiser.step()
+        assert not torch.equal(before, layer.sublinear.weight)
+        assert [name for name, _ in team.comm.log].count("all_max") == 1
+
+    on_workers(4, main)
+
+
+def test_double_backward_matches_sequential():
+    def main(P):
+        reference = filled(torch.nn.Linear(7, 5))
+        P_w = P.reshape(2, 2)
+        layer = DistributedLinear(P[1:3].reshape(1, 2), P[2:].reshape(1, 2), P_w, 7, 5).double()
+        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
+            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        whole = noise(3, 7).requires_grad_()
+
+        def penalty(network, x):
+            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
+            return (dx**2).sum()
+
+        penalty(reference, whole).backward()
+        columns = runs([4, 3])[P.rank - 1] if P.rank in (1, 2) else (0, 0)
+        x = (
+            whole.detach()[:, slice(*columns)].clone().requires_grad_()
+            if columns[1]
+            else zero_volume_tensor(3, torch.float64, True)
+        )
+        penalty(layer, x).backward()
+        if columns[1]:
+            assert torch.allclose(x.grad, whole.grad[:, slice(*columns)], rtol=1e-10)
+        weights = layer.parameter_layouts["sublinear.weight"]
+        assert torch.allclose(layer.sublinear.weight.grad, weights.block(reference.weight.grad), rtol=1e-10)
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda P: DistributedLinear(P.reshape(1, 4), P.reshape(1, 4), P.reshape(2, 2), 8, 8), "1x4, P_y: 1x4, P_w: 2x2"),
+    (lambda P: DistributedLinear(P.reshape(4, 1), P[:1].reshape(1, 1), P.reshape(1, 4), 8, 8), "P_x: 4x1"),
+    (lambda P: linear(P)(torch.ones(2, 3)), "an input with 8 channels in dim 1; the global shape of the input is 2x6"),
+    (lambda P: linear(P)(torch.ones(2, 3, 4)), "2 dims on all workers"),
+    (lambda P: linear(P)(torch.ones(2 + P.rank, 4)), "form a grid"),
+    (lambda P: linear(P)(torch.ones(2, 4).double()), "one dtype; got torch.float64, torch.float32"),
+])  # fmt: skip
+def test_bad_input_is_the_same_error_on_every_worker(make, words):
+    assert words in every_worker_raises(4, make)
+
+
+def linear(P):
+    return DistributedLinear(P[:2].reshape(1, 2), P[:2].reshape(1, 2), P.reshape(2, 2), 8, 8)
