@@ -1,9 +1,23 @@
 """distdl: model-parallel deep learning for PyTorch, done as linear algebra."""
 
+from distdl import backends, nn, utilities
+from distdl.agreement import fixed_shapes
 from distdl.cartesian import CartesianPartition
 from distdl.comm import CommunicationError
+from distdl.launch import run_workers
 from distdl.partition import Partition
+from distdl.worlds import world
 
 __version__ = "0.1.0"
 
-__all__ = ["CartesianPartition", "CommunicationError", "Partition"]
+__all__ = [
+    "CartesianPartition",
+    "CommunicationError",
+    "Partition",
+    "backends",
+    "fixed_shapes",
+    "nn",
+    "run_workers",
+    "utilities",
+    "world",
+]

@@ -1,0 +1,83 @@
+"""The distributed modules: data movement primitives, and the layers that are built on them."""
+
+from distdl.nn.all_gather import AllGather
+from distdl.nn.all_sum_reduce import AllSumReduce
+from distdl.nn.broadcast import Broadcast
+from distdl.nn.conv import (
+    DistributedChannelConv1d,
+    DistributedChannelConv2d,
+    DistributedChannelConv3d,
+    DistributedConv1d,
+    DistributedConv2d,
+    DistributedConv3d,
+    DistributedFeatureConv1d,
+    DistributedFeatureConv2d,
+    DistributedFeatureConv3d,
+    DistributedGeneralConv1d,
+    DistributedGeneralConv2d,
+    DistributedGeneralConv3d,
+)
+from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
+from distdl.nn.halo_exchange import HaloExchange
+from distdl.nn.linear import DistributedLinear
+from distdl.nn.loss import (
+    DistributedBCELoss,
+    DistributedBCEWithLogitsLoss,
+    DistributedKLDivLoss,
+    DistributedL1Loss,
+    DistributedLossBase,
+    DistributedMSELoss,
+    DistributedPoissonNLLLoss,
+)
+from distdl.nn.module import Module
+from distdl.nn.pooling import (
+    DistributedAvgPool1d,
+    DistributedAvgPool2d,
+    DistributedAvgPool3d,
+    DistributedMaxPool1d,
+    DistributedMaxPool2d,
+    DistributedMaxPool3d,
+)
+from distdl.nn.reduce_scatter import ReduceScatter
+from distdl.nn.repartition import Repartition
+from distdl.nn.sum_reduce import SumReduce
+from distdl.nn.transpose import DistributedTranspose
+
+__all__ = [
+    "AllGather",
+    "AllSumReduce",
+    "Broadcast",
+    "DistributedAvgPool1d",
+    "DistributedAvgPool2d",
+    "DistributedAvgPool3d",
+    "DistributedBCELoss",
+    "DistributedBCEWithLogitsLoss",
+    "DistributedChannelConv1d",
+    "DistributedChannelConv2d",
+    "DistributedChannelConv3d",
+    "DistributedConv1d",
+    "DistributedConv2d",
+    "DistributedConv3d",
+    "DistributedCrossEntropyLoss",
+    "DistributedFeatureConv1d",
+    "DistributedFeatureConv2d",
+    "DistributedFeatureConv3d",
+    "DistributedGeneralConv1d",
+    "DistributedGeneralConv2d",
+    "DistributedGeneralConv3d",
+    "DistributedKLDivLoss",
+    "DistributedL1Loss",
+    "DistributedLinear",
+    "DistributedLossBase",
+    "DistributedMSELoss",
+    "DistributedMaxPool1d",
+    "DistributedMaxPool2d",
+    "DistributedMaxPool3d",
+    "DistributedPoissonNLLLoss",
+    "DistributedTranspose",
+    "HaloExchange",
+    "Module",
+    "ReduceScatter",
+    "Repartition",
+    "SumReduce",
+]

@@ -1,0 +1,5 @@
+"""The published name of :class:`~distdl.nn.repartition.Repartition`."""
+
+from distdl.nn.repartition import Repartition
+
+DistributedTranspose = Repartition

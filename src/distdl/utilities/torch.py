@@ -1,0 +1,27 @@
+"""Published helpers for tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+
+def zero_volume_tensor(
+    b: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None
+) -> torch.Tensor:
+    """A tensor without elements: what a worker passes that has no part of a global tensor.
+
+    Args:
+        b: batch size; the shape is ``(b, 0)`` with it, ``(0,)`` without.
+        dtype: torch's default dtype if None.
+    """
+    shape = (0,) if b is None else (int(b), 0)
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device=device)
+
+
+def distdl_padding_to_torch_padding(pad: ArrayLike) -> tuple[int, ...]:
+    """Padding of shape ``(dim, 2)``, first dim first, as the flat tuple that ``F.pad`` takes, last dim first."""
+    return tuple(int(width) for width in np.asarray(pad)[::-1].reshape(-1))
