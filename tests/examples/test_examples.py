@@ -1,0 +1,69 @@
+"""Every example runs, alone and in launched jobs, and prints what its comments say."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import MAKERS
+from launchers import mpirun, python_path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LENET = EXAMPLES / "lenet_digits.py"
+SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path != LENET)
+ALL_OF_THEM = Path(__file__).parent / "run_examples.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def expected(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    return text[text.index("# It prints:\n") + 13 :].replace("# ", "")
+
+
+def run(command, seconds):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=python_path())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_there_is_an_example_for_every_primitive():
+    assert {re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in MAKERS} <= set(SMALL)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_on_threads(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().out == expected(name)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_in_a_launched_job(launcher):
+    command = mpirun(4, ALL_OF_THEM, *SMALL) if launcher == "mpirun" else [*TORCHRUN, str(ALL_OF_THEM), *SMALL]
+    assert run(command, 100) == "".join(f"{name}\n{expected(name)}" for name in SMALL)
+
+
+def test_the_readme_example_runs_as_it_stands(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 15
+    script = tmp_path / "first.py"
+    script.write_text(code)
+    assert run([sys.executable, str(script)], 50).splitlines()[3] == "worker 3 holds (2, 8, 16, 23) of (2, 8, 33, 47)"
+
+
+LAUNCHES = {
+    "threads": lambda: [sys.executable, str(LENET)],
+    "mpirun": lambda: mpirun(4, LENET),
+    "torchrun": lambda: [*TORCHRUN, str(LENET)],
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_lenet_equals_the_sequential_network_and_learns(launcher):
+    *epochs, accuracy, difference = run(LAUNCHES[launcher](), 280).splitlines()
+    assert len(epochs) >= 2 and all(float(line.rpartition(" ")[2]) < 1e-10 for line in epochs)
+    assert accuracy.startswith("accuracy on 360 test images:") and float(accuracy.split()[-1].rstrip("%")) >= 96
+    assert difference.startswith("largest difference of any weight") and float(difference.split()[-1]) <= 1e-8
