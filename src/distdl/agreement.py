@@ -46,8 +46,8 @@ def fixed_shapes() -> Iterator[None]:
 
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
     layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
-    worker. Messages between two workers are still numbered, so that crossed calls do not deliver to the wrong one; a
-    transport's own collectives are not.
+    worker. Messages between two workers still bear the number of the exchange and a mark of the layer, so that crossed
+    calls of different layers wait instead of delivering to each other; collectives over a group bear neither.
     """
     _local.fixed += 1
     try:

@@ -6,6 +6,7 @@ tensor needs no gradient is tied in through an *anchor*, a tensor of zero volume
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +26,21 @@ class Route:
 
     Attributes:
         comm, members: who takes part; every one of them executes the plan.
-        where: the layer, for messages to people.
+        where: the layer and its partitions, for messages to people, and to tell its messages from another layer's.
     """
 
     plan: Plan
     comm: Communicator
     members: Group
-    where: object
+    where: str
 
     @property
     def T(self) -> Route:
         return Route(self.plan.T, self.comm, self.members, self.where)
+
+    def tag(self, number: int) -> int:
+        """The tag of the messages of this layer's exchange number so-and-so."""
+        return (number + zlib.crc32(self.where.encode())) % _TAGS
 
 
 def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...], carried: Carried) -> torch.Tensor:
@@ -44,7 +49,7 @@ def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ..
     Args:
         x: the local tensor; where the plan has no input for this worker, any tensor of zero volume.
         dtype: the dtype that moves, as agreed.
-        blank: shape of the result where the plan has no output for this worker; its volume is 0.
+        blank: shape of the result where the plan has no output for this worker.
         carried: what x carries on any member.
     Returns: a new tensor, in the shape of ``plan.outputs``; connected to x wherever a gradient is recorded.
     """
@@ -109,9 +114,12 @@ def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int,
     number = comm.calls[route.members]
     comm.calls[route.members] += 1
     schedule = plan.schedule(comm.rank)
-    y = torch.empty(plan.outputs.get(comm.rank, blank), dtype=dtype, device=x.device)
+    if comm.rank in plan.outputs:
+        y = torch.empty(plan.outputs[comm.rank], dtype=dtype, device=x.device)
+    else:
+        y = torch.zeros(blank, dtype=dtype, device=x.device)
     if plan.pattern is Pattern.MOVES:
-        _run_moves(comm, schedule, x, y, number % _TAGS)
+        _run_moves(comm, schedule, x, y, route.tag(number))
     else:
         wait_all([_play(comm, plan.pattern, role, x, y) for role in schedule.roles if 0 not in role.team.shape])
     return y

@@ -10,7 +10,7 @@ from launchers import FOLDER, mpirun, python_path
 
 import distdl
 from distdl.comm import CommunicationError
-from distdl.nn import AllSumReduce, Broadcast
+from distdl.nn import AllSumReduce, Broadcast, Repartition
 
 SCENARIOS = FOLDER / "scenarios.py"
 
@@ -99,6 +99,21 @@ def test_a_change_under_fixed_shapes_raises_where_it_is_seen_and_ends_the_others
     ):
         distdl.run_workers(main, 4)
     assert len(raised) == 4 and all(isinstance(raised[w], CommunicationError) for w in (0, 1, 3))
+
+
+def test_crossed_calls_under_fixed_shapes_do_not_deliver_to_each_other():
+    def main():
+        P = distdl.world()
+        layers = [Repartition(P.reshape(2, 1), P.reshape(1, 2)), Repartition(P.reshape(1, 2), P.reshape(2, 1))]
+        x = torch.ones(2, 2)
+        for layer in layers:
+            layer(x)
+        with distdl.fixed_shapes():
+            for layer in layers if P.rank == 0 else reversed(layers):
+                layer(x)
+
+    with pytest.raises(CommunicationError, match="every worker waits for another one"):
+        distdl.run_workers(main, 2)
 
 
 @pytest.mark.parametrize("change", ["dtype", "gradient"])

@@ -155,6 +155,17 @@ def test_gradcheck_and_gradgradcheck_on_one_worker(name):
     distdl.run_workers(main, 1, "serial")
 
 
+def test_what_a_worker_outside_passes_is_ignored_and_its_gradient_is_zero():
+    def main(P):
+        x = torch.full((4,), 1.0 + P.rank, requires_grad=True)
+        y = Broadcast(P[:1], P[1:2])(x)
+        y.sum().backward()
+        assert y.tolist() == {0: [[]] * 4, 1: [1.0] * 4}[P.rank]
+        assert x.grad.tolist() == {0: [1.0] * 4, 1: [0.0] * 4}[P.rank]
+
+    on_workers(2, main)
+
+
 def test_a_layer_may_be_called_with_the_same_partition_twice():
     def main(P):
         for make in (Broadcast, SumReduce, Repartition):
