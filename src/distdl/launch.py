@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from distdl.processes import run_processes
-from distdl.worlds import BACKENDS, enter, launched, world
+from distdl.worlds import BACKENDS, check_nccl, enter, inside, launched, world
 
 Result = TypeVar("Result")
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed
@@ -39,7 +39,12 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
     if backend == "serial":
         if workers != 1:
             raise ValueError(f"the serial back-end has one worker; run_workers was asked for {workers}")
-        return [function()]
+        from distdl.backends.serial import SerialCommunicator
+
+        with inside(SerialCommunicator(), "serial"):
+            return [function()]
+    if backend is not None:
+        check_nccl(backend)
     if backend == "mpi":
         raise RuntimeError(f"the mpi back-end is launched from outside: mpirun -n {workers} python SCRIPT")
     threads = torch.get_num_threads()

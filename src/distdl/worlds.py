@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,17 @@ def enter(communicator: Communicator, backend: str) -> None:
     _here.communicator = communicator
     _here.backend = backend
     _here.worlds = {}
+
+
+@contextmanager
+def inside(communicator: Communicator, backend: str) -> Iterator[None]:
+    """Be a worker of this communicator's world for a while."""
+    before = _here.communicator, _here.backend, _here.worlds
+    enter(communicator, backend)
+    try:
+        yield
+    finally:
+        _here.communicator, _here.backend, _here.worlds = before
 
 
 def launched() -> str | None:
@@ -73,7 +86,9 @@ def _is_entered(name: Any) -> bool:
 
 def _torch_backend() -> str:
     chosen = os.environ.get("DISTDL_BACKEND")
-    if chosen in ("gloo", "nccl"):
+    if chosen:
+        if chosen not in ("gloo", "nccl"):
+            raise ValueError(f"DISTDL_BACKEND must be gloo or nccl in a job that torchrun launched; it is {chosen!r}")
         return chosen
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo"
@@ -123,11 +138,16 @@ def _open_mpi() -> Communicator:
     return comm_world()
 
 
+def check_nccl(name: str) -> None:
+    """Check that NCCL can work here, if that is the back-end's name."""
+    if name == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
+
+
 def _open_torch(name: str) -> Communicator:
     if not torch.distributed.is_available():
         raise RuntimeError(f"the {name} back-end needs a build of torch that has torch.distributed")
-    if name == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
+    check_nccl(name)
     if not torch.distributed.is_initialized() and not all(variable in os.environ for variable in _TORCHRUN):
         raise RuntimeError(
             f"the {name} back-end needs a job that torchrun has launched (its variables {', '.join(_TORCHRUN)} are not "

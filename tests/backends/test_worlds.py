@@ -126,6 +126,27 @@ def test_threads_inside_a_process_world_are_refused_and_serial_has_one_worker():
         distdl.run_workers(lambda: 0, 2, "gloo")
 
 
+def test_a_serial_world_inside_another_one():
+    def main():
+        assert distdl.run_workers(lambda: distdl.world().size, 1, "serial") == [1]
+        return distdl.world().size
+
+    assert distdl.run_workers(main, 2) == [2, 2]
+
+
+def test_nccl_without_a_gpu_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="CUDA build of torch with NCCL"):
+        distdl.run_workers(os.getpid, 2, "nccl")
+
+
+def test_an_unknown_backend_in_the_environment_is_an_error(monkeypatch):
+    for name, value in {**TORCHRUN_VARIABLES, "DISTDL_BACKEND": "smoke"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"DISTDL_BACKEND must be gloo or nccl.*'smoke'"):
+        launched()
+
+
 def test_autograd_state_is_per_worker():
     def main():
         P = distdl.world()

@@ -65,9 +65,11 @@ def check_a_split_of_the_users():
     y = AllSumReduce(P.reshape(2), [0])(torch.tensor([float(rank)]))
     assert y.item() == (4.0 if rank % 2 else 2.0)
     refused(lambda: P | MPIPartition(MPI.COMM_WORLD), ValueError, "different worlds")
+    line = P.reshape(2)
     P.deactivate()
     P.deactivate()
     assert half == MPI.COMM_NULL and not P.active
+    refused(lambda: line.allgather_data(1), CommunicationError, "deactivated")
 
 
 def check_communicators_are_cached_by_group():

@@ -72,6 +72,7 @@ class MPICommunicator(Communicator):
         return known
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        self._check_released()
         arrivals = [(source, tensor, self._landing(tensor)) for source, tensor in receives]
         departures = [(target, self._readable(tensor)) for target, tensor in sends]
         requests = [(self._world.Irecv(piece, w, tag), w) for w, _, room in arrivals for piece in _pieces(room)]
@@ -138,15 +139,19 @@ class MPICommunicator(Communicator):
         if MPI.Comm.Compare(self.parent, MPI.COMM_WORLD) != MPI.IDENT:
             self.parent.Free()
 
+    def _check_released(self) -> None:
+        if self.released:
+            raise CommunicationError(f"{self.where} belongs to a world that has been deactivated")
+
     def _group(self, group: Group) -> MPI.Intracomm:
+        self._check_released()
         workers = tuple(sorted(group))
         if workers not in self._groups:
             self._groups[workers] = self._create(workers)
         return self._groups[workers]
 
     def _create(self, workers: Group) -> MPI.Intracomm:
-        if self.released:
-            raise CommunicationError(f"{self.where} belongs to a world that has been deactivated")
+        self._check_released()
         # making an MPI group blocks and has no deadline, so its members come together first in a way that has one
         self.all_gather(workers, torch.zeros(1))
         members = self._world.Get_group()
