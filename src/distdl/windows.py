@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from distdl.boxes import Interval, Shape, balanced
@@ -54,20 +55,20 @@ class Sliding:
 
     @classmethod
     def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sliding:
-        """From numbers as torch's layers take them: one for all dims of space, or a sequence with one for each.
+        """From whole numbers as torch's layers take them: one for all dims of space, or a sequence with one for each.
 
         Raises: ValueError that names the layer, for another count of numbers or one that is out of range.
         """
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
         sizes = []
         for option, value in given.items():
-            listed = tuple(int(n) for n in value) if hasattr(value, "__len__") else (int(value),) * space
             least = 0 if option == "padding" else 1
-            if len(listed) != space or min(listed) < least:
+            numbers = _whole_numbers(value, space)
+            if len(numbers) != space or min(numbers) < least:
                 raise ValueError(
-                    f"{name} needs {option} to be one number, or {space} of them, and at least {least}; got {value!r}"
+                    f"{name} needs {option} to be one whole number, or {space} of them, at least {least}; got {value!r}"
                 )
-            sizes.append(listed)
+            sizes.append(numbers)
         return cls(*sizes)
 
     @property
@@ -96,3 +97,15 @@ class Sliding:
             outputs.append(balanced(count, places))
             inputs.append([sliding(run, k, s, p, d) for run in outputs[-1]])
         return inputs, outputs
+
+
+def _whole_numbers(value: Any, count: int) -> Shape:
+    """One number for each dim, from one for all or a sequence; none where something is no whole number."""
+    try:
+        return (index(value),) * count
+    except TypeError:
+        pass
+    try:
+        return tuple(index(number) for number in value)
+    except TypeError:
+        return ()

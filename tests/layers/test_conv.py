@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
@@ -226,7 +227,10 @@ OPTIONS = {"in_channels": 2, "out_channels": 2, "kernel_size": 3}
     (lambda P: feature(P, groups=3), "channels that 3 groups divide; got 2 and 2"),
     (lambda P: channel(P, groups=2), "only where channels are not split"),
     (lambda P: feature(P, padding_mode="circular"), "padding_mode 'zeros'; got 'circular'"),
-    (lambda P: feature(P, stride=0), "stride to be one number, or 2 of them, and at least 1; got 0"),
+    (lambda P: feature(P, stride=0), "stride to be one whole number, or 2 of them, at least 1; got 0"),
+    (lambda P: feature(P, padding="same"), "padding to be one whole number, or 2 of them, at least 0; got 'same'"),
+    (lambda P: feature(P, kernel_size=2.7), "kernel_size to be one whole number"),
+    (lambda P: feature(P, groups=0), "channels that 0 groups divide"),
     (lambda P: feature(P, buffer_manager=3), "buffer_manager"),
     (lambda P: feature(P)(torch.ones(1, 3, 4, 4)), "2 channels in dim 1; the global shape of the input is 1x3x8x8"),
     (lambda P: feature(P)(torch.ones(1, 2, 1, 4)), "in dim 2 the kernel spans 3 cells and the input, with its padd"),
@@ -254,3 +258,25 @@ def test_autocast_on_some_workers_only_is_an_agreed_error():
             feature(P)(torch.ones(1, 2, 4, 4))
 
     assert "autocast to be on or off on all workers alike" in every_worker_raises(4, main)
+
+
+def test_numbers_of_any_whole_kind_are_options():
+    def main(P):
+        options = {"in_channels": np.int64(1), "out_channels": np.int64(2), "groups": np.int64(1)}
+        layer = DistributedConv2d(
+            P.reshape(1, 1, 1, 1), kernel_size=np.array([3, 2]), stride=torch.tensor(2), **options
+        )
+        assert layer(torch.ones(1, 1, 5, 5)).shape == (1, 2, 2, 2)
+
+    on_workers(1, main)
+
+
+def test_an_empty_input_of_the_default_dtype_takes_the_dtype_of_the_others():
+    def main(P):
+        layer = DistributedConv1d(P.reshape(1, 1, 2), in_channels=1, out_channels=1, kernel_size=1).double()
+        x = torch.ones(1, 1, 3).double() if P.rank == 0 else torch.ones(1, 1, 0)
+        y = layer(x.requires_grad_())
+        y.sum().backward()
+        assert y.dtype == torch.float64 and y.shape == (1, 1, 2 - P.rank) and x.grad.dtype == x.dtype
+
+    on_workers(2, main)

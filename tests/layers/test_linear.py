@@ -55,6 +55,15 @@ def test_fewer_features_than_workers_leave_blocks_empty():
     on_workers(6, main)
 
 
+def test_a_default_dtype_input_of_zero_volume_beside_float64():
+    def main(P):
+        layer = DistributedLinear(P[:1].reshape(1, 1), P[1:].reshape(1, 1), P[:1].reshape(1, 1), 4, 4).double()
+        y = layer(torch.ones(3, 4).double() if P.rank == 0 else zero_volume_tensor(3))
+        assert y.dtype == torch.float64 and y.shape == ((3, 0) if P.rank == 0 else (3, 4))
+
+    on_workers(2, main)
+
+
 def test_stock_optimisers_and_one_agreement_per_call():
     def main(P):
         team = distdl.Partition(Counting(P.comm))

@@ -71,7 +71,7 @@ def test_the_stride_is_one_by_default():
     (lambda P: DistributedAvgPool2d(P.reshape(1, 1, 1, 2), 2, dilation=2), "has no dilation; got 2"),
     (lambda P: DistributedMaxPool2d(P.reshape(1, 1, 1, 2), 2, padding=2), "at most half the kernel"),
     (lambda P: DistributedMaxPool2d(P.reshape(1, 1, 2), 2), "batch x channels x 2 dims of space"),
-    (lambda P: DistributedMaxPool2d(P.reshape(1, 1, 1, 2), 0), "kernel_size to be one number"),
+    (lambda P: DistributedMaxPool2d(P.reshape(1, 1, 1, 2), 0), "kernel_size to be one whole number"),
     (lambda P: DistributedMaxPool1d(P.reshape(1, 1, 2), 5)(torch.ones(1, 1, 2)), "the kernel spans 5 cells"),
     (lambda P: DistributedMaxPool1d(P.reshape(1, 1, 2), 2)(torch.ones(1, 2)), "3 dims on all workers"),
 ])  # fmt: skip

@@ -134,7 +134,7 @@ class Contraction(Module):
         go, carried = decision.outcome, decision.carried
         blank = blank_shape(x, preserve_batch=True)
         if not x.numel():
-            x = x.to(weight.device)  # where this worker's result has to be
+            x = x.to(weight.device, go.dtypes[0])  # where this worker's result has to be, and what it has to be
         for route in (go.align, go.spread):
             x = x if route is None else move(route, x, go.dtypes[0], blank, carried[0])
         w, *b = (

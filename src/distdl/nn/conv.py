@@ -52,7 +52,7 @@ class Convolution(Contraction):
         if padding_mode != "zeros":
             raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
         out, inner = work.workers.shape[1:3]
-        if in_channels % groups or out_channels % groups:
+        if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
         if groups > 1 and (out > 1 or inner > 1):
             raise ValueError(f"{name} has groups only where channels are not split; got groups {groups} and P_w {work}")
