@@ -1,0 +1,81 @@
+"""Sphinx: ``make docs``, or ``sphinx-build -W -b html docs docs/_build`` after ``pip install '.[docs]'``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import distdl
+
+project = "distdl"
+version = release = distdl.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"distdl {version}"
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_mock_imports = ["mpi4py"]
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+
+# docstrings: 'Args:' and 'Attributes:' are lists; one entry may name several things
+napoleon_numpy_docstring = False
+napoleon_use_param = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+
+_HEADING = re.compile(r"^(Shapes|Returns|Raises|Source|Forward|Adjoint): +(\S.*)$")
+_own_words = {}
+
+
+def separate_headings(app, what, name, obj, options, lines):
+    """Give 'Raises: text' and the like, whose text begins on the line of the heading, a paragraph of their own.
+
+    napoleon knows only headings that stand alone on their line. The text goes on to the next heading or empty line.
+    """
+    separated, inside = [], False
+    for line in lines:
+        found = _HEADING.match(line)
+        if found:
+            separated += ["", f"**{found[1]}:** {found[2]}"]
+            inside = True
+        elif inside and line.strip() and not re.match(r"^\w+:$", line):
+            separated.append(line.strip())
+        else:
+            separated += ["", line] if inside else [line]
+            inside = False
+    lines[:] = separated
+    _own_words[name] = separated
+
+
+def keep_own_words(app, what, name, obj, options, lines):
+    """Undo what napoleon does to a property, whose text up to a colon it takes for a type."""
+    if what == "property":
+        lines[:] = _own_words[name]
+
+
+def link_by_last_name(app, env, node, contnode):
+    """Link :class:`Name` to the one object of that name, in whatever module it stands."""
+    if node.get("refdomain") != "py":
+        return None
+    domain = env.get_domain("py")
+    wanted = node["reftarget"].rpartition(".")[2]
+    found = [full for full in domain.objects if full.rpartition(".")[2] == wanted and full.startswith("distdl.")]
+    if len(found) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], found[0], node, contnode)
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", separate_headings, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", keep_own_words, priority=600)  # after it
+    app.connect("missing-reference", link_by_last_name)
