@@ -193,8 +193,9 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             return f"{name} needs a tensor; got {type(tensor).__name__}"
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            return f"{name} needs a dense tensor; got layout {tensor.layout} and dtype {tensor.dtype}"
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            return f"{name} needs a dense tensor that has data; got one that is {kind}"
         try:
             dtype_code(tensor.dtype)
         except ValueError as problem:

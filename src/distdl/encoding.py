@@ -22,6 +22,7 @@ DTYPES = (
     torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_MOVED_ONLY = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 _ARRAY_KINDS = "biufcSUmM"
 
 
@@ -33,6 +34,16 @@ def dtype_code(dtype: torch.dtype) -> int:
     if dtype not in _CODES:
         raise ValueError(f"distdl cannot move tensors of {dtype}")
     return _CODES[dtype]
+
+
+def can_be_added(dtype: torch.dtype) -> bool:
+    """Whether torch adds tensors of this dtype: not the small floats, nor the wide unsigned integers."""
+    return dtype not in _MOVED_ONLY
+
+
+def carries_gradients(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype have gradients, which have to be added up."""
+    return (dtype.is_floating_point or dtype.is_complex) and can_be_added(dtype)
 
 
 def encode(value: Any) -> bytes:
@@ -117,7 +128,8 @@ def _read_array(body: memoryview) -> Any:
 
 
 def _write_tensor(value: torch.Tensor) -> bytes:
-    content = as_bytes(value.detach().cpu().contiguous()).numpy().tobytes()
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    content = as_bytes(plain).numpy().tobytes()
     return bytes([dtype_code(value.dtype)]) + _write_dims(tuple(value.shape)) + content
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distdl.comm import Communicator, Group, Pending, fold, wait_all
+from distdl.encoding import carries_gradients
 from distdl.header import Carried
 from distdl.plan import Pattern, Plan, Role, Schedule
 
@@ -53,8 +54,7 @@ def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ..
         carried: what x carries on any member.
     Returns: a new tensor, in the shape of ``plan.outputs``; connected to x wherever a gradient is recorded.
     """
-    differentiable = dtype.is_floating_point or dtype.is_complex
-    if not (differentiable and (carried.gradient or carried.tangent)):
+    if not (carries_gradients(dtype) and (carried.gradient or carried.tangent)):
         return execute(route, x.detach(), dtype, blank)
     own = Carried.by(x, carried.gradient)
     anchor = None
@@ -110,6 +110,7 @@ def _differentiates_forward() -> bool:
 def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
     """Do this worker's part of a plan. Neither x nor anything that shares its memory is written or returned."""
     comm, plan = route.comm, route.plan
+    x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when they are read
     comm.where = route.where
     number = comm.calls[route.members]
     comm.calls[route.members] += 1

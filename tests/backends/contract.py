@@ -269,6 +269,28 @@ def check_any_tensor_moves():
                 assert torch.equal(y, z) and y.dtype == dtype, (layer, name, dtype, shape)
 
 
+def check_views_that_are_conjugated_or_negated_when_they_are_read():
+    P = distdl.world()
+    z = torch.tensor([1 + 2j, 3 - 4j]) * (P.rank + 1)
+    expected = torch.tensor([1 - 2j, 3 + 4j])
+    scale = P.size * (P.size + 1) / 2
+    assert torch.equal(AllSumReduce(P, [0])(z.conj()), scale * expected)
+    assert torch.equal(AllSumReduce(P, [0])(z.conj().imag), scale * torch.tensor([-2.0, 4.0]))
+    assert torch.equal(AllGather(P, [0])(z.conj())[:2], expected)
+    got = Broadcast(P[-1:], P)(z.conj() if P.rank == P.size - 1 else torch.zeros(0))
+    assert torch.equal(got, P.size * expected)
+    assert all(torch.equal(one, (n + 1) * expected) for n, one in enumerate(P.allgather_data(z.conj())))
+
+
+def check_dtypes_that_torch_does_not_add():
+    P = distdl.world()
+    for dtype in (torch.uint16, torch.float8_e5m2):
+        x = torch.ones(2).to(dtype)
+        assert torch.equal(Broadcast(P[:1], P)(x).float(), torch.ones(2))
+        for layer in (AllSumReduce(P, [0]), SumReduce(P, P[:1])):
+            same_everywhere(P, raises(ValueError, lambda layer=layer, x=x: layer(x), "adds tensors", str(dtype)))
+
+
 def check_sums_of_any_dtype():
     P = distdl.world()
     row = P.reshape(1, P.size)
@@ -458,6 +480,8 @@ def check_errors_of_forward_are_the_same_on_every_member():
         else raises(ValueError, lambda: layer(torch.ones(2, 6, 1)), "2 dims"),
         raises(ValueError, with_last([1.0]), "needs a tensor; got list"),
         raises(ValueError, with_last(torch.ones(2, 6).to_sparse()), "dense"),
+        raises(ValueError, with_last(torch.ones(2, 6, device="meta")), "dense tensor that has data", "meta"),
+        raises(ValueError, with_last(torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)), "dense"),
     ]
     if P.size > 1:
         texts += [

@@ -68,6 +68,18 @@ def test_threads_give_up_at_the_time_limit(monkeypatch):
         distdl.run_workers(main, 3)
 
 
+def test_threads_keep_nothing_of_letters_that_were_read():
+    def main():
+        P = distdl.world()
+        layer = Repartition(P.reshape(2, 1), P.reshape(1, 2))
+        for _ in range(50):
+            layer(torch.ones(2, 2))
+        P.allgather_data("all have read")
+        return len(P.comm.hub._inboxes[P.rank])
+
+    assert max(distdl.run_workers(main, 2)) <= 1
+
+
 def test_threads_refuse_a_letter_of_another_shape():
     def main():
         P = distdl.world()
@@ -88,6 +100,7 @@ def test_a_change_under_fixed_shapes_raises_where_it_is_seen_and_ends_the_others
         layer(x)
         with distdl.fixed_shapes():
             layer(x)
+            P.allgather_data("all are through")
             try:
                 layer(x if P.rank != 2 else torch.ones(2, 4))
             except Exception as error:

@@ -76,11 +76,15 @@ class Hub:
 
     def waiting(self, worker: int, sender: int, tag: int) -> int:
         """How many letters of a sender lie in the worker's inbox. Hold the lock."""
-        return len(self._inboxes[worker][sender, tag])
+        return len(self._inboxes[worker].get((sender, tag), ()))
 
     def take(self, worker: int, sender: int, tag: int) -> _Letter:
         """Take the next letter of a sender out of the worker's inbox. Hold the lock."""
-        return self._inboxes[worker][sender, tag].popleft()
+        letters = self._inboxes[worker][sender, tag]
+        letter = letters.popleft()
+        if not letters:
+            del self._inboxes[worker][sender, tag]
+        return letter
 
     def mark_read(self, letter: _Letter) -> None:
         """Tell the sender that its tensor has been read. Hold the lock."""

@@ -27,6 +27,8 @@ class AllSumReduce(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
+    adds = True
+
     def __init__(
         self,
         P_x: Partition,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from distdl.agreement import Agreement
+from distdl.encoding import can_be_added
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.partition import Partition
@@ -35,8 +36,10 @@ class Primitive(Module):
     A worker outside ``P_x`` passes any tensor of zero volume. Inputs and gradients are never written or returned. The
     gradient of an input has that input's shape and dtype, also where it has no volume.
 
-    Subclasses give ``plan``, and set their own attributes before they call ``__init__`` of this class.
+    Subclasses give ``plan``, and say with ``adds`` whether its forward adds tensors up.
     """
+
+    adds: ClassVar[bool] = False
 
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, options: Any = ()) -> None:
         team = P_x | P_y
@@ -59,6 +62,8 @@ class Primitive(Module):
 
     def _derive(self, headers: Headers) -> tuple[Route, torch.dtype]:
         dtype = headers.dtype(self.P_x, type(self).__name__)
+        if self.adds and not can_be_added(dtype):
+            raise ValueError(f"{type(self).__name__} adds tensors, and torch does not add tensors of {dtype}")
         comm = self.P_x.comm
         return Route(self.plan(headers), comm, headers.members, self._name), dtype
 

@@ -30,6 +30,8 @@ class ReduceScatter(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108 (as a composition of sum-reductions).
     """
 
+    adds = True
+
     def __init__(
         self, P_x: Partition, axes: int | Sequence[int], sizes: Mapping[int, Sequence[int]] | None = None
     ) -> None:

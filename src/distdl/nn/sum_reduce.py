@@ -30,6 +30,8 @@ class SumReduce(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
+    adds = True
+
     def __init__(
         self,
         P_x: Partition,
