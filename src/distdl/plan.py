@@ -77,9 +77,12 @@ class Team:
         return root_first(self.root, self.members)
 
     @cached_property
-    def order(self) -> Group:
-        """Key of the global order in which a worker that takes part in two teams turns to them."""
-        return tuple(sorted(self.group))
+    def order(self) -> tuple[Group, int]:
+        """Key of the global order in which a worker that takes part in two teams turns to them.
+
+        Two teams may have the same workers and different roots; no two have the same root.
+        """
+        return tuple(sorted(self.group)), self.root
 
     def moves(self, pattern: Pattern) -> Iterator[Move]:
         """The same data movement, written as moves."""

@@ -216,6 +216,23 @@ def check_random_primitives():
             assert_adjoint(case.layer, my_input(case))
 
 
+def check_primitives_between_the_same_workers_in_another_order():
+    """A swap makes two teams of the same two workers, each the root of one."""
+    P = distdl.world()
+    line = P.reshape(P.size)
+    swapped = P.create_partition_inclusive([worker ^ 1 if P.size > 1 else 0 for worker in range(P.size)]).reshape(-1)
+    turned = P.create_partition_inclusive([(worker + 1) % P.size for worker in range(P.size)]).reshape(-1)
+    for other in (swapped, turned):
+        for P_x, P_y in ((line, other), (other, line)):
+            for layer in (Broadcast(P_x, P_y), SumReduce(P_x, P_y), Repartition(P_x, P_y)):
+                x = torch.full((2,), float(P.rank), requires_grad=True)
+                y = layer(x)
+                source = P_x.workers[P_y.workers == P.rank].item()
+                target = P_y.workers[P_x.workers == P.rank].item()
+                y.backward(torch.full((2,), float(P.rank)))
+                assert y.tolist() == [source] * 2 and x.grad.tolist() == [target] * 2
+
+
 def check_derivatives():
     P = distdl.world()
     for make in MAKERS.values():

@@ -1,5 +1,7 @@
 """Laws of plans, over the table of plans and over random layouts. No worker runs."""
 
+import itertools
+
 import numpy as np
 import pytest
 from helpers import Silent
@@ -48,6 +50,20 @@ def test_executing_the_schedules_is_applying_the_matrix(table, name):
         x = np.concatenate([xs[worker].ravel() for worker in sorted(xs)] or [np.zeros(0)])
         y = np.concatenate([ys[worker].ravel() for worker in sorted(ys)] or [np.zeros(0)])
         assert (plan.matrix() @ x == y).all()
+
+
+def test_workers_turn_to_the_teams_that_they_share_in_one_order(world):
+    """Also where two teams have the same workers, as in a swap."""
+    P = world(4)
+    shapes = dict.fromkeys(range(4), (1,))
+    for order in itertools.permutations(range(4)):
+        other = P.create_partition_inclusive(order)
+        for grid in ((4,), (2, 2)):
+            for few in (P.reshape(*grid), P.reshape(*grid)[:1], P.reshape(*grid)[-1:]):
+                plans = [broadcast(few, other.reshape(*grid), shapes, me) for me in range(4)]
+                roots = [[role.team.root for role in plan.schedule(me).roles] for me, plan in enumerate(plans)]
+                for one, two in itertools.combinations(roots, 2):
+                    assert [root for root in one if root in two] == [root for root in two if root in one]
 
 
 def simulate(plan, xs):
