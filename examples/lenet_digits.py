@@ -100,26 +100,16 @@ def main():
         losses = torch.zeros(2).double()
         for batch in tqdm(batches(count, epoch), f"epoch {epoch + 1}", leave=False, disable=None if reads else True):
             x = images[batch] if reads else zero_volume_tensor(len(batch), dtype=torch.float64)
-            optimiser.zero_grad()
-            loss = criterion(network(x), classes[batch] if reads else None)
-            loss.backward()
-            optimiser.step()
+            loss = train(network, criterion, optimiser, x, classes[batch] if reads else None)
             if reads:
-                sequential_optimiser.zero_grad()
-                sequential_loss = sequential_criterion(sequential(x), classes[batch])
-                sequential_loss.backward()
-                sequential_optimiser.step()
-                losses += torch.stack([loss, sequential_loss]).detach() * len(batch) / count
+                theirs = train(sequential, sequential_criterion, sequential_optimiser, x, classes[batch])
+                losses += torch.stack([loss, theirs]) * len(batch) / count
         if reads:
             ours, theirs = losses.tolist()
             print(f"epoch {epoch + 1}: loss {ours:.12f}, sequential {theirs:.12f}, difference {abs(ours - theirs):.1e}")
 
     accuracy = evaluate(P, network, *test)
-    difference = 0.0
-    for name, layout, whole in sequential_parameters(P, network, sequential if reads else None):
-        gap = network.get_parameter(name).detach() - layout.block(whole)
-        difference = max(difference, gap.abs().max().item() if gap.numel() else 0.0)
-    difference = P.allreduce_data(difference, op="max")
+    difference = largest_difference(P, network, sequential if reads else None)
     if reads:
         print(f"accuracy on {TEST_IMAGES} test images: {accuracy:.2%}")
         print(f"largest difference of any weight from the sequential network: {difference:.1e}")
@@ -127,11 +117,29 @@ def main():
         raise SystemExit("the network is not what it should be: at least 96 %, and at most 1e-8 apart")
 
 
+def train(network, criterion, optimiser, x, target):
+    """One step of the optimiser; returns the loss before it."""
+    optimiser.zero_grad()
+    loss = criterion(network(x), target)
+    loss.backward()
+    optimiser.step()
+    return loss.detach()
+
+
 def sequential_parameters(P, network, sequential):
     """For each parameter: its name, where its blocks live, and worker 0's whole tensor of the sequential network."""
     values = [parameter.detach() for parameter in sequential.parameters()] if sequential is not None else None
     for number, (name, layout) in enumerate(parameter_layouts(network).items()):
         yield name, layout, P.broadcast_data(values[number] if values is not None else None)
+
+
+def largest_difference(P, network, sequential):
+    """The largest difference of any weight from the sequential network's, on every worker."""
+    largest = 0.0
+    for name, layout, whole in sequential_parameters(P, network, sequential):
+        gap = network.get_parameter(name).detach() - layout.block(whole)
+        largest = max(largest, gap.abs().max().item() if gap.numel() else 0.0)
+    return P.allreduce_data(largest, op="max")
 
 
 def evaluate(P, network, images, classes):
