@@ -51,11 +51,7 @@ class Convolution(Contraction):
         self._sliding = Sliding.of(name, self.space, *geometry)
         if padding_mode != "zeros":
             raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
-        out, inner = work.workers.shape[1:3]
-        if groups < 1 or in_channels % groups or out_channels % groups:
-            raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
-        if groups > 1 and (out > 1 or inner > 1):
-            raise ValueError(f"{name} has groups only where channels are not split; got groups {groups} and P_w {work}")
+        _check_groups(name, groups, in_channels, out_channels, work)
         super().__init__(P_x, P_y, work, in_channels, out_channels, self._sliding.kernel, groups, bias)
 
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -79,6 +75,13 @@ class Convolution(Contraction):
         convolve = getattr(functional, f"conv{self.space}d")
         y: torch.Tensor = convolve(x, weight, bias, self._sliding.stride, 0, self._sliding.dilation, self.groups)
         return y
+
+
+def _check_groups(name: str, groups: int, in_channels: int, out_channels: int, work: Partition) -> None:
+    if groups < 1 or in_channels % groups or out_channels % groups:
+        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
+    if groups > 1 and any(n > 1 for n in work.workers.shape[1:3]):
+        raise ValueError(f"{name} has groups only where channels are not split; got groups {groups} and P_w {work}")
 
 
 class FeatureConvolution(Convolution):
