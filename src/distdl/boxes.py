@@ -58,6 +58,20 @@ def meet(a: Box, b: Box) -> Box:
     return tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
 
 
+def around(box: Box, frame: Box) -> list[Box]:
+    """Disjoint boxes that together are what ``frame`` has outside of ``box``, which lies in it."""
+    found = []
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, frame, strict=True)):
+        for interval in ((first, start), (stop, last)):
+            found.append((*box[:dim], interval, *frame[dim + 1 :]))
+    return [slab for slab in found if volume(slab)]
+
+
+def hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box in which they all lie."""
+    return tuple((min(i for i, _ in along), max(j for _, j in along)) for along in zip(*boxes, strict=True))
+
+
 def within(box: Box, frame: Box) -> Box:
     """``box`` in coordinates whose origin is the first corner of ``frame``."""
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, frame, strict=True))

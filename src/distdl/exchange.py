@@ -127,8 +127,8 @@ def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int,
 
 
 def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> None:
-    if not schedule.covered:
-        y.zero_()
+    for index in schedule.blank:
+        y[index].zero_()
     rooms = [y.new_empty(shape) if index is None else y[index] for _, index, shape in schedule.receives]
     arrivals = [(source, room) for (source, _, _), room in zip(schedule.receives, rooms, strict=True)]
     sends = [(target, x[index]) for target, index in schedule.sends]

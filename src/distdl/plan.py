@@ -11,14 +11,14 @@ so that a back-end can use its own collective for them; a pattern is only a shor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
-from distdl.boxes import Box, Shape, meet, shape, slices, volume, whole
+from distdl.boxes import Box, Shape, around, hull, meet, shape, slices, volume, whole
 from distdl.comm import Group
 from distdl.groups import IntArray, root_first
 
@@ -112,19 +112,19 @@ class Schedule:
     Attributes:
         sends: ``(target, index into x)``, in plan order.
         receives: ``(source, index into y or None, shape)``, in plan order; None is a room of its own, for a sum.
+        blank: what no other entry writes, so that it has to be set to zero: indices into y.
         kept: ``(index into y, index into x)``: what this worker has already.
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
-        adds: sums share cells, so each is added to y (which starts at zero) instead of written.
-        covered: all of y is written, so it need not start at zero.
+        adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
         roles: the teams of which this worker is part, in the global order.
     """
 
     sends: tuple[tuple[int, Index], ...]
     receives: tuple[tuple[int, Index | None, Shape], ...]
+    blank: tuple[Index, ...]
     kept: tuple[tuple[Index, Index], ...]
     sums: tuple[tuple[Index, tuple[int | Index, ...]], ...]
     adds: bool
-    covered: bool
     roles: tuple[Role, ...]
 
 
@@ -183,22 +183,25 @@ class Plan:
         receives: list[tuple[int, Index | None, Shape]] = []
         kept: list[tuple[Index, Index]] = []
         sums: dict[Box, list[int | Index]] = {}
+        written: set[Box] = set() if adds else set(landings)
         for move in incoming:
-            alone = not adds and landings[move.dst] == 1
+            own = move.source == worker
+            alone = landings[move.dst] == 1 and (own or not adds)
             if not alone:
-                sums.setdefault(move.dst, []).append(slices(move.src) if move.source == worker else len(receives))
-            if move.source != worker:
+                sums.setdefault(move.dst, []).append(slices(move.src) if own else len(receives))
+            if not own:
                 receives.append((move.source, slices(move.dst) if alone else None, shape(move.dst)))
             elif alone:
                 kept.append((slices(move.dst), slices(move.src)))
-        filled = sum(volume(box) for box in landings)
+                written.add(move.dst)
+        frame = whole(self.outputs.get(worker, (0,)))
         return Schedule(
             sends=tuple((m.target, slices(m.src)) for m in self.moves if m.source == worker and m.target != worker),
             receives=tuple(receives),
+            blank=tuple(slices(box) for box in _unwritten(written, frame)),
             kept=tuple(kept),
             sums=tuple((slices(box), tuple(terms)) for box, terms in sums.items()),
             adds=adds,
-            covered=not adds and filled == volume(whole(self.outputs.get(worker, (0,)))),
             roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.order)),
         )
 
@@ -213,6 +216,14 @@ class Plan:
         rows += [repr(move) for move in self.moves]
         rows += [f"{team.root}: {', '.join(map(str, team.members.ravel().tolist()))}" for team in self.teams]
         return "\n  ".join(rows)
+
+
+def _unwritten(written: Collection[Box], frame: Box) -> list[Box]:
+    """Boxes that hold at least what disjoint ``written`` ones leave out of a frame; no more if their hull is full."""
+    if not written:
+        return [frame]
+    filled = hull(list(written))
+    return around(filled, frame) if volume(filled) == sum(map(volume, written)) else [frame]
 
 
 def _disjoint(boxes: list[Box]) -> bool:

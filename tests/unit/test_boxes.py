@@ -1,9 +1,10 @@
 import doctest
 
+import numpy as np
 import pytest
 
 from distdl import boxes, windows
-from distdl.boxes import balanced, meet, runs, shape, shift, slices, volume, whole, within
+from distdl.boxes import around, balanced, hull, meet, runs, shape, shift, slices, volume, whole, within
 
 
 def test_balanced_puts_the_remainder_first():
@@ -42,3 +43,16 @@ def test_algebra_of_boxes():
 def test_docstring_examples(module):
     results = doctest.testmod(module)
     assert results.attempted and not results.failed
+
+
+@pytest.mark.parametrize("box", [((0, 2), (1, 3)), ((1, 1), (0, 4)), ((0, 3), (0, 4)), ((1, 2), (2, 3))])
+def test_around_is_what_a_frame_has_outside_of_a_box(box):
+    frame = ((0, 3), (0, 4))
+    cells = np.zeros((3, 4), dtype=int)
+    for part in [box, *around(box, frame)]:
+        cells[slices(part)] += 1
+    assert (cells == 1).all()
+
+
+def test_hull_holds_all_boxes():
+    assert hull([((1, 2), (0, 1)), ((0, 1), (4, 6))]) == ((0, 2), (0, 6))
