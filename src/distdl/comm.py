@@ -19,11 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from distdl.boxes import balanced
+from distdl.memory import empty as empty
+
 Group = tuple[int, ...]
 Message = tuple[int, torch.Tensor]
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 600.0
+SMALL_SUM = 1 << 15  # bytes that each member of an all-sum sends to each other rather than add up in parts
 
 
 class CommunicationError(RuntimeError):
@@ -60,6 +64,17 @@ def fold(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
         pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
         items = pairs + list(items[len(items) - len(items) % 2 :])
     return items[0]
+
+
+def fold_into(y: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """Add tensors up in a balanced tree and write the sum into y, which may be one of them."""
+    while len(terms) > 2:
+        pairs = [torch.add(terms[i], terms[i + 1]) for i in range(0, len(terms) - 1, 2)]
+        terms = pairs + list(terms[len(terms) - len(terms) % 2 :])
+    if len(terms) == 2:
+        torch.add(*terms, out=y)
+    else:
+        y.copy_(terms[0])
 
 
 class Communicator(ABC):
@@ -101,25 +116,45 @@ class Communicator(ABC):
             return self.exchange([(worker, tensor) for worker in group[1:]], [])
         return self.exchange([], [(group[0], tensor)])
 
-    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        """Add the (contiguous) tensors of all members into the root's."""
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+        """Add the (contiguous) tensors x of all members, None where there is none, into the root's y."""
         if self.rank != group[0]:
-            return self.exchange([(group[0], tensor)], [])
-        return self._sum_into(tensor, group, [])
+            return self.exchange([(group[0], x)] if x is not None else [], [])
+        assert y is not None
+        return self._sum_into(y, [] if x is None else [x], group[1:])
 
-    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        """Add the (contiguous) tensors of all members into each of them; every member gets the same bits."""
-        return self._sum_into(tensor, group, [worker for worker in group if worker != self.rank])
-
-    def _sum_into(self, tensor: torch.Tensor, group: Group, targets: Sequence[int]) -> Pending:
-        own = tensor.clone()
-        terms = [own if worker == self.rank else torch.empty_like(tensor) for worker in group]
-        arrivals = [(worker, term) for worker, term in zip(group, terms, strict=True) if worker != self.rank]
-        pending = self.exchange([(worker, own) for worker in targets], arrivals)
+    def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int]) -> Pending:
+        rooms = [empty(y.shape, y.dtype, y.device) for _ in sources]
+        pending = self.exchange([], list(zip(sources, rooms, strict=True)))
 
         def finish() -> None:
             pending.wait()
-            tensor.copy_(fold(terms, torch.add))
+            fold_into(y, [*own, *rooms])
+
+        return Pending(finish)
+
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+        """Add the (contiguous) tensors x of all members into the y of each; every member gets the same bits.
+
+        Of a large tensor each member adds up one part and then sends it to the others, so that what it sends does not
+        grow with the group. Of a small one each adds up all of it, in one round.
+        """
+        whole = x.nbytes <= SMALL_SUM
+        x, y = x.view(-1), y.view(-1)
+        parts = [(0, x.numel())] * len(group) if whole else balanced(x.numel(), len(group))
+        slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}
+        others = [worker for worker in slices if worker != self.rank]
+        mine = y[slices.get(self.rank, slice(0, 0))]
+        rooms = {w: empty(mine.shape, y.dtype, y.device) for w in group if w != self.rank and mine.numel()}
+        adding = self.exchange([(worker, x[slices[worker]]) for worker in others], list(rooms.items()))
+
+        def finish() -> None:
+            adding.wait()
+            if mine.numel():
+                own = x[slices[self.rank]]
+                fold_into(mine, [own if worker == self.rank else rooms[worker] for worker in group])
+            if not whole:
+                self.exchange([(w, mine) for w in rooms], [(worker, y[slices[worker]]) for worker in others]).wait()
 
         return Pending(finish)
 
@@ -158,6 +193,21 @@ class Communicator(ABC):
         raise TypeError(
             "a communicator belongs to its process and cannot be pickled; of a network, save its state_dict()"
         )
+
+
+def begin_with(total: torch.Tensor, x: torch.Tensor | None) -> None:
+    """Begin a sum with x, or with nothing."""
+    if x is None:
+        total.zero_()
+    else:
+        total.copy_(x)
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor if it is contiguous, else a copy that is."""
+    if tensor.is_contiguous():
+        return tensor
+    return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl.comm import Communicator, Group, Pending, fold, wait_all
+from distdl.comm import Communicator, Group, Pending, contiguous, fold, wait_all
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
+from distdl.memory import empty
 from distdl.plan import Pattern, Plan, Role, Schedule
 
 _TAGS = 32768
@@ -116,7 +117,7 @@ def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int,
     comm.calls[route.members] += 1
     schedule = plan.schedule(comm.rank)
     if comm.rank in plan.outputs:
-        y = torch.empty(plan.outputs[comm.rank], dtype=dtype, device=x.device)
+        y = empty(plan.outputs[comm.rank], dtype, x.device)
     else:
         y = torch.zeros(blank, dtype=dtype, device=x.device)
     if plan.pattern is Pattern.MOVES:
@@ -129,7 +130,7 @@ def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int,
 def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> None:
     for index in schedule.blank:
         y[index].zero_()
-    rooms = [y.new_empty(shape) if index is None else y[index] for _, index, shape in schedule.receives]
+    rooms = [empty(shape, y.dtype, y.device) if index is None else y[index] for _, index, shape in schedule.receives]
     arrivals = [(source, room) for (source, _, _), room in zip(schedule.receives, rooms, strict=True)]
     sends = [(target, x[index]) for target, index in schedule.sends]
     pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else Pending()
@@ -146,17 +147,15 @@ def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch
 
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:
     group = role.team.group
-    alone = len(group) == 1
     if pattern is Pattern.BROADCAST:
+        pending = Pending() if len(group) == 1 else comm.broadcast(group, contiguous(x) if role.root else y)
         if role.root and role.member:
             y.copy_(x)
-        return Pending() if alone else comm.broadcast(group, x.contiguous() if role.root else y)
-    if pattern is Pattern.SUM and not role.root:
-        return comm.sum(group, x.contiguous())
-    if role.member:
+        return pending
+    if len(group) == 1:
         y.copy_(x)
-    else:
-        y.zero_()
-    if alone:
         return Pending()
-    return comm.sum(group, y) if pattern is Pattern.SUM else comm.all_sum(group, y)
+    own = contiguous(x) if role.member else None
+    if pattern is Pattern.SUM:
+        return comm.sum(group, own, y if role.root else None)
+    return comm.all_sum(group, contiguous(x), y)

@@ -56,13 +56,13 @@ class Counting(Communicator):
         self._note("broadcast", group)
         return self.inner.broadcast(group, tensor)
 
-    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         self._note("sum", group)
-        return self.inner.sum(group, tensor)
+        return self.inner.sum(group, x, y)
 
-    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
         self._note("all_sum", group)
-        return self.inner.all_sum(group, tensor)
+        return self.inner.all_sum(group, x, y)
 
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         self._note("all_gather", group)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.boxes import runs
-from distdl.comm import CommunicationError
+from distdl.comm import SMALL_SUM, CommunicationError
 from distdl.encoding import DTYPES
 from distdl.nn import (
     AllGather,
@@ -173,17 +173,37 @@ def check_collectives_over_groups():
             copied = mine.clone()
             comm.broadcast(group, copied).wait()
             assert torch.equal(copied, torch.full_like(mine, group[0] + 1))
-            added = mine.clone()
-            comm.all_sum(group, added).wait()
+            added, reduced, others = (torch.empty_like(mine) for _ in range(3))
+            comm.all_sum(group, mine, added).wait()
             assert torch.equal(added, torch.full_like(mine, total)), (dtype, added)
-            reduced = mine.clone()
-            comm.sum(group, reduced).wait()
-            expected = torch.full_like(mine, total) if comm.rank == group[0] else mine
-            assert torch.equal(reduced, expected), (dtype, reduced)
+            leads = comm.rank == group[0]
+            comm.sum(group, mine, reduced if leads else None).wait()
+            assert not leads or torch.equal(reduced, torch.full_like(mine, total)), (dtype, reduced)
+            comm.sum(group, None if leads else mine, others if leads else None).wait()
+            assert not leads or torch.equal(others, torch.full_like(mine, total - comm.rank - 1)), (dtype, others)
+            assert torch.equal(mine, torch.full_like(mine, comm.rank + 1))
             gathered = comm.all_gather(group, mine)
             assert torch.equal(gathered, torch.stack([torch.full_like(mine, w + 1) for w in group]))
         highest = comm.all_max(group, torch.tensor([comm.rank, -comm.rank]))
         assert highest.tolist() == [max(group), -min(group)]
+
+
+def check_sums_of_large_tensors():
+    """Beyond the size at which members add up parts, and not a multiple of their number."""
+    comm = distdl.world().comm
+    for group in (tuple(range(comm.size)), tuple(range(comm.size))[:2]):
+        if comm.rank not in group or len(group) < 2:
+            continue
+        for count in (SMALL_SUM // 8 + 1, 3 * SMALL_SUM + 7):
+            mine = torch.arange(count, dtype=torch.float64) * (comm.rank + 1)
+            expected = torch.arange(count, dtype=torch.float64) * sum(worker + 1 for worker in group)
+            y = torch.empty_like(mine)
+            comm.all_sum(group, mine, y).wait()
+            assert torch.equal(y, expected)
+            leads = comm.rank == group[0]
+            y.zero_()
+            comm.sum(group, mine, y if leads else None).wait()
+            assert torch.equal(y, expected if leads else torch.zeros_like(y))
 
 
 def check_collectives_of_overlapping_groups_at_once():

@@ -10,7 +10,7 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 CORE = [
     # floor 0: values
-    "boxes", "windows", "comm", "encoding", "groups", "sharing", "partition", "cartesian", "layout",
+    "boxes", "windows", "memory", "comm", "encoding", "groups", "sharing", "partition", "cartesian", "layout",
     # floor 1: plans
     "plan", "planning", "header", "agreement",
     # floor 2: exchange, back-ends, worlds

@@ -20,7 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distdl.comm import CommunicationError, Communicator, Group, Message, Pending, as_bytes, name_workers
+from distdl.comm import (
+    CommunicationError,
+    Communicator,
+    Group,
+    Message,
+    Pending,
+    as_bytes,
+    begin_with,
+    contiguous,
+    empty,
+    name_workers,
+)
 
 # what the transports can add up; other dtypes are summed by messages
 _SUMS = {
@@ -84,21 +95,25 @@ class TorchCommunicator(Communicator):
         work = handle.broadcast(as_bytes(room), sorted(group).index(group[0]), self._limit)
         return self._pending(work, group, room if sends else tensor, room)
 
-    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        if tensor.dtype not in _SUMS:
-            return super().sum(group, tensor)
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+        tensor = x if y is None else y
+        if tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
+            return super().sum(group, x, y)
         # gloo leaves partial sums in the tensors of the other members, so those give a copy
-        room = self._readable(tensor) if self.rank == group[0] else self._readable(tensor).clone()
+        room = self._readable(tensor).clone() if y is None else self._landing(y)
+        if y is not None:
+            begin_with(room, x)
         handle = self._group(group, self._direct(tensor))
         work = handle.reduce(room, sorted(group).index(group[0]), dist.ReduceOp.SUM, self._limit)
-        return self._pending(work, group, tensor if self.rank == group[0] else room, room)
+        return self._pending(work, group, room if y is None else y, room)
 
-    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        if tensor.dtype not in _SUMS:
-            return super().all_sum(group, tensor)
-        room = self._readable(tensor)
-        work = self._group(group, self._direct(tensor)).allreduce(room, dist.ReduceOp.SUM, self._limit)
-        return self._pending(work, group, tensor, room)
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+        if y.dtype not in _SUMS:
+            return super().all_sum(group, x, y)
+        room = self._landing(y)
+        room.copy_(x)
+        work = self._group(group, self._direct(y)).allreduce(room, dist.ReduceOp.SUM, self._limit)
+        return self._pending(work, group, y, room)
 
     def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
         highest = words.clone()
@@ -120,7 +135,7 @@ class TorchCommunicator(Communicator):
         return self._nccl and tensor.is_cuda
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach().contiguous()
+        tensor = contiguous(tensor.detach())
         return tensor.cpu() if tensor.is_cuda and not self._nccl else tensor
 
     def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +143,7 @@ class TorchCommunicator(Communicator):
         staged = tensor.is_cuda and not self._nccl
         if tensor.is_contiguous() and not staged:
             return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if staged else tensor.device)
+        return empty(tensor.shape, tensor.dtype, torch.device("cpu") if staged else tensor.device)
 
     def _group(self, group: Group, direct: bool) -> Any:
         workers = tuple(sorted(group))

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distdl.comm import CommunicationError, Communicator, Group, Message, Pending
+from distdl.comm import (
+    SMALL_SUM,
+    CommunicationError,
+    Communicator,
+    Group,
+    Message,
+    Pending,
+    begin_with,
+    contiguous,
+)
 
 # MPI counts are 32-bit integers; larger tensors go in pieces
 PIECE_BYTES = 1 << 30
@@ -92,23 +101,27 @@ class MPICommunicator(Communicator):
         requests = [comm.Ibcast(piece, root) for piece in _pieces(room)]
         return self._pending(group, requests, room if self.rank == group[0] else tensor, room)
 
-    def sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        if tensor.dtype not in _TYPES:
-            return super().sum(group, tensor)
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+        tensor = x if y is None else y
+        if tensor is None or tensor.dtype not in _TYPES or len(group) == 2:
+            return super().sum(group, x, y)
         comm, root = self._group(group), sorted(group).index(group[0])
-        room = self._readable(tensor)
-        if self.rank == group[0]:
-            requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in _pieces(room, typed=True)]
-            return self._pending(group, requests, tensor, room)
-        requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(room, typed=True)]
-        return self._pending(group, requests, room, room)
+        if y is None:
+            room = self._readable(tensor)
+            requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(room, typed=True)]
+            return self._pending(group, requests, room, room)
+        room = self._landing(y)
+        begin_with(room, x)
+        requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in _pieces(room, typed=True)]
+        return self._pending(group, requests, y, room)
 
-    def all_sum(self, group: Group, tensor: torch.Tensor) -> Pending:
-        if tensor.dtype not in _TYPES:
-            return super().all_sum(group, tensor)
-        comm, room = self._group(group), self._readable(tensor)
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+        if y.dtype not in _TYPES or len(group) == 2 or y.nbytes > SMALL_SUM:
+            return super().all_sum(group, x, y)
+        comm, room = self._group(group), self._landing(y)
+        room.copy_(x)
         requests = [comm.Iallreduce(MPI.IN_PLACE, piece, MPI.SUM) for piece in _pieces(room, typed=True)]
-        return self._pending(group, requests, tensor, room)
+        return self._pending(group, requests, y, room)
 
     def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
         if len(group) == 1:
@@ -170,7 +183,7 @@ class MPICommunicator(Communicator):
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it that MPI can read and write by address."""
-        tensor = tensor.detach().contiguous()
+        tensor = contiguous(tensor.detach())
         if not tensor.is_cuda:
             return tensor
         if self._cuda_aware:

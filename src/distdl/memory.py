@@ -1,0 +1,102 @@
+"""Recycled memory: large CPU tensors in pages that have been touched before.
+
+The first touch of fresh pages costs more than a copy into them. So the memory of a large tensor from here comes back
+when the last tensor that shares it dies (views and what autograd saved included), and the next tensor of about that
+size gets it. At most ``pool.limit`` bytes lie idle; the environment variable ``DISTDL_RECYCLED_MEMORY`` sets it in MiB,
+and 0 switches recycling off.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+SMALLEST = 1 << 18  # bytes; below, the allocator of torch keeps its pages by itself
+_CPU = torch.device("cpu")
+
+
+class Pool:
+    """Memory that waits for its next use.
+
+    Attributes:
+        limit: most bytes that may lie idle; 0 switches recycling off.
+        idle: bytes that lie idle now.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.idle = 0
+        self._blocks: dict[int, list[np.ndarray[Any, Any]]] = {}
+        self._lock = threading.RLock()  # (the collector may return memory while this thread holds it)
+
+    def take(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """Memory of at least that many bytes, which comes back when the array dies."""
+        capacity = _round_up(nbytes)
+        with self._lock:
+            blocks = self._blocks.get(capacity)
+            block = blocks.pop() if blocks else None
+            if block is not None:
+                self.idle -= capacity
+        if block is None:
+            block = torch.empty(capacity, dtype=torch.uint8).numpy()
+        lease = block.view(_Lease)
+        lease.home = (self, block)
+        return lease
+
+    def give(self, block: np.ndarray[Any, Any]) -> None:
+        """Take memory back; what exceeds the limit is freed, the sizes unused for longest first."""
+        with self._lock:
+            if block.nbytes > self.limit:
+                return
+            blocks = self._blocks.pop(block.nbytes, [])
+            self._blocks[block.nbytes] = [*blocks, block]  # at the end of the order
+            self.idle += block.nbytes
+            while self.idle > self.limit:
+                size, oldest = next(iter(self._blocks.items()))
+                oldest.pop()
+                self.idle -= size
+                if not oldest:
+                    del self._blocks[size]
+
+
+class _Lease(np.ndarray[Any, Any]):
+    """Memory on loan: a torch storage holds it, and lets it go when the last tensor over it dies."""
+
+    home: tuple[Pool, np.ndarray[Any, Any]] | None = None
+
+    def __del__(self) -> None:
+        if self.home is not None:
+            pool, block = self.home
+            pool.give(block)
+
+
+pool = Pool(int(os.environ.get("DISTDL_RECYCLED_MEMORY", "512")) << 20)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
+    """An uninitialised contiguous tensor, in recycled memory if it is large and on the CPU."""
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes < SMALLEST or nbytes > pool.limit or device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
+    # set_, because a view could not be written in place once an autograd Function has returned it
+    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * max(extent, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _round_up(nbytes: int) -> int:
+    """The next multiple of an eighth of the largest power of two within: near sizes share their memory."""
+    step = 1 << max(nbytes.bit_length() - 4, 0)
+    return -(-nbytes // step) * step
