@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from distdl.boxes import Shape
 from distdl.comm import CommunicationError, Communicator, Group
 from distdl.encoding import dtype_code
+from distdl.groups import IntArray
 from distdl.header import Carried, Headers
 from distdl.partition import Partition
 from distdl.sharing import gather_values
@@ -29,6 +32,7 @@ Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
 
 MOST_TENSORS = 4
+_NUMBER = slice(5, 7)  # where in that vector the number of the exchange stands, and its negative
 WORDS = 9 + 3 * MOST_TENSORS  # length of the vector of every agreement, whatever the layer
 _PLANS_KEPT = 8
 
@@ -71,8 +75,18 @@ class Decision(Generic[Outcome]):
 
 @dataclass(frozen=True)
 class _Agreed(Generic[Outcome]):
+    """What one call came to, for the next one to be the same.
+
+    Attributes:
+        key: all that this worker brought; a call with an equal key brings the same.
+        words: what this worker then says, and ``heard`` what it then hears, the number of the call apart.
+    """
+
+    key: object
     structure: Structure
     carried: tuple[Carried, ...]
+    words: IntArray
+    heard: IntArray
     decision: Decision[Outcome]
 
 
@@ -96,6 +110,7 @@ class Agreement(Generic[Outcome]):
         self._name = name
         self._identity = zlib.crc32(identity)
         self._derive = derive
+        self._calls = comm.calls(members)
         self._agreed: dict[bool, _Agreed[Outcome]] = {}
         self._outcomes: dict[bytes, Outcome] = {}
 
@@ -117,33 +132,70 @@ class Agreement(Generic[Outcome]):
             members, CommunicationError if the members are in different calls, and what ``derive`` raises.
         """
         self._comm.where = self._name
+        mode = torch.is_grad_enabled()
+        agreed = self._agreed.get(mode)
+        if agreed is None or agreed.key is None or agreed.key != _key(tensors, extra):
+            return self._reach(mode, agreed, tensors, extra)
+        if _local.fixed:
+            return agreed.decision
+        heard = self._speak(agreed.words)
+        agreed.heard[_NUMBER] = agreed.words[_NUMBER]
+        if heard.tobytes() == agreed.heard.tobytes():
+            return agreed.decision
+        return self._settle(mode, heard, agreed.structure, agreed.carried, agreed.key, agreed.words)
+
+    def _reach(
+        self, mode: bool, agreed: _Agreed[Outcome] | None, tensors: Sequence[Any], extra: tuple[int, ...]
+    ) -> Decision[Outcome]:
+        """The same, where this worker brings something else than before."""
         problem = _problem_of(tensors, self._name)
         present = () if problem else tuple(tensors)
         structure: Structure = (tuple((t.dtype, tuple(t.shape)) for t in present), extra)
-        mode = torch.is_grad_enabled()
         carried = tuple(Carried.by(tensor, mode) for tensor in present)
-        agreed = self._agreed.get(mode)
         if agreed is not None and _local.fixed:
             self._check_fixed(agreed, structure, carried, problem)
             return agreed.decision
         changed = agreed is None or agreed.structure != structure
         dims = max((len(shape) for _, shape in structure[0]), default=0)
-        highest = self._speak(changed, mode, carried, dims, problem)
-        if highest.changed or agreed is None:
+        marks = [mark for one in carried for mark in one.marks]
+        words = np.zeros(WORDS, dtype=np.int64)
+        said = [changed, dims, len(problem), mode, -mode, 0, 0, self._identity, -self._identity, *marks]
+        words[: len(said)] = said
+        key = None if problem else _key(tensors, extra)
+        return self._settle(mode, self._speak(words), structure, carried, key, words, problem)
+
+    def _speak(self, words: IntArray) -> IntArray:
+        number = self._calls.number
+        words[_NUMBER] = number, -number
+        return self._comm.all_max(self._members, words)
+
+    def _settle(
+        self,
+        mode: bool,
+        heard: IntArray,
+        structure: Structure,
+        carried: tuple[Carried, ...],
+        key: object,
+        words: IntArray,
+        problem: str = "",
+    ) -> Decision[Outcome]:
+        """Decide from what all members together have said."""
+        changed, dims, *_ = heard.tolist()
+        self._check_heard(heard.tolist(), mode, problem)
+        agreed = self._agreed.get(mode)
+        if changed or agreed is None:
             self._agreed.pop(mode, None)
-            outcome = self._plan(structure, highest.dims)
+            outcome = self._plan(structure, dims)
         else:
             outcome = agreed.decision.outcome
-        decision = Decision(outcome, highest.carried[: len(present)])
-        self._agreed[mode] = _Agreed(structure, carried, decision)
+        marks = heard[WORDS - 3 * MOST_TENSORS :].astype(bool).reshape(-1, 3).tolist()
+        decision = Decision(outcome, tuple(Carried(*marks[i]) for i in range(len(structure[0]))))
+        words[0] = heard[0] = False  # the next call with this key changes nothing
+        self._agreed[mode] = _Agreed(key, structure, carried, words, heard, decision)
         return decision
 
-    def _speak(self, changed: bool, mode: bool, carried: tuple[Carried, ...], dims: int, problem: str) -> _Highest:
-        number = self._comm.calls[self._members]
-        marks = [mark for one in carried for mark in one.marks]
-        mine = [changed, dims, len(problem), mode, -mode, number, -number, self._identity, -self._identity, *marks]
-        mine += [0] * (WORDS - len(mine))
-        words = self._comm.all_max(self._members, torch.tensor(mine, dtype=torch.int64)).tolist()
+    def _check_heard(self, words: list[int], mode: bool, problem: str) -> None:
+        number = self._calls.number
         if words[5] != -words[6] or words[7] != -words[8]:
             calls = gather_values(self._comm, self._members, f"{self._name} (exchange {number})")
             raise CommunicationError(f"workers make different calls together: {_by_worker(self._members, calls)}")
@@ -155,8 +207,6 @@ class Agreement(Generic[Outcome]):
             raise ValueError(
                 f"{self._name} needs grad mode to be the same on all workers; it is {_by_worker(self._members, modes)}"
             )
-        highest = [Carried(*map(bool, words[i : i + 3])) for i in range(WORDS - 3 * MOST_TENSORS, WORDS, 3)]
-        return _Highest(bool(words[0]), words[1], tuple(highest))
 
     def _plan(self, structure: Structure, dims: int) -> Outcome:
         row: list[int] = []
@@ -182,11 +232,14 @@ class Agreement(Generic[Outcome]):
             )
 
 
-@dataclass(frozen=True)
-class _Highest:
-    changed: bool
-    dims: int
-    carried: tuple[Carried, ...]
+def _key(tensors: Sequence[Any], extra: tuple[int, ...]) -> object:
+    """Equal keys mean that a worker brings the same. None if that is not clear at a glance."""
+    if forward_ad._current_level >= 0:  # tangents are not to be seen so quickly
+        return None
+    try:
+        return extra, [(t.dtype, t.shape, t.requires_grad, t.layout, t.device) for t in tensors]
+    except AttributeError:  # not a tensor
+        return None
 
 
 def _problem_of(tensors: Sequence[Any], name: str) -> str:

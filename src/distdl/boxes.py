@@ -82,6 +82,9 @@ def shift(box: Box, offsets: Sequence[int]) -> Box:
     return tuple((start + by, stop + by) for (start, stop), by in zip(box, offsets, strict=True))
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """The index that cuts this box out of a tensor."""
-    return tuple(slice(start, stop) for start, stop in box)
+def slices(box: Box, frame: Box | None = None) -> tuple[slice, ...]:
+    """The index that cuts this box out of a tensor. With its frame: no longer than needed, empty for all of it."""
+    needed = len(box)
+    while frame is not None and needed and box[needed - 1] == frame[needed - 1]:
+        needed -= 1
+    return tuple(slice(start, stop) for start, stop in box[:needed])

@@ -13,16 +13,18 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distdl.boxes import balanced
 from distdl.memory import empty as empty
 
 Group = tuple[int, ...]
+IntArray = NDArray[np.int64]
 Message = tuple[int, torch.Tensor]
 T = TypeVar("T")
 
@@ -77,6 +79,19 @@ def fold_into(y: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
         y.copy_(terms[0])
 
 
+class Calls:
+    """A count.
+
+    Attributes:
+        number: how many exchanges have begun.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
 class Communicator(ABC):
     """One worker's link to the others of its world.
 
@@ -86,7 +101,6 @@ class Communicator(ABC):
         timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
         released: whether :meth:`release` has left it unusable.
         where: what this worker does just now; an error of a wait names it.
-        calls: how many exchanges each group of workers has begun, as this worker counts them.
     """
 
     rank: int
@@ -97,7 +111,11 @@ class Communicator(ABC):
     def __init__(self) -> None:
         self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
         self.where: object = "an exchange"
-        self.calls: Counter[Group] = Counter()
+        self._calls: dict[Group, Calls] = {}
+
+    def calls(self, group: Group) -> Calls:
+        """How many exchanges a group of workers has begun, as this worker counts them: the same object every time."""
+        return self._calls.setdefault(group, Calls())
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
@@ -167,13 +185,14 @@ class Communicator(ABC):
             self.exchange([(w, tensor) for _, w in others], [(w, gathered[place]) for place, w in others]).wait()
         return gathered
 
-    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+    def all_max(self, group: Group, words: IntArray) -> IntArray:
         """Element-wise maximum of a short int64 vector over the members: the message of every agreement."""
-        return self.all_gather(group, words).amax(dim=0)
+        highest: IntArray = self.all_gather(group, torch.from_numpy(words)).numpy().max(axis=0)
+        return highest
 
     def release(self) -> None:
         """Give back what this communicator has made (groups, duplicates). Collective over all workers."""
-        self.calls.clear()
+        self._calls.clear()
 
     def deadline(self) -> float:
         """The moment (of ``time.monotonic``) at which a wait that begins now has taken too long."""

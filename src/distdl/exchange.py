@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from distdl.comm import Communicator, Group, Pending, contiguous, fold, wait_all
+from distdl.boxes import Shape
+from distdl.comm import Calls, Communicator, Group, Pending, contiguous, fold, fold_into, wait_all
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
 from distdl.memory import empty
-from distdl.plan import Pattern, Plan, Role, Schedule
+from distdl.plan import Index, Pattern, Plan, Role, Schedule
 
 _TAGS = 32768
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """A plan together with those who execute it.
 
     Attributes:
         comm, members: who takes part; every one of them executes the plan.
         where: the layer and its partitions, for messages to people, and to tell its messages from another layer's.
+        T: the adjoint.
+        schedule: what this worker does.
+        extents: shape of this worker's part of y; None where it has none.
+        calls: how many exchanges the members have begun.
     """
 
     plan: Plan
@@ -36,13 +42,36 @@ class Route:
     members: Group
     where: str
 
-    @property
+    @cached_property
     def T(self) -> Route:
-        return Route(self.plan.T, self.comm, self.members, self.where)
+        transposed = Route(self.plan.T, self.comm, self.members, self.where)
+        transposed.__dict__["T"] = self
+        return transposed
 
-    def tag(self, number: int) -> int:
-        """The tag of the messages of this layer's exchange number so-and-so."""
-        return (number + zlib.crc32(self.where.encode())) % _TAGS
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule(self.comm.rank)
+
+    @cached_property
+    def extents(self) -> Shape | None:
+        return self.plan.outputs.get(self.comm.rank)
+
+    @cached_property
+    def calls(self) -> Calls:
+        return self.comm.calls(self.members)
+
+    @cached_property
+    def _mark(self) -> int:
+        return zlib.crc32(self.where.encode())
+
+    def next_tag(self) -> int:
+        """Count one more exchange of the members; the tag of its messages, which follows from number and layer."""
+        number = self.calls.number
+        self.calls.number = number + 1
+        return (number + self._mark) % _TAGS
+
+
+_BACKWARD = {True: Carried(True), False: Carried(False)}  # what gradients carry, by grad mode
 
 
 def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...], carried: Carried) -> torch.Tensor:
@@ -55,15 +84,14 @@ def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ..
         carried: what x carries on any member.
     Returns: a new tensor, in the shape of ``plan.outputs``; connected to x wherever a gradient is recorded.
     """
-    if not (carries_gradients(dtype) and (carried.gradient or carried.tangent)):
+    if not ((carried.gradient or carried.tangent) and carries_gradients(dtype)):
         return execute(route, x.detach(), dtype, blank)
-    own = Carried.by(x, carried.gradient)
     anchor = None
-    if own.gradient < carried.gradient or own.tangent < carried.tangent:
+    if (carried.gradient and not x.requires_grad) or (carried.tangent and not Carried.by(x, False).tangent):
         anchor = torch.empty(0, device=x.device, requires_grad=carried.gradient)
         if carried.tangent:
             anchor = forward_ad.make_dual(anchor, torch.empty(0, device=x.device))
-    y: torch.Tensor = Apply.apply(route, dtype, blank, carried, x, anchor)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = Apply.apply((route, dtype, blank, carried), x, anchor)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -73,34 +101,36 @@ class Apply(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        route: Route,
-        dtype: torch.dtype,
-        blank: tuple[int, ...],
-        carried: Carried,
+        how: tuple[Route, torch.dtype, tuple[int, ...], Carried],
         x: torch.Tensor,
         anchor: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.route, ctx.dtype, ctx.blank, ctx.carried = route, dtype, blank, carried
+        ctx.how = how
         ctx.source = (x.shape, x.dtype, x.device)
-        ctx.save_for_backward(x.new_empty(0))  # so that checkpointing recomputes this node, on every member alike
-        return execute(route, x, dtype, blank)
+        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
+        return execute(how[0], x, how[1], how[2])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint computes its forward again
-        shape, dtype, device = ctx.source
-        mode, forward_mode = torch.is_grad_enabled(), _differentiates_forward()
-        dx = move(ctx.route.T, dy, ctx.dtype, shape, Carried(mode, forward_mode, mode and forward_mode))
-        anchored = torch.zeros(0, device=device) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, dx.to(dtype), anchored
+        (shape, own, device), (route, dtype, _, _) = ctx.source, ctx.how
+        carried = _BACKWARD[torch.is_grad_enabled()]
+        if _differentiates_forward():
+            carried = Carried(carried.gradient, True, carried.gradient)
+        dx = move(route.T, dy, dtype, shape, carried)
+        anchored = torch.zeros(0, device=device) if ctx.needs_input_grad[2] else None
+        return None, dx if own is dtype else dx.to(own), anchored
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        shape, dtype, device = ctx.source
-        tangent = tangents[4]
+        (shape, own, device), (route, dtype, blank, carried) = ctx.source, ctx.how
+        tangent = tangents[1]
         if tangent is None:
-            tangent = torch.zeros(shape, dtype=dtype, device=device)
-        return move(ctx.route, tangent, ctx.dtype, ctx.blank, Carried(ctx.carried.tangent_gradient))
+            tangent = torch.zeros(shape, dtype=own, device=device)
+        return move(route, tangent, dtype, blank, Carried(carried.tangent_gradient))
+
+
+_NOTHING = torch.empty(0)
 
 
 def _differentiates_forward() -> bool:
@@ -110,43 +140,46 @@ def _differentiates_forward() -> bool:
 
 def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
     """Do this worker's part of a plan. Neither x nor anything that shares its memory is written or returned."""
-    comm, plan = route.comm, route.plan
-    x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when they are read
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when they are read
+    comm, schedule, pattern, extents = route.comm, route.schedule, route.plan.pattern, route.extents
     comm.where = route.where
-    number = comm.calls[route.members]
-    comm.calls[route.members] += 1
-    schedule = plan.schedule(comm.rank)
-    if comm.rank in plan.outputs:
-        y = empty(plan.outputs[comm.rank], dtype, x.device)
+    tag = route.next_tag()
+    y = torch.zeros(blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x.device)
+    if pattern is Pattern.MOVES:
+        _run_moves(comm, schedule, x, y, tag)
     else:
-        y = torch.zeros(blank, dtype=dtype, device=x.device)
-    if plan.pattern is Pattern.MOVES:
-        _run_moves(comm, schedule, x, y, route.tag(number))
-    else:
-        wait_all([_play(comm, plan.pattern, role, x, y) for role in schedule.roles if 0 not in role.team.shape])
+        wait_all([_play(comm, pattern, role, x, y) for role in schedule.roles])
     return y
 
 
 def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> None:
     for index in schedule.blank:
         y[index].zero_()
-    rooms = [empty(shape, y.dtype, y.device) if index is None else y[index] for _, index, shape in schedule.receives]
-    arrivals = [(source, room) for (source, _, _), room in zip(schedule.receives, rooms, strict=True)]
-    sends = [(target, x[index]) for target, index in schedule.sends]
-    pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else Pending()
+    arrivals = [
+        (source, empty(shape, y.dtype, y.device) if index is None else _cut(y, index))
+        for source, index, shape in schedule.receives
+    ]
+    sends = [(target, _cut(x, index)) for target, index in schedule.sends]
+    pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else None
     for to, own in schedule.kept:
-        y[to].copy_(x[own])
-    pending.wait()
+        _cut(y, to).copy_(_cut(x, own))
+    if pending is not None:
+        pending.wait()
     for to, terms in schedule.sums:
-        total = fold([rooms[term] if isinstance(term, int) else x[term] for term in terms], torch.add)
+        tensors = [arrivals[term][1] if isinstance(term, int) else _cut(x, term) for term in terms]
         if schedule.adds:
-            y[to].add_(total)
+            _cut(y, to).add_(fold(tensors, torch.add))
         else:
-            y[to].copy_(total)
+            fold_into(_cut(y, to), tensors)
+
+
+def _cut(tensor: torch.Tensor, index: Index) -> torch.Tensor:
+    return tensor[index] if index else tensor
 
 
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:
-    group = role.team.group
+    group = role.group
     if pattern is Pattern.BROADCAST:
         pending = Pending() if len(group) == 1 else comm.broadcast(group, contiguous(x) if role.root else y)
         if role.root and role.member:
@@ -155,7 +188,6 @@ def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: 
     if len(group) == 1:
         y.copy_(x)
         return Pending()
-    own = contiguous(x) if role.member else None
-    if pattern is Pattern.SUM:
-        return comm.sum(group, own, y if role.root else None)
-    return comm.all_sum(group, contiguous(x), y)
+    if pattern is Pattern.ALL_SUM:
+        return comm.all_sum(group, contiguous(x), y)
+    return comm.sum(group, contiguous(x) if role.member else None, y if role.root else None)

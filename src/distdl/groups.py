@@ -11,10 +11,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-IntArray = NDArray[np.int64]
-Group = tuple[int, ...]
+from distdl.comm import Group as Group
+from distdl.comm import IntArray as IntArray
 
 
 def dims(shape: Sequence[int]) -> str:

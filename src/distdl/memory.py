@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-SMALLEST = 1 << 18  # bytes; below, the allocator of torch keeps its pages by itself
+SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
 _CPU = torch.device("cpu")
 
 

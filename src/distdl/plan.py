@@ -104,6 +104,11 @@ class Role:
     root: bool
     member: bool
 
+    @cached_property
+    def group(self) -> Group:
+        """All workers of the team, root first."""
+        return self.team.group
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -116,7 +121,7 @@ class Schedule:
         kept: ``(index into y, index into x)``: what this worker has already.
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
         adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
-        roles: the teams of which this worker is part, in the global order.
+        roles: the teams of which this worker is part and that have something to move, in the global order.
     """
 
     sends: tuple[tuple[int, Index], ...]
@@ -177,6 +182,7 @@ class Plan:
         return self._schedules[worker]
 
     def _schedule(self, worker: int) -> Schedule:
+        x, y = (whole(shapes.get(worker, ())) for shapes in (self.inputs, self.outputs))
         incoming = [move for move in self.moves if move.target == worker]
         landings = Counter(move.dst for move in incoming)
         adds = not _disjoint(list(landings))
@@ -188,19 +194,18 @@ class Plan:
             own = move.source == worker
             alone = landings[move.dst] == 1 and (own or not adds)
             if not alone:
-                sums.setdefault(move.dst, []).append(slices(move.src) if own else len(receives))
+                sums.setdefault(move.dst, []).append(slices(move.src, x) if own else len(receives))
             if not own:
-                receives.append((move.source, slices(move.dst) if alone else None, shape(move.dst)))
+                receives.append((move.source, slices(move.dst, y) if alone else None, shape(move.dst)))
             elif alone:
-                kept.append((slices(move.dst), slices(move.src)))
+                kept.append((slices(move.dst, y), slices(move.src, x)))
                 written.add(move.dst)
-        frame = whole(self.outputs.get(worker, (0,)))
         return Schedule(
-            sends=tuple((m.target, slices(m.src)) for m in self.moves if m.source == worker and m.target != worker),
+            sends=tuple((m.target, slices(m.src, x)) for m in self.moves if m.source == worker and m.target != worker),
             receives=tuple(receives),
-            blank=tuple(slices(box) for box in _unwritten(written, frame)),
+            blank=tuple(slices(box, y) for box in _unwritten(written, y)),
             kept=tuple(kept),
-            sums=tuple((slices(box), tuple(terms)) for box, terms in sums.items()),
+            sums=tuple((slices(box, y), tuple(terms)) for box, terms in sums.items()),
             adds=adds,
             roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.order)),
         )
@@ -208,7 +213,7 @@ class Plan:
     def _roles(self, worker: int) -> Iterator[Role]:
         for team in self.teams:
             member = bool((team.members == worker).any())
-            if member or team.root == worker:
+            if (member or team.root == worker) and 0 not in team.shape:
                 yield Role(team, team.root == worker, member)
 
     def __repr__(self) -> str:

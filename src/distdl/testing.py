@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distdl.boxes import Interval
-from distdl.comm import Communicator, Group, Message, Pending
+from distdl.comm import Communicator, Group, IntArray, Message, Pending
 from distdl.launch import run_workers
 from distdl.layout import Layout
 from distdl.partition import Partition
@@ -68,7 +68,7 @@ class Counting(Communicator):
         self._note("all_gather", group)
         return self.inner.all_gather(group, tensor)
 
-    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+    def all_max(self, group: Group, words: IntArray) -> IntArray:
         self._note("all_max", group)
         return self.inner.all_max(group, words)
 

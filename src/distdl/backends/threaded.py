@@ -14,9 +14,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from distdl.comm import CommunicationError, Communicator, Group, Message, Pending, name_workers
+from distdl.comm import CommunicationError, Communicator, Group, IntArray, Message, Pending, name_workers
 
 
 class _Letter:
@@ -38,7 +39,7 @@ class _Meeting:
 
     def __init__(self) -> None:
         self.arrived: set[int] = set()
-        self.words: torch.Tensor | None = None
+        self.words: IntArray | None = None
         self.done = False
 
 
@@ -91,11 +92,11 @@ class Hub:
         letter.read = True
         self._ring(letter.sender)
 
-    def join(self, worker: int, group: Group, words: torch.Tensor) -> _Meeting:
+    def join(self, worker: int, group: Group, words: IntArray) -> _Meeting:
         """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
         meeting = self._meetings.setdefault(group, _Meeting())
         meeting.arrived.add(worker)
-        meeting.words = words if meeting.words is None else torch.maximum(meeting.words, words)
+        meeting.words = words if meeting.words is None else np.maximum(meeting.words, words)
         if len(meeting.arrived) == len(group):
             meeting.done = True
             del self._meetings[group]
@@ -232,12 +233,12 @@ class ThreadCommunicator(Communicator):
             tensor.copy_(letter.tensor)
         letter.event = _record(tensor)
 
-    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+    def all_max(self, group: Group, words: IntArray) -> IntArray:
         with self.hub.lock:
             meeting = self.hub.join(self.rank, group, words)
         self.hub.wait(self, lambda: meeting.done, lambda: [w for w in group if w not in meeting.arrived])
         assert meeting.words is not None
-        return meeting.words
+        return meeting.words.copy()
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:

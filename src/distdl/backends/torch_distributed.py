@@ -24,6 +24,7 @@ from distdl.comm import (
     CommunicationError,
     Communicator,
     Group,
+    IntArray,
     Message,
     Pending,
     as_bytes,
@@ -115,10 +116,12 @@ class TorchCommunicator(Communicator):
         work = self._group(group, self._direct(y)).allreduce(room, dist.ReduceOp.SUM, self._limit)
         return self._pending(work, group, y, room)
 
-    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
-        highest = words.clone()
-        if len(group) > 1:
-            self._finish(self._group(group, False).allreduce(highest, dist.ReduceOp.MAX, self._limit), group)
+    def all_max(self, group: Group, words: IntArray) -> IntArray:
+        if len(group) < 3:
+            return super().all_max(group, words)  # one message each way is faster than gloo's reduction
+        highest = words.copy()
+        work = self._group(group, False).allreduce(torch.from_numpy(highest), dist.ReduceOp.MAX, self._limit)
+        self._finish(work, group)
         return highest
 
     def release(self) -> None:

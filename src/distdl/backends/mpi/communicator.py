@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,10 +25,12 @@ from distdl.comm import (
     CommunicationError,
     Communicator,
     Group,
+    IntArray,
     Message,
     Pending,
     begin_with,
     contiguous,
+    empty,
 )
 
 # MPI counts are 32-bit integers; larger tensors go in pieces
@@ -82,14 +85,23 @@ class MPICommunicator(Communicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
-        arrivals = [(source, tensor, self._landing(tensor)) for source, tensor in receives]
-        departures = [(target, self._readable(tensor)) for target, tensor in sends]
-        requests = [(self._world.Irecv(piece, w, tag), w) for w, _, room in arrivals for piece in _pieces(room)]
-        requests += [(self._world.Isend(piece, w, tag), w) for w, tensor in departures for piece in _pieces(tensor)]
+        requests, others, arrivals, departures = [], [], [], []
+        for source, tensor in receives:
+            room = self._landing(tensor)
+            arrivals.append((tensor, room))
+            for piece in _pieces(room):
+                requests.append(self._world.Irecv(piece, source, tag))
+                others.append(source)
+        for target, tensor in sends:
+            ready = self._readable(tensor)
+            departures.append(ready)
+            for piece in _pieces(ready):
+                requests.append(self._world.Isend(piece, target, tag))
+                others.append(target)
 
         def finish() -> None:
-            self._finish([request for request, _ in requests], [worker for _, worker in requests])
-            for _, tensor, room in arrivals:
+            self._finish(requests, others)
+            for tensor, room in arrivals:
                 _deliver(tensor, room)
             departures.clear()  # until here their memory had to live
 
@@ -103,31 +115,31 @@ class MPICommunicator(Communicator):
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
-        if tensor is None or tensor.dtype not in _TYPES or len(group) == 2:
+        if tensor is None or tensor.dtype not in _TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
             return super().sum(group, x, y)
         comm, root = self._group(group), sorted(group).index(group[0])
         if y is None:
-            room = self._readable(tensor)
-            requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(room, typed=True)]
-            return self._pending(group, requests, room, room)
+            ready = self._readable(tensor)
+            requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(ready, typed=True)]
+            return self._pending(group, requests, ready, ready)
         room = self._landing(y)
         begin_with(room, x)
         requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in _pieces(room, typed=True)]
         return self._pending(group, requests, y, room)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        if y.dtype not in _TYPES or len(group) == 2 or y.nbytes > SMALL_SUM:
+        if y.dtype not in _TYPES or y.nbytes > SMALL_SUM:
             return super().all_sum(group, x, y)
-        comm, room = self._group(group), self._landing(y)
-        room.copy_(x)
-        requests = [comm.Iallreduce(MPI.IN_PLACE, piece, MPI.SUM) for piece in _pieces(room, typed=True)]
-        return self._pending(group, requests, y, room)
+        comm, room, ready = self._group(group), self._landing(y), self._readable(x)
+        pieces = zip(_pieces(ready, typed=True), _pieces(room, typed=True), strict=True)
+        requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pieces]
+        return self._pending(group, requests, y, room, ready)
 
-    def all_max(self, group: Group, words: torch.Tensor) -> torch.Tensor:
+    def all_max(self, group: Group, words: IntArray) -> IntArray:
+        highest = words.copy()
         if len(group) == 1:
-            return words
-        highest = words.clone()
-        request = self._group(group).Iallreduce(MPI.IN_PLACE, _pieces(highest, typed=True)[0], MPI.MAX)
+            return highest
+        request = self._group(group).Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)
         self._finish([request], group)
         return highest
 
@@ -174,16 +186,19 @@ class MPICommunicator(Communicator):
         members.Free()
         return made
 
-    def _pending(self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor) -> Pending:
+    def _pending(
+        self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor, read: Any = None
+    ) -> Pending:
         def finish() -> None:
             self._finish(requests, group)
             _deliver(tensor, room)
+            _ = read  # until here its memory had to live
 
         return Pending(finish)
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it that MPI can read and write by address."""
-        tensor = contiguous(tensor.detach())
+        tensor = contiguous(tensor)
         if not tensor.is_cuda:
             return tensor
         if self._cuda_aware:
@@ -193,16 +208,15 @@ class MPICommunicator(Communicator):
 
     def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or other room of its shape into which MPI can write by address."""
-        tensor = tensor.detach()
-        if tensor.is_contiguous() and (self._cuda_aware or not tensor.is_cuda):
-            return tensor
         staged = tensor.is_cuda and not self._cuda_aware
-        device = torch.device("cpu") if staged else tensor.device
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=staged)
+        if not staged:
+            return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor.device)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
         begun, rounds = time.monotonic(), 0
-        while not MPI.Request.Testall(requests):
+        done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
+        while not done():
             rounds += 1
             if rounds < _SPINS:
                 continue
@@ -253,6 +267,8 @@ def _pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
     width, kind = (tensor.element_size(), _TYPES[tensor.dtype]) if typed else (1, MPI.BYTE)
     step = PIECE_BYTES // width * width
     address, total = tensor.data_ptr(), tensor.nbytes
+    if 0 < total <= step:
+        return [[MPI.buffer.fromaddress(address, total), total // width, kind]]
     pieces = []
     for start in range(0, total, step):
         length = min(step, total - start)
@@ -261,7 +277,7 @@ def _pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
 
 
 def _deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
-    if room.data_ptr() != tensor.data_ptr():
+    if room is not tensor:
         with torch.no_grad():
             tensor.copy_(room)
 
