@@ -32,7 +32,7 @@ Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
 
 MOST_TENSORS = 4
-_NUMBER = slice(5, 7)  # where in that vector the number of the exchange stands, and its negative
+_NUMBER = 5  # where in that vector the number of the exchange stands, and behind it its negative
 WORDS = 9 + 3 * MOST_TENSORS  # length of the vector of every agreement, whatever the layer
 _PLANS_KEPT = 8
 
@@ -139,7 +139,7 @@ class Agreement(Generic[Outcome]):
         if _local.fixed:
             return agreed.decision
         heard = self._speak(agreed.words)
-        agreed.heard[_NUMBER] = agreed.words[_NUMBER]
+        agreed.heard[_NUMBER], agreed.heard[_NUMBER + 1] = self._calls.number, -self._calls.number
         if heard.tobytes() == agreed.heard.tobytes():
             return agreed.decision
         return self._settle(mode, heard, agreed.structure, agreed.carried, agreed.key, agreed.words)
@@ -165,8 +165,7 @@ class Agreement(Generic[Outcome]):
         return self._settle(mode, self._speak(words), structure, carried, key, words, problem)
 
     def _speak(self, words: IntArray) -> IntArray:
-        number = self._calls.number
-        words[_NUMBER] = number, -number
+        words[_NUMBER], words[_NUMBER + 1] = self._calls.number, -self._calls.number
         return self._comm.all_max(self._members, words)
 
     def _settle(
@@ -237,6 +236,9 @@ def _key(tensors: Sequence[Any], extra: tuple[int, ...]) -> object:
     if forward_ad._current_level >= 0:  # tangents are not to be seen so quickly
         return None
     try:
+        if len(tensors) == 1:
+            t = tensors[0]
+            return extra, t.dtype, t.shape, t.requires_grad, t.layout, t.device
         return extra, [(t.dtype, t.shape, t.requires_grad, t.layout, t.device) for t in tensors]
     except AttributeError:  # not a tensor
         return None

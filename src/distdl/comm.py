@@ -142,7 +142,7 @@ class Communicator(ABC):
         return self._sum_into(y, [] if x is None else [x], group[1:])
 
     def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int]) -> Pending:
-        rooms = [empty(y.shape, y.dtype, y.device) for _ in sources]
+        rooms = [empty(y.shape, y.dtype, y) for _ in sources]
         pending = self.exchange([], list(zip(sources, rooms, strict=True)))
 
         def finish() -> None:
@@ -163,7 +163,7 @@ class Communicator(ABC):
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}
         others = [worker for worker in slices if worker != self.rank]
         mine = y[slices.get(self.rank, slice(0, 0))]
-        rooms = {w: empty(mine.shape, y.dtype, y.device) for w in group if w != self.rank and mine.numel()}
+        rooms = {w: empty(mine.shape, y.dtype, y) for w in group if w != self.rank and mine.numel()}
         adding = self.exchange([(worker, x[slices[worker]]) for worker in others], list(rooms.items()))
 
         def finish() -> None:
@@ -226,7 +226,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor if it is contiguous, else a copy that is."""
     if tensor.is_contiguous():
         return tensor
-    return empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+    return empty(tensor.shape, tensor.dtype, tensor).copy_(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int,
     comm, schedule, pattern, extents = route.comm, route.schedule, route.plan.pattern, route.extents
     comm.where = route.where
     tag = route.next_tag()
-    y = torch.zeros(blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x.device)
+    y = torch.zeros(blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x)
     if pattern is Pattern.MOVES:
         _run_moves(comm, schedule, x, y, tag)
     else:
@@ -157,7 +157,7 @@ def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch
     for index in schedule.blank:
         y[index].zero_()
     arrivals = [
-        (source, empty(shape, y.dtype, y.device) if index is None else _cut(y, index))
+        (source, empty(shape, y.dtype, y) if index is None else _cut(y, index))
         for source, index, shape in schedule.receives
     ]
     sends = [(target, _cut(x, index)) for target, index in schedule.sends]

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
-_CPU = torch.device("cpu")
 
 
 class Pool:
@@ -79,14 +78,20 @@ class _Lease(np.ndarray[Any, Any]):
 pool = Pool(int(os.environ.get("DISTDL_RECYCLED_MEMORY", "512")) << 20)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
-    """An uninitialised contiguous tensor, in recycled memory if it is large and on the CPU."""
+def empty(shape: Sequence[int], dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
+    """An uninitialised contiguous tensor, in recycled memory if it is large and on the CPU.
+
+    Args:
+        beside: a tensor on the same device; the CPU if not given.
+    """
     nbytes = prod(shape) * dtype.itemsize
-    if nbytes < SMALLEST or nbytes > pool.limit or device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
-    # set_, because a view could not be written in place once an autograd Function has returned it
-    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
+    if SMALLEST <= nbytes <= pool.limit and (beside is None or beside.device.type == "cpu"):
+        storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
+        # set_, because a view could not be written in place once an autograd Function has returned it
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
+    if beside is None:
+        return torch.empty(shape, dtype=dtype)
+    return beside.new_empty(shape, dtype=dtype)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:

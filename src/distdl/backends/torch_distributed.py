@@ -146,7 +146,7 @@ class TorchCommunicator(Communicator):
         staged = tensor.is_cuda and not self._nccl
         if tensor.is_contiguous() and not staged:
             return tensor
-        return empty(tensor.shape, tensor.dtype, torch.device("cpu") if staged else tensor.device)
+        return empty(tensor.shape, tensor.dtype, None if staged else tensor)
 
     def _group(self, group: Group, direct: bool) -> Any:
         workers = tuple(sorted(group))

@@ -36,6 +36,7 @@ from distdl.comm import (
 # MPI counts are 32-bit integers; larger tensors go in pieces
 PIECE_BYTES = 1 << 30
 _ASK, _ANSWER, _GROUP_TAG = 32768, 32769, 32770  # beyond the tags of exchanges
+_REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
 _TYPES = {
@@ -65,6 +66,7 @@ class MPICommunicator(Communicator):
         self.parent = parent
         self._world = parent.Dup()
         self._groups: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): self._world}
+        self._teams: dict[Group, tuple[MPI.Intracomm, int]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
         self._cuda_aware = _is_cuda_aware()
@@ -108,7 +110,7 @@ class MPICommunicator(Communicator):
         return Pending(finish)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
-        comm, root = self._group(group), sorted(group).index(group[0])
+        comm, root = self._team(group)
         room = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
         requests = [comm.Ibcast(piece, root) for piece in _pieces(room)]
         return self._pending(group, requests, room if self.rank == group[0] else tensor, room)
@@ -117,7 +119,7 @@ class MPICommunicator(Communicator):
         tensor = x if y is None else y
         if tensor is None or tensor.dtype not in _TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
             return super().sum(group, x, y)
-        comm, root = self._group(group), sorted(group).index(group[0])
+        comm, root = self._team(group)
         if y is None:
             ready = self._readable(tensor)
             requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(ready, typed=True)]
@@ -128,9 +130,9 @@ class MPICommunicator(Communicator):
         return self._pending(group, requests, y, room)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        if y.dtype not in _TYPES or y.nbytes > SMALL_SUM:
+        if y.dtype not in _TYPES or y.nbytes > _REDUCED_BYTES:
             return super().all_sum(group, x, y)
-        comm, room, ready = self._group(group), self._landing(y), self._readable(x)
+        (comm, _), room, ready = self._team(group), self._landing(y), self._readable(x)
         pieces = zip(_pieces(ready, typed=True), _pieces(room, typed=True), strict=True)
         requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pieces]
         return self._pending(group, requests, y, room, ready)
@@ -139,8 +141,8 @@ class MPICommunicator(Communicator):
         highest = words.copy()
         if len(group) == 1:
             return highest
-        request = self._group(group).Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)
-        self._finish([request], group)
+        comm, _ = self._team(group)
+        self._finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)], group)
         return highest
 
     def lend(self, workers: Group) -> MPI.Intracomm:
@@ -155,6 +157,7 @@ class MPICommunicator(Communicator):
         if self.released:
             return
         self.released = True
+        self._teams.clear()
         self._lent.pop(tuple(range(self.size)))
         for made in (self._groups, self._lent):
             for workers in sorted(made):
@@ -168,12 +171,16 @@ class MPICommunicator(Communicator):
         if self.released:
             raise CommunicationError(f"{self.where} belongs to a world that has been deactivated")
 
-    def _group(self, group: Group) -> MPI.Intracomm:
-        self._check_released()
-        workers = tuple(sorted(group))
-        if workers not in self._groups:
-            self._groups[workers] = self._create(workers)
-        return self._groups[workers]
+    def _team(self, group: Group) -> tuple[MPI.Intracomm, int]:
+        """The MPI communicator over the workers of a group, and the place of the group's root in it."""
+        team = self._teams.get(group)
+        if team is None:
+            self._check_released()
+            workers = tuple(sorted(group))
+            if workers not in self._groups:
+                self._groups[workers] = self._create(workers)
+            team = self._teams[group] = (self._groups[workers], workers.index(group[0]))
+        return team
 
     def _create(self, workers: Group) -> MPI.Intracomm:
         self._check_released()
@@ -210,16 +217,16 @@ class MPICommunicator(Communicator):
         """The tensor, or other room of its shape into which MPI can write by address."""
         staged = tensor.is_cuda and not self._cuda_aware
         if not staged:
-            return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor.device)
+            return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
-        begun, rounds = time.monotonic(), 0
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
+        for _ in range(_SPINS):
+            if done():
+                return
+        begun = time.monotonic()
         while not done():
-            rounds += 1
-            if rounds < _SPINS:
-                continue
             os.sched_yield()
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
