@@ -1,6 +1,7 @@
 # make demo    train LeNet-5 on real images over four workers, beside the sequential network
 # make test    lint, type-check and run all tests: threads, gloo and MPI
 # make lint    ruff and mypy alone
+# make bench   time against the transports, written to benchmarks/results (5 minutes)
 # make docs    the documentation, in docs/_build
 #
 # Each makes .venv and installs what it needs. PYTHON=... chooses the interpreter (3.11 or newer).
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint bench docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -22,6 +23,9 @@ lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(VENV)/bench.installed
+	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/docs.installed
 	$(BIN)/python -m sphinx -W -b html docs docs/_build

@@ -1,0 +1,233 @@
+"""What is measured: for each case, steps of forward and backward that do the same work in different ways."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import floors
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import distdl
+from distdl.nn import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    DistributedConv2d,
+    DistributedCrossEntropyLoss,
+    DistributedLinear,
+    DistributedMaxPool2d,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
+
+SIZES = {"1 KiB": 1 << 10, "256 KiB": 1 << 18, "16 MiB": 1 << 24}
+
+
+@dataclass
+class Case:
+    """One row of the table.
+
+    Attributes:
+        steps: from the name of a way to do it ("ours", "floor", ...) to a function that does it once.
+        inner: how many steps one measurement takes, so that it is longer than the clock's noise.
+        repeats: how many measurements.
+    """
+
+    name: str
+    size: str
+    steps: dict[str, Callable[[], object]] = field(default_factory=dict)
+    inner: int = 1
+    repeats: int = 15
+
+
+def every(P, transport, mesh):
+    """All cases."""
+    yield from primitives(P, transport, mesh)
+    yield repartition_of_a_matrix(P, mesh)
+    yield from convolutions(P)
+    yield lenet(P)
+
+
+def differentiated(function, x, dy):
+    """A step: forward and backward of a function, with fresh gradients."""
+    x = x.requires_grad_()
+
+    def step():
+        x.grad = None
+        function(x).backward(dy)
+
+    return step
+
+
+def fixed(step):
+    """The same step under fixed_shapes()."""
+
+    def fixed_step():
+        with distdl.fixed_shapes():
+            step()
+
+    return fixed_step
+
+
+def primitives(P, transport, mesh):
+    """The seven primitives between two workers, in float32."""
+    line, first = P.reshape(2, 1), P[:1].reshape(1, 1)
+    for size, nbytes in SIZES.items():
+        count = nbytes // 4
+        side = int(count**0.5)  # the tensors are square: a block is side/2 x side of a side x side tensor or all of it
+        rows = (side // 2, side) if side * side == count else (count // 64, 64)
+        zero = torch.zeros(0)
+        x, dy = torch.randn(count), torch.randn(count)
+        square = (rows[0] * 2, rows[1])
+        halves = torch.randn(*square)
+        ours = {
+            "Broadcast": (
+                Broadcast(first, line, preserve_batch=False), x.clone() if P.rank == 0 else zero.clone(), dy,
+                floors.broadcast, (count,),
+            ),
+            "SumReduce": (
+                SumReduce(line, first, preserve_batch=False), x.clone(), dy if P.rank == 0 else zero,
+                floors.sum_reduce, (count,),
+            ),
+            "AllSumReduce": (AllSumReduce(line, (0,)), x.clone(), dy, floors.all_sum, (count,)),
+            "Repartition": (
+                Repartition(line, P.reshape(1, 2)), halves.clone(),
+                torch.randn(square[0] * 2, square[1] // 2), floors.repartition, square,
+            ),
+            "HaloExchange": (halo_exchange(line, P.rank), halves.clone(), halves, floors.halo, square),
+            "AllGather": (AllGather(line, (0,)), halves[: rows[0]].clone(), halves, floors.all_gather, rows),
+            "ReduceScatter": (
+                ReduceScatter(line, (0,)), halves.clone(), halves[: rows[0]].clone(), floors.reduce_scatter, rows,
+            ),
+        }  # fmt: skip
+        for name, (layer, x, dy, floor, shape) in ours.items():
+            case = Case(name, size, inner={"1 KiB": 20, "256 KiB": 6, "16 MiB": 1}[size])
+            case.steps["ours"] = differentiated(layer, x.clone(), dy)
+            if size == "1 KiB":
+                case.steps["fixed shapes"] = fixed(differentiated(layer, x.clone(), dy))
+            if transport is not None:
+                there, back = floor(transport, shape)
+                case.steps["floor"] = differentiated(
+                    lambda x, there=there, back=back: floors.Floor.apply(x, there, back), x.clone(), dy
+                )
+            if mesh is not None and name == "Repartition":
+                case.steps["DTensor"] = redistribution(mesh, Shard(0), Shard(1), x.clone(), dy)
+            if mesh is not None and name == "AllSumReduce":
+                case.steps["DTensor"] = redistribution(mesh, Partial(), Replicate(), x.clone(), dy)
+            yield case
+
+
+def redistribution(mesh, source, target, x, dy):
+    """The same by torch's DTensor, over gloo."""
+
+    def function(x):
+        return DTensor.from_local(x, mesh, [source], run_check=False).redistribute(mesh, [target]).to_local()
+
+    return differentiated(function, x, dy)
+
+
+def repartition_of_a_matrix(P, mesh):
+    case = Case("Repartition", "2048x2048", repeats=9)
+    x, dy = torch.randn(1024, 2048), torch.randn(2048, 1024)
+    case.steps["ours"] = differentiated(Repartition(P.reshape(2, 1), P.reshape(1, 2)), x.clone(), dy)
+    if mesh is not None:
+        case.steps["DTensor"] = redistribution(mesh, Shard(0), Shard(1), x.clone(), dy)
+    return case
+
+
+def convolutions(P):
+    """Split over the rows, beside the sequential layer on half of the rows and on all of them (by worker 0 alone)."""
+    for shape, inner in (((4, 16, 256, 256), 1), ((1, 8, 32, 32), 10)):
+        batch, channels, height, width = shape
+        case = Case("Convolution", "x".join(map(str, shape)), inner=inner)
+        layer = DistributedConv2d(
+            P.reshape(1, 1, 2, 1), in_channels=channels, out_channels=channels, kernel_size=3, padding=1
+        )
+        half, x = torch.randn(batch, channels, height // 2, width), torch.randn(*shape)
+        case.steps["ours"] = learning(layer, half.clone(), half)
+        case.steps["half"] = learning(nn.Conv2d(channels, channels, 3, padding=1), half.clone(), half)
+        whole = learning(nn.Conv2d(channels, channels, 3, padding=1), x.clone(), x)
+        case.steps["all"] = whole if P.rank == 0 else nothing
+        yield case
+
+
+def learning(layer, x, dy):
+    """A step of a layer with weights."""
+    x = x.requires_grad_()
+
+    def step():
+        x.grad = None
+        layer.zero_grad()
+        layer(x).backward(dy)
+
+    return step
+
+
+def nothing():
+    pass
+
+
+def lenet(P):
+    """One step of LeNet-5 on 32 images: split over rows and features, and sequentially on half of them and on all."""
+    space, features = P.reshape(1, 1, 2, 1), P.reshape(1, 2)
+    first, weights = P[:1].reshape(1, 1), P.reshape(2, 1)
+    split = nn.Sequential(
+        DistributedConv2d(space, in_channels=1, out_channels=6, kernel_size=5), nn.Tanh(),
+        DistributedMaxPool2d(space, kernel_size=2, stride=2),
+        DistributedConv2d(space, in_channels=6, out_channels=16, kernel_size=5), nn.Tanh(),
+        DistributedMaxPool2d(space, kernel_size=2, stride=2),
+        Repartition(space, P[:1].reshape(1, 1, 1, 1)), nn.Flatten(),
+        DistributedLinear(first, features, weights, 400, 120), nn.Tanh(),
+        DistributedLinear(features, first, P.reshape(1, 2), 120, 84), nn.Tanh(),
+        DistributedLinear(first, first, first, 84, 10),
+    )  # fmt: skip
+    images, classes = torch.randn(32, 1, 32, 32), torch.arange(32) % 10
+    ours = images[:, :, :16].clone() if P.rank == 0 else images[:, :, 16:].clone()
+    case = Case("LeNet step", "32 images", inner=3)
+    criterion = DistributedCrossEntropyLoss(first)
+    case.steps["ours"] = training(split, criterion, ours, classes if P.rank == 0 else None)
+    case.steps["half"] = training(sequential_lenet(), nn.CrossEntropyLoss(), images[:16], classes[:16])
+    whole = training(sequential_lenet(), nn.CrossEntropyLoss(), images, classes)
+    case.steps["all"] = whole if P.rank == 0 else nothing
+    return case
+
+
+def sequential_lenet():
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.MaxPool2d(2, 2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2, 2),
+        nn.Flatten(), nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def training(network, criterion, x, target):
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.01)
+
+    def step():
+        optimiser.zero_grad()
+        criterion(network(x), target).backward()
+        optimiser.step()
+
+    return step
+
+
+def mesh_of(P, backend):
+    """DTensor's mesh over both workers, on gloo; None for threads."""
+    if backend == "threads":
+        return None
+    if not dist.is_initialized():
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if P.rank == 0 else None
+        port = P.broadcast_data(store.port if store else None)
+        store = store or dist.TCPStore("localhost", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=P.rank, world_size=2)
+    return dist.init_device_mesh("cpu", (2,))
+
+
+def halo_exchange(line, rank):
+    sizes = np.zeros((2, 2), dtype=int)
+    sizes[0, 1 - rank] = 1
+    return HaloExchange(line, sizes, sizes, sizes)
