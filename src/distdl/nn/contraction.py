@@ -26,7 +26,7 @@ from distdl.boxes import Shape, balanced, shape
 from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
@@ -42,17 +42,19 @@ class Movements:
     Attributes:
         align: x from its blocks to the windows that outputs need.
         spread: x along out.
-        parameters: weight, and bias if there is one.
+        parameters: weight and bias, as one vector.
         add: y along in, to P_y.
-        dtypes: of x, weight and bias.
+        dtypes: of x and of the parameters.
+        blocks: shapes of the weight and the bias of which this worker's vector consists; None where it has none.
         result: shape of the local operator's result; None on workers outside the work partition.
     """
 
     align: Route | None
     spread: Route | None
-    parameters: tuple[Route | None, ...]
+    parameters: Route | None
     add: Route | None
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    blocks: tuple[Shape | None, Shape | None]
     result: Shape | None
 
 
@@ -137,11 +139,12 @@ class Contraction(Module):
             x = x.to(weight.device, go.dtypes[0])  # where this worker's result has to be, and what it has to be
         for route in (go.align, go.spread):
             x = x if route is None else move(route, x, go.dtypes[0], blank, carried[0])
-        w, *b = (
-            block if route is None else move(route, block, dtype, (0,), bits)
-            for block, route, dtype, bits in zip(parameters, go.parameters, go.dtypes[1:], carried[1:], strict=True)
-        )
-        y = self._local(x, w, b[0] if b else None, blank if go.result is None else go.result)
+        if go.parameters is not None:
+            vector = move(go.parameters, _pack(weight, bias), go.dtypes[1], (0,), reduce(or_, carried[1:]))
+            w, b = _unpack(vector, *go.blocks)
+        else:
+            w, b = weight, bias
+        y = self._local(x, w, b, blank if go.result is None else go.result)
         return y if go.add is None else move(go.add, y, y.dtype, blank, reduce(or_, carried))
 
     def _local(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape) -> torch.Tensor:
@@ -165,31 +168,38 @@ class Contraction(Module):
         computed = Layout.of(self.P_y, [owned.intervals[0], balanced(self.out_channels, out), *outputs])
         P_along_out = self.P_x.reshape(batch, 1, inner, *space)
         P_along_in = self.P_y.reshape(batch, out, 1, *space)
-        moves = {
+        moves: dict[str, Plan | None] = {
             "align": None if _same(owned, needed) else copy(owned, needed, me),
             "spread": None if out == 1 else broadcast(P_along_out, work, needed.shapes, me),
+            "parameters": self._parameter_plan(me),
             "add": None if P_along_in == work else broadcast(P_along_in, work, computed.shapes, me).T,
         }
         return Movements(
             **{name: self._route(headers, plan) for name, plan in moves.items()},
-            parameters=self._parameter_routes(headers),
             dtypes=self._dtypes(headers),
+            blocks=self._blocks(me) if me in work else (None, None),
             result=_result_shape(work, computed) if me in work else None,
         )
 
     def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
         return None if plan is None else Route(plan, self._work.comm, headers.members, self._name)
 
-    def _parameter_routes(self, headers: Headers) -> tuple[Route | None, ...]:
-        work, me = self._work, self._work.comm.rank
-        stored = _first_along_batch_and_space(work)
-        plans = [broadcast(stored, work, self._weights.shapes, me)]
-        if self.blocks()[1] is not None:
-            plans.append(broadcast(stored[:, :, :1], work[:, :, :1], self._biases.shapes, me))
-        unmoved = stored == work
-        return tuple(None if unmoved else self._route(headers, plan) for plan in plans)
+    def _parameter_plan(self, me: int) -> Plan | None:
+        stored = _first_along_batch_and_space(self._work)
+        biases = self._biases if self.blocks()[1] is not None else {}
 
-    def _dtypes(self, headers: Headers) -> tuple[torch.dtype, ...]:
+        def size(worker: int) -> Shape:
+            return (prod(self._weights.shapes[worker]) + (prod(shape(biases[worker])) if worker in biases else 0),)
+
+        return None if stored == self._work else broadcast(stored, self._work, Lookup(tuple(self._weights), size), me)
+
+    def _blocks(self, me: int) -> tuple[Shape, Shape | None]:
+        _, out, inner, *space = self._work.index_of(me)
+        adds = inner == 0 and self.blocks()[1] is not None
+        weight = shape(self._weights.at((out, inner, *[0] * len(space))))
+        return weight, shape(self._biases.at((out,))) if adds else None
+
+    def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
         kind = type(self).__name__
         stored = _first_along_batch_and_space(self._work)
         found = [headers.dtype(self.P_x, kind), headers.dtype(stored, kind, tensor=1)]
@@ -198,10 +208,28 @@ class Contraction(Module):
         autocast = headers.extras(self._everyone)
         if autocast.any() != autocast.all():
             raise ValueError(f"{self._name} needs autocast to be on or off on all workers alike")
-        if not autocast.any() and len(set(found)) > 1:
+        if len(set(found[1:] if autocast.any() else found)) > 1:
             listed = ", ".join(map(str, found))
             raise ValueError(f"{self._name} needs input, weight and bias of one dtype; got {listed}")
-        return tuple(found)
+        return found[0], found[1]
+
+
+def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What this worker stores of the parameters, as one vector."""
+    if bias is None:
+        return weight.reshape(-1)
+    if bias.numel():
+        return torch.cat([weight.reshape(-1), bias])
+    return weight.reshape(-1) + bias.sum()
+
+
+def _unpack(vector: torch.Tensor, weight: Shape | None, bias: Shape | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if weight is None:
+        return vector, None
+    if bias is None:
+        return vector.view(weight), None
+    w, b = vector.split([prod(weight), prod(bias)])
+    return w.view(weight), b
 
 
 def _first_along_batch_and_space(work: Partition) -> Partition:
