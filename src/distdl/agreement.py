@@ -21,7 +21,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distdl.boxes import Shape
-from distdl.comm import CommunicationError, Communicator, Group
+from distdl.comm import CommunicationError, Communicator, Group, LongGroup
 from distdl.encoding import dtype_code
 from distdl.groups import IntArray
 from distdl.header import Carried, Headers
@@ -120,7 +120,7 @@ class Agreement(Generic[Outcome]):
     ) -> Agreement[Outcome]:
         """The agreement of a team of workers, about a layer that is told from others by its name and options."""
         identity = repr((name, options)).encode() + team.workers.tobytes()
-        return cls(team.comm, tuple(team.workers.ravel().tolist()), name, identity, derive)
+        return cls(team.comm, LongGroup(team.workers.ravel().tolist()), name, identity, derive)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.

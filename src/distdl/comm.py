@@ -36,6 +36,17 @@ class CommunicationError(RuntimeError):
     """A wait for other workers that cannot end: one of them failed, is absent, or makes another call."""
 
 
+class LongGroup(tuple[int, ...]):
+    """A group that may be long and is looked up often: it computes its hash once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 class Pending:
     """Messages under way. Tensors may be touched again only after :meth:`wait`.
 

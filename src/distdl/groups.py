@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from distdl.comm import Group as Group
 from distdl.comm import IntArray as IntArray
+from distdl.comm import LongGroup
 
 
 def dims(shape: Sequence[int]) -> str:
@@ -116,7 +117,7 @@ def keep_axes(key: Any, workers: IntArray) -> IntArray:
 
 def root_first(root: int, workers: IntArray) -> Group:
     """The group of ``root`` and ``workers``: the root, then the others in their order."""
-    return (root, *(worker for worker in workers.ravel().tolist() if worker != root))
+    return LongGroup((root, *(worker for worker in workers.ravel().tolist() if worker != root)))
 
 
 def teams_of(

@@ -76,14 +76,6 @@ class Team:
         """All workers of the team, root first."""
         return root_first(self.root, self.members)
 
-    @cached_property
-    def order(self) -> tuple[Group, int]:
-        """Key of the global order in which a worker that takes part in two teams turns to them.
-
-        Two teams may have the same workers and different roots; no two have the same root.
-        """
-        return tuple(sorted(self.group)), self.root
-
     def moves(self, pattern: Pattern) -> Iterator[Move]:
         """The same data movement, written as moves."""
         box = whole(self.shape)
@@ -121,7 +113,8 @@ class Schedule:
         kept: ``(index into y, index into x)``: what this worker has already.
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
         adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
-        roles: the teams of which this worker is part and that have something to move, in the global order.
+        roles: the teams of which this worker is part and that have something to move, in the order in which all workers
+            turn to them: by root, which no two teams have in common.
     """
 
     sends: tuple[tuple[int, Index], ...]
@@ -207,7 +200,7 @@ class Plan:
             kept=tuple(kept),
             sums=tuple((slices(box, y), tuple(terms)) for box, terms in sums.items()),
             adds=adds,
-            roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.order)),
+            roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.root)),
         )
 
     def _roles(self, worker: int) -> Iterator[Role]:

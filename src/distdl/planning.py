@@ -62,7 +62,7 @@ def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = N
     """
     check_spread(P_x.workers.shape, P_y.workers.shape)
     led, fed = teams_of(P_x.workers, P_y.workers, me)
-    outputs = {t: tuple(shapes[s]) for s, members in led + fed for t in members.ravel().tolist() if me in (None, t)}
+    outputs = {t: tuple(shapes[s]) for s, members in led + fed for t in _own(members, me)}
     teams = dict(led + fed)
     return Plan(
         {s: tuple(shapes[s]) for s, _ in led},
@@ -70,6 +70,14 @@ def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = N
         pattern=Pattern.BROADCAST,
         teams=tuple(Team(s, members, tuple(shapes[s])) for s, members in teams.items()),
     )
+
+
+def _own(workers: IntArray, me: int | None) -> list[int]:
+    """Those of the workers that a plan for ``me`` keeps shapes of."""
+    if me is not None:
+        return [me] if (workers == me).any() else []
+    listed: list[int] = workers.ravel().tolist()
+    return listed
 
 
 def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None = None) -> Plan:
@@ -90,7 +98,7 @@ def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None 
         lines = [line_of(P_x.workers, reduced, at) for at in np.ndindex(*map(len, starts))]
     else:
         lines = [line_of(P_x.workers, reduced, P_x.index_of(me))] if me in P_x else []
-    local = {w: tuple(shapes[w]) for line in lines for w in line.ravel().tolist() if me in (None, w)}
+    local = {w: tuple(shapes[w]) for line in lines for w in _own(line, me)}
     teams = [Team(int(line.flat[0]), line, tuple(shapes[int(line.flat[0])])) for line in lines]
     return Plan(local, local, pattern=Pattern.ALL_SUM, teams=tuple(teams))
 

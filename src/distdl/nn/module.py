@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -49,8 +50,8 @@ class Primitive(Module):
         self.preserve_batch = preserve_batch
         self._member = P_x.comm.rank in team
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})"
-        shapes = (P_x.workers.shape, P_y.workers.shape, P_x.workers.tobytes(), P_y.workers.tobytes())
-        self._agreement = Agreement.among(team, self._name, (options, shapes), self._derive)
+        places = [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (P_x, P_y)]
+        self._agreement = Agreement.among(team, self._name, (options, places), self._derive)
 
     @abstractmethod
     def plan(self, headers: Headers) -> Plan:
