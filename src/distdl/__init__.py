@@ -2,6 +2,7 @@
 
 from distdl import backends, nn, utilities
 from distdl.agreement import fixed_shapes
+from distdl.bookkeeping import ledger
 from distdl.cartesian import CartesianPartition
 from distdl.comm import CommunicationError
 from distdl.launch import run_workers
@@ -16,6 +17,7 @@ __all__ = [
     "Partition",
     "backends",
     "fixed_shapes",
+    "ledger",
     "nn",
     "run_workers",
     "utilities",

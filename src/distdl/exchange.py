@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.profiler import record_function
 
 from distdl.boxes import Shape
 from distdl.comm import Calls, Communicator, Group, Pending, contiguous, fold, fold_into, wait_all
@@ -140,6 +141,13 @@ def _differentiates_forward() -> bool:
 
 def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
     """Do this worker's part of a plan. Neither x nor anything that shares its memory is written or returned."""
+    if torch._C._autograd._profiler_enabled():
+        with record_function(route.where):
+            return _execute(route, x, dtype, blank)
+    return _execute(route, x, dtype, blank)
+
+
+def _execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when they are read
     comm, schedule, pattern, extents = route.comm, route.schedule, route.plan.pattern, route.extents

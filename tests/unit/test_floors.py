@@ -15,7 +15,7 @@ CORE = [
     "plan", "planning", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
     "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed", "backends.mpi",
-    "backends.mpi.communicator", "worlds", "backends", "processes", "launch",
+    "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
     # floor 3: primitives
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
