@@ -20,7 +20,7 @@ from distdl.comm import Calls, Communicator, Group, Pending, contiguous, fold, f
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
 from distdl.memory import empty
-from distdl.plan import Index, Pattern, Plan, Role, Schedule
+from distdl.plan import Pattern, Plan, Role, Schedule
 
 _TAGS = 32768
 
@@ -72,9 +72,6 @@ class Route:
         return (number + self._mark) % _TAGS
 
 
-_BACKWARD = {True: Carried(True), False: Carried(False)}  # what gradients carry, by grad mode
-
-
 def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...], carried: Carried) -> torch.Tensor:
     """Execute a plan on this worker's tensor, and record it for differentiation if the members agreed to.
 
@@ -115,10 +112,11 @@ class Apply(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint computes its forward again
         (shape, own, device), (route, dtype, _, _) = ctx.source, ctx.how
-        carried = _BACKWARD[torch.is_grad_enabled()]
-        if _differentiates_forward():
-            carried = Carried(carried.gradient, True, carried.gradient)
-        dx = move(route.T, dy, dtype, shape, carried)
+        mode, forward_mode = torch.is_grad_enabled(), _differentiates_forward()
+        if mode or forward_mode:
+            dx = move(route.T, dy, dtype, shape, Carried(mode, forward_mode, mode and forward_mode))
+        else:
+            dx = execute(route.T, dy, dtype, shape)
         anchored = torch.zeros(0, device=device) if ctx.needs_input_grad[2] else None
         return None, dx if own is dtype else dx.to(own), anchored
 
@@ -162,28 +160,26 @@ def _execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int
 
 
 def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> None:
+    # (an empty index stands for all of a tensor; taking it would still make a view)
     for index in schedule.blank:
         y[index].zero_()
     arrivals = [
-        (source, empty(shape, y.dtype, y) if index is None else _cut(y, index))
+        (source, empty(shape, y.dtype, y) if index is None else y[index] if index else y)
         for source, index, shape in schedule.receives
     ]
-    sends = [(target, _cut(x, index)) for target, index in schedule.sends]
+    sends = [(target, x[index] if index else x) for target, index in schedule.sends]
     pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else None
     for to, own in schedule.kept:
-        _cut(y, to).copy_(_cut(x, own))
+        (y[to] if to else y).copy_(x[own] if own else x)
     if pending is not None:
         pending.wait()
     for to, terms in schedule.sums:
-        tensors = [arrivals[term][1] if isinstance(term, int) else _cut(x, term) for term in terms]
+        total = y[to] if to else y
+        tensors = [arrivals[term][1] if isinstance(term, int) else x[term] if term else x for term in terms]
         if schedule.adds:
-            _cut(y, to).add_(fold(tensors, torch.add))
+            total.add_(fold(tensors, torch.add))
         else:
-            fold_into(_cut(y, to), tensors)
-
-
-def _cut(tensor: torch.Tensor, index: Index) -> torch.Tensor:
-    return tensor[index] if index else tensor
+            fold_into(total, tensors)
 
 
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:

@@ -86,28 +86,16 @@ class MPICommunicator(Communicator):
         return known
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
-        self._check_released()
-        requests, others, arrivals, departures = [], [], [], []
-        for source, tensor in receives:
-            room = self._landing(tensor)
-            arrivals.append((tensor, room))
-            for piece in _pieces(room):
-                requests.append(self._world.Irecv(piece, source, tag))
-                others.append(source)
-        for target, tensor in sends:
-            ready = self._readable(tensor)
-            departures.append(ready)
-            for piece in _pieces(ready):
-                requests.append(self._world.Isend(piece, target, tag))
-                others.append(target)
-
-        def finish() -> None:
-            self._finish(requests, others)
-            for tensor, room in arrivals:
-                _deliver(tensor, room)
-            departures.clear()  # until here their memory had to live
-
-        return Pending(finish)
+        if self.released:
+            self._check_released()
+        world, requests = self._world, []
+        rooms = [(source, self._landing(tensor)) for source, tensor in receives]
+        ready = [(target, self._readable(tensor)) for target, tensor in sends]
+        for source, room in rooms:
+            requests += [world.Irecv(piece, source, tag) for piece in _pieces(room)]
+        for target, tensor in ready:
+            requests += [world.Isend(piece, target, tag) for piece in _pieces(tensor)]
+        return _Messages(self, requests, receives, rooms, ready)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         comm, root = self._team(group)
@@ -142,7 +130,7 @@ class MPICommunicator(Communicator):
         if len(group) == 1:
             return highest
         comm, _ = self._team(group)
-        self._finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)], group)
+        self.finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)], group)
         return highest
 
     def lend(self, workers: Group) -> MPI.Intracomm:
@@ -197,7 +185,7 @@ class MPICommunicator(Communicator):
         self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor, read: Any = None
     ) -> Pending:
         def finish() -> None:
-            self._finish(requests, group)
+            self.finish(requests, group)
             _deliver(tensor, room)
             _ = read  # until here its memory had to live
 
@@ -205,7 +193,8 @@ class MPICommunicator(Communicator):
 
     def _readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a copy of it that MPI can read and write by address."""
-        tensor = contiguous(tensor)
+        if not tensor.is_contiguous():
+            tensor = contiguous(tensor)
         if not tensor.is_cuda:
             return tensor
         if self._cuda_aware:
@@ -215,12 +204,12 @@ class MPICommunicator(Communicator):
 
     def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or other room of its shape into which MPI can write by address."""
-        staged = tensor.is_cuda and not self._cuda_aware
-        if not staged:
-            return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if tensor.is_cuda and not self._cuda_aware:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
 
-    def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+        """Wait until all requests, which are to or from the given workers, are through."""
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
             if done():
@@ -264,6 +253,31 @@ class MPICommunicator(Communicator):
         return CommunicationError(f"{error}{others}")
 
 
+class _Messages(Pending):
+    """Point-to-point messages under way, and the tensors that have to live until they are through."""
+
+    __slots__ = ("_comm", "_ready", "_receives", "_requests", "_rooms")
+
+    def __init__(
+        self,
+        comm: MPICommunicator,
+        requests: list[MPI.Request],
+        receives: Sequence[Message],
+        rooms: Sequence[Message],
+        ready: Sequence[Message],
+    ) -> None:
+        self._comm, self._requests, self._receives, self._rooms, self._ready = comm, requests, receives, rooms, ready
+
+    def wait(self) -> None:
+        requests, self._requests = self._requests, []
+        if requests and not MPI.Request.Testall(requests):
+            self._comm.finish(requests, [worker for worker, _ in (*self._rooms, *self._ready)])
+        for (_, tensor), (_, room) in zip(self._receives, self._rooms, strict=True):
+            if room is not tensor:
+                _deliver(tensor, room)
+        self._receives, self._rooms, self._ready = (), (), ()
+
+
 def comm_world() -> MPICommunicator:
     """The communicator over all processes of the job."""
     return MPICommunicator.over(MPI.COMM_WORLD)
@@ -271,11 +285,11 @@ def comm_world() -> MPICommunicator:
 
 def _pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
     """The tensor's memory as MPI wants it: ``[buffer, count, type]``, in as many pieces as needed."""
+    address, total = tensor.data_ptr(), tensor.nbytes
+    if not typed and 0 < total <= PIECE_BYTES:
+        return [[MPI.buffer.fromaddress(address, total), total, MPI.BYTE]]
     width, kind = (tensor.element_size(), _TYPES[tensor.dtype]) if typed else (1, MPI.BYTE)
     step = PIECE_BYTES // width * width
-    address, total = tensor.data_ptr(), tensor.nbytes
-    if 0 < total <= step:
-        return [[MPI.buffer.fromaddress(address, total), total // width, kind]]
     pieces = []
     for start in range(0, total, step):
         length = min(step, total - start)
