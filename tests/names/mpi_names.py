@@ -103,11 +103,11 @@ def check_deactivation_in_any_order_with_layers_alive():
 
 
 def check_large_messages_go_in_pieces():
-    from distdl.backends.mpi import communicator
+    from distdl.backends.mpi import messages
 
     P = distdl.world("mpi")
-    whole = communicator.PIECE_BYTES
-    communicator.PIECE_BYTES = 64
+    whole = messages.PIECE_BYTES
+    messages.PIECE_BYTES = 64
     try:
         x = torch.arange(1001.0).double() + P.rank
         total = AllSumReduce(P.reshape(4), [0])(x)
@@ -117,7 +117,7 @@ def check_large_messages_go_in_pieces():
         z = Broadcast(P[1:2].reshape(1), P.reshape(4))(x if P.rank == 1 else torch.zeros(0))
         assert torch.equal(z, torch.arange(1001.0).double() + 1)
     finally:
-        communicator.PIECE_BYTES = whole
+        messages.PIECE_BYTES = whole
 
 
 def main():

@@ -15,7 +15,7 @@ CORE = [
     "plan", "planning", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
     "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed", "backends.mpi",
-    "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
+    "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
     # floor 3: primitives
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
@@ -73,7 +73,9 @@ def test_imports_point_down(module):
 
 @pytest.mark.parametrize("module", [m for m in CORE if m.startswith("backends.")])
 def test_backends_import_comm_and_nothing_else_of_ours(module):
-    assert {imported for imported, _ in imports_of(module)} <= {"comm"}
+    package = module.rpartition(".")[0] + "."  # MPI's has two files
+    beside = {other for other in CORE if package != "backends." and other.startswith(package)}
+    assert {imported for imported, _ in imports_of(module)} <= {"comm"} | beside
 
 
 @pytest.mark.parametrize("module", CORE + NAMES + TOP)

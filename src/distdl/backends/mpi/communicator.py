@@ -17,9 +17,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
+from distdl.backends.mpi import messages
+from distdl.backends.mpi.messages import TYPES, Messages, deliver, pieces
 from distdl.comm import (
     SMALL_SUM,
     CommunicationError,
@@ -33,18 +36,10 @@ from distdl.comm import (
     empty,
 )
 
-# MPI counts are 32-bit integers; larger tensors go in pieces
-PIECE_BYTES = 1 << 30
 _ASK, _ANSWER, _GROUP_TAG = 32768, 32769, 32770  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
-_TYPES = {
-    torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
-    torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
-    torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
-}  # fmt: skip
 
 
 class MPICommunicator(Communicator):
@@ -92,38 +87,51 @@ class MPICommunicator(Communicator):
         rooms = [(source, self._landing(tensor)) for source, tensor in receives]
         ready = [(target, self._readable(tensor)) for target, tensor in sends]
         for source, room in rooms:
-            requests += [world.Irecv(piece, source, tag) for piece in _pieces(room)]
+            requests += [world.Irecv(piece, source, tag) for piece in pieces(room)]
         for target, tensor in ready:
-            requests += [world.Isend(piece, target, tag) for piece in _pieces(tensor)]
-        return _Messages(self, requests, receives, rooms, ready)
+            requests += [world.Isend(piece, target, tag) for piece in pieces(tensor)]
+        return Messages(self.finish, requests, receives, rooms, ready)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         comm, root = self._team(group)
         room = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
-        requests = [comm.Ibcast(piece, root) for piece in _pieces(room)]
+        requests = [comm.Ibcast(piece, root) for piece in pieces(room)]
         return self._pending(group, requests, room if self.rank == group[0] else tensor, room)
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
-        if tensor is None or tensor.dtype not in _TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
+        if tensor is None or tensor.dtype not in TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
             return super().sum(group, x, y)
         comm, root = self._team(group)
         if y is None:
             ready = self._readable(tensor)
-            requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in _pieces(ready, typed=True)]
+            requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in pieces(ready, typed=True)]
             return self._pending(group, requests, ready, ready)
         room = self._landing(y)
         begin_with(room, x)
-        requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in _pieces(room, typed=True)]
+        requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in pieces(room, typed=True)]
         return self._pending(group, requests, y, room)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        if y.dtype not in _TYPES or y.nbytes > _REDUCED_BYTES:
+        if y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
             return super().all_sum(group, x, y)
         (comm, _), room, ready = self._team(group), self._landing(y), self._readable(x)
-        pieces = zip(_pieces(ready, typed=True), _pieces(room, typed=True), strict=True)
-        requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pieces]
+        pairs = zip(pieces(ready, typed=True), pieces(room, typed=True), strict=True)
+        requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pairs]
         return self._pending(group, requests, y, room, ready)
+
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        if len(group) < 3 or tensor.is_cuda or tensor.numel() == 0 or tensor.nbytes > messages.PIECE_BYTES:
+            return super().all_gather(group, tensor)
+        comm, _ = self._team(group)
+        ready = self._readable(tensor)
+        gathered = empty((len(group), *tensor.shape), tensor.dtype, tensor)
+        memory = [MPI.buffer.fromaddress(one.data_ptr(), one.nbytes) for one in (ready, gathered)]
+        count = [tensor.nbytes, MPI.BYTE]
+        self.finish([comm.Iallgather([memory[0], *count], [memory[1], *count])], group)
+        ascending = np.sort(group)  # that is the order of the MPI communicator
+        places = np.searchsorted(ascending, group)
+        return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
 
     def all_max(self, group: Group, words: IntArray) -> IntArray:
         highest = words.copy()
@@ -173,7 +181,7 @@ class MPICommunicator(Communicator):
     def _create(self, workers: Group) -> MPI.Intracomm:
         self._check_released()
         # making an MPI group blocks and has no deadline, so its members come together first in a way that has one
-        self.all_gather(workers, torch.zeros(1))
+        super().all_gather(workers, torch.zeros(1))
         members = self._world.Get_group()
         chosen = members.Incl(list(workers))
         made = self._world.Create_group(chosen, _GROUP_TAG)
@@ -186,7 +194,7 @@ class MPICommunicator(Communicator):
     ) -> Pending:
         def finish() -> None:
             self.finish(requests, group)
-            _deliver(tensor, room)
+            deliver(tensor, room)
             _ = read  # until here its memory had to live
 
         return Pending(finish)
@@ -253,54 +261,9 @@ class MPICommunicator(Communicator):
         return CommunicationError(f"{error}{others}")
 
 
-class _Messages(Pending):
-    """Point-to-point messages under way, and the tensors that have to live until they are through."""
-
-    __slots__ = ("_comm", "_ready", "_receives", "_requests", "_rooms")
-
-    def __init__(
-        self,
-        comm: MPICommunicator,
-        requests: list[MPI.Request],
-        receives: Sequence[Message],
-        rooms: Sequence[Message],
-        ready: Sequence[Message],
-    ) -> None:
-        self._comm, self._requests, self._receives, self._rooms, self._ready = comm, requests, receives, rooms, ready
-
-    def wait(self) -> None:
-        requests, self._requests = self._requests, []
-        if requests and not MPI.Request.Testall(requests):
-            self._comm.finish(requests, [worker for worker, _ in (*self._rooms, *self._ready)])
-        for (_, tensor), (_, room) in zip(self._receives, self._rooms, strict=True):
-            if room is not tensor:
-                _deliver(tensor, room)
-        self._receives, self._rooms, self._ready = (), (), ()
-
-
 def comm_world() -> MPICommunicator:
     """The communicator over all processes of the job."""
     return MPICommunicator.over(MPI.COMM_WORLD)
-
-
-def _pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
-    """The tensor's memory as MPI wants it: ``[buffer, count, type]``, in as many pieces as needed."""
-    address, total = tensor.data_ptr(), tensor.nbytes
-    if not typed and 0 < total <= PIECE_BYTES:
-        return [[MPI.buffer.fromaddress(address, total), total, MPI.BYTE]]
-    width, kind = (tensor.element_size(), _TYPES[tensor.dtype]) if typed else (1, MPI.BYTE)
-    step = PIECE_BYTES // width * width
-    pieces = []
-    for start in range(0, total, step):
-        length = min(step, total - start)
-        pieces.append([MPI.buffer.fromaddress(address + start, length), length // width, kind])
-    return pieces
-
-
-def _deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
-    if room is not tensor:
-        with torch.no_grad():
-            tensor.copy_(room)
 
 
 def _is_cuda_aware() -> bool:
