@@ -146,9 +146,13 @@ class Communicator(ABC):
         return self.exchange([], [(group[0], tensor)])
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
-        """Add the (contiguous) tensors x of all members, None where there is none, into the root's y."""
+        """Add the (contiguous) tensors x of all members into the root's y.
+
+        The root's x may be None, and then it adds nothing; y is None on the other members.
+        """
         if self.rank != group[0]:
-            return self.exchange([(group[0], x)] if x is not None else [], [])
+            assert x is not None
+            return self.exchange([(group[0], x)], [])
         assert y is not None
         return self._sum_into(y, [] if x is None else [x], group[1:])
 

@@ -128,7 +128,7 @@ class MPICommunicator(Communicator):
         gathered = empty((len(group), *tensor.shape), tensor.dtype, tensor)
         memory = [MPI.buffer.fromaddress(one.data_ptr(), one.nbytes) for one in (ready, gathered)]
         count = [tensor.nbytes, MPI.BYTE]
-        self.finish([comm.Iallgather([memory[0], *count], [memory[1], *count])], group)
+        self.finish([comm.Iallgather([memory[0], *count], [memory[1], *count])], group, ready, gathered)
         ascending = np.sort(group)  # that is the order of the MPI communicator
         places = np.searchsorted(ascending, group)
         return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
@@ -193,9 +193,8 @@ class MPICommunicator(Communicator):
         self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor, read: Any = None
     ) -> Pending:
         def finish() -> None:
-            self.finish(requests, group)
+            self.finish(requests, group, room, read)
             deliver(tensor, room)
-            _ = read  # until here its memory had to live
 
         return Pending(finish)
 
@@ -216,8 +215,8 @@ class MPICommunicator(Communicator):
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
 
-    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
-        """Wait until all requests, which are to or from the given workers, are through."""
+    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object) -> None:
+        """Wait until all requests, which are to or from the given workers, are through with the memory."""
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
             if done():
@@ -229,7 +228,7 @@ class MPICommunicator(Communicator):
             if waited > _PATIENCE:
                 self._answer()
             if waited > self.timeout:
-                self._abandoned.append(requests)  # MPI may still write to their buffers
+                self._abandoned.append((requests, memory))  # MPI may still write to it
                 if len(requests) == len(workers):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)

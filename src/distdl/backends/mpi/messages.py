@@ -27,7 +27,7 @@ class Messages(Pending):
 
     def __init__(
         self,
-        finish: Callable[[Sequence[MPI.Request], Sequence[int]], None],
+        finish: Callable[..., None],
         requests: list[MPI.Request],
         receives: Sequence[Message],
         rooms: Sequence[Message],
@@ -39,7 +39,8 @@ class Messages(Pending):
     def wait(self) -> None:
         requests, self._requests = self._requests, []
         if requests and not MPI.Request.Testall(requests):
-            self._complete(requests, [worker for worker, _ in (*self._rooms, *self._ready)])
+            workers = [worker for worker, _ in (*self._rooms, *self._ready)]
+            self._complete(requests, workers, self._rooms, self._ready)
         for (_, tensor), (_, room) in zip(self._receives, self._rooms, strict=True):
             if room is not tensor:
                 deliver(tensor, room)
