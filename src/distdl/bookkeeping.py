@@ -21,8 +21,8 @@ class Entry:
 
     Attributes:
         layer: path of the layer in the model, if it was given, and its name and partitions.
-        operation: ``agreement``, ``exchange`` (point-to-point), ``broadcast``, ``sum`` or ``all_sum``; backward counts
-            under what it does (the backward of a broadcast is a sum).
+        operation: ``agreement`` (also values that a partition gathers), ``exchange`` (point-to-point), ``broadcast``,
+            ``sum`` or ``all_sum``; backward counts under what it does (the backward of a broadcast is a sum).
         calls: how often.
         messages: point-to-point messages that this worker has sent.
         sent: bytes in them.
@@ -40,13 +40,16 @@ class Entry:
 
 
 class Ledger:
-    """What has been recorded, in the order of first calls. Its text is a table."""
+    """What has been recorded, in the order of first calls. Its text is a table.
+
+    Layers outside the model count together if their names and partitions are the same.
+    """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         named = model.named_modules() if model is not None else ()
-        # a layer's name is an object of its own, also if another layer's reads the same
-        self._paths = {id(module._name): path for path, module in named if hasattr(module, "_name")}
-        self._entries: dict[tuple[int, str], Entry] = {}
+        # a layer's name is an object of its own, also if another layer's reads the same; kept, so that its id stays its
+        self._paths = {id(module._name): (path, module._name) for path, module in named if hasattr(module, "_name")}
+        self._entries: dict[tuple[str, str], Entry] = {}
 
     @property
     def entries(self) -> list[Entry]:
@@ -54,11 +57,9 @@ class Ledger:
 
     def entry(self, where: object, operation: str) -> Entry:
         """The entry of an operation of the layer with this name."""
-        key = (id(where), operation)
-        if key not in self._entries:
-            path = self._paths.get(id(where))
-            self._entries[key] = Entry(f"{path}: {where}" if path else str(where), operation)
-        return self._entries[key]
+        path, _ = self._paths.get(id(where), ("", None))
+        layer = f"{path}: {where}" if path else str(where)
+        return self._entries.setdefault((layer, operation), Entry(layer, operation))
 
     def json(self) -> str:
         """All entries, as a JSON list of objects."""

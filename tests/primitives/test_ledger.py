@@ -58,6 +58,24 @@ def test_a_collective_made_of_messages_is_one_call():
     on_threads(main)
 
 
+def test_what_has_the_same_name_is_one_entry_unless_the_model_tells_it_apart():
+    def main(P):
+        layers = [Repartition(P.reshape(4, 1), P.reshape(1, 4)) for _ in range(2)]
+        with distdl.ledger() as book:
+            for layer in layers:
+                layer(torch.ones(1, 4))
+            for value in range(50):  # each call names itself by a new text
+                assert P.allreduce_data(value) == 4 * value
+        assert [(entry.operation, entry.calls) for entry in book.entries if "Repartition" in entry.layer] == [
+            ("agreement", 4),
+            ("exchange", 2),
+        ]
+        (values,) = (entry for entry in book.entries if "allreduce_data" in entry.layer)
+        assert values.operation == "agreement" and values.calls == 100  # lengths, then values
+
+    on_threads(main)
+
+
 def test_it_records_inside_only_and_may_be_nested():
     def main(P):
         layer = Broadcast(P[:1].reshape(1), P.reshape(4))
