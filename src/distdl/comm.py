@@ -74,20 +74,23 @@ def wait_all(pending: Iterable[Pending]) -> None:
 def fold(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
     """Combine items pairwise in a balanced tree, keeping their order: rounding errors grow with the tree's depth."""
     while len(items) > 1:
-        pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
-        items = pairs + list(items[len(items) - len(items) % 2 :])
+        items = _fold_once(items, combine)
     return items[0]
 
 
 def fold_into(y: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     """Add tensors up in a balanced tree and write the sum into y, which may be one of them."""
     while len(terms) > 2:
-        pairs = [torch.add(terms[i], terms[i + 1]) for i in range(0, len(terms) - 1, 2)]
-        terms = pairs + list(terms[len(terms) - len(terms) % 2 :])
+        terms = _fold_once(terms, torch.add)
     if len(terms) == 2:
         torch.add(*terms, out=y)
     else:
         y.copy_(terms[0])
+
+
+def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
+    pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
+    return pairs + list(items[len(items) - len(items) % 2 :])
 
 
 class Calls:
@@ -242,6 +245,13 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor
     return empty(tensor.shape, tensor.dtype, tensor).copy_(tensor)
+
+
+def deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
+    """Copy what has arrived in a room of its own to the tensor for which it is; nothing if that is its room."""
+    if room.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(room)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from distdl.comm import (
     as_bytes,
     begin_with,
     contiguous,
+    deliver,
     empty,
     name_workers,
 )
@@ -76,7 +77,7 @@ class TorchCommunicator(Communicator):
             for worker, work in works:
                 self._finish(work, (worker,))
             for _, tensor, room in arrivals:
-                _deliver(tensor, room)
+                deliver(tensor, room)
             departures.clear()  # until here their memory had to live
 
         return Pending(finish)
@@ -177,7 +178,7 @@ class TorchCommunicator(Communicator):
     def _pending(self, work: Any, group: Group, tensor: torch.Tensor, room: torch.Tensor) -> Pending:
         def finish() -> None:
             self._finish(work, group)
-            _deliver(tensor, room)
+            deliver(tensor, room)
 
         return Pending(finish)
 
@@ -238,12 +239,6 @@ class _Watch:
                 except RuntimeError:
                     return
                 self._told = True
-
-
-def _deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
-    if room.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(room)
 
 
 _over: dict[Any, TorchCommunicator] = {}

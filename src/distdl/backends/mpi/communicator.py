@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
-from distdl.backends.mpi.messages import TYPES, Messages, deliver, pieces
+from distdl.backends.mpi.messages import TYPES, Messages, pieces
 from distdl.comm import (
     SMALL_SUM,
     CommunicationError,
@@ -33,6 +33,7 @@ from distdl.comm import (
     Pending,
     begin_with,
     contiguous,
+    deliver,
     empty,
 )
 
@@ -81,8 +82,7 @@ class MPICommunicator(Communicator):
         return known
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
-        if self.released:
-            self._check_released()
+        self._check_released()
         world, requests = self._world, []
         rooms = [(source, self._landing(tensor)) for source, tensor in receives]
         ready = [(target, self._readable(tensor)) for target, tensor in sends]

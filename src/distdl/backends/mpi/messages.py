@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from distdl.comm import Message, Pending
+from distdl.comm import Message, Pending, deliver
 
 # MPI counts are 32-bit integers; larger tensors go in pieces
 PIECE_BYTES = 1 << 30
@@ -42,8 +42,7 @@ class Messages(Pending):
             workers = [worker for worker, _ in (*self._rooms, *self._ready)]
             self._complete(requests, workers, self._rooms, self._ready)
         for (_, tensor), (_, room) in zip(self._receives, self._rooms, strict=True):
-            if room is not tensor:
-                deliver(tensor, room)
+            deliver(tensor, room)
         self._receives, self._rooms, self._ready = (), (), ()
 
 
@@ -59,9 +58,3 @@ def pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
         length = min(step, total - start)
         found.append([MPI.buffer.fromaddress(address + start, length), length // width, kind])
     return found
-
-
-def deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
-    if room is not tensor:
-        with torch.no_grad():
-            tensor.copy_(room)
