@@ -79,11 +79,10 @@ def primitives(P, transport, mesh):
     line, first = P.reshape(2, 1), P[:1].reshape(1, 1)
     for size, nbytes in SIZES.items():
         count = nbytes // 4
-        side = int(count**0.5)  # the tensors are square: a block is side/2 x side of a side x side tensor or all of it
-        rows = (side // 2, side) if side * side == count else (count // 64, 64)
+        side = int(count**0.5)  # every size makes a square; half of its rows is the block of a gather
+        rows, square = (side // 2, side), (side, side)
         zero = torch.zeros(0)
         x, dy = torch.randn(count), torch.randn(count)
-        square = (rows[0] * 2, rows[1])
         halves = torch.randn(*square)
         ours = {
             "Broadcast": (

@@ -4,8 +4,6 @@ Each step makes the output allocations and the copies that out-of-place semantic
 that a primitive on top of the transport costs as long as its outputs are fresh memory.
 """
 
-import os
-
 import torch
 
 
@@ -113,34 +111,30 @@ class Floor(torch.autograd.Function):
 
 
 def broadcast(t, shape):
-    def there(x):
+    """From worker 0 to both, and back the sum onto worker 0."""
+
+    def copied(x):
         y = torch.empty(shape)
         if t.rank == 0:
             y.copy_(x)
         t.broadcast(y)
         return y
 
-    return there, sum_reduce(t, shape)[0]
+    def added(dy):
+        if t.rank:
+            t.reduce(dy.detach())
+            return torch.zeros(0)
+        dx = torch.empty(shape)
+        dx.copy_(dy)
+        t.reduce(dx)
+        return dx
+
+    return copied, added
 
 
 def sum_reduce(t, shape):
-    def there(x):
-        if t.rank:
-            t.reduce(x.detach())
-            return torch.zeros(0)
-        y = torch.empty(shape)
-        y.copy_(x)
-        t.reduce(y)
-        return y
-
-    def back(dy):
-        y = torch.empty(shape)
-        if t.rank == 0:
-            y.copy_(dy)
-        t.broadcast(y)
-        return y
-
-    return there, back
+    copied, added = broadcast(t, shape)
+    return added, copied
 
 
 def all_sum(t, shape):
@@ -214,6 +208,3 @@ def reduce_scatter(t, shape):
     """shape is that of the kept block."""
     there, back = all_gather(t, shape)
     return (lambda x: back(x.detach())), there
-
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")

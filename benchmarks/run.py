@@ -26,7 +26,7 @@ LAUNCH = {
     "threads": [sys.executable],
 }
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-# goals for the ratio of two ways: (back-end, case or None for every primitive that is listed, size) to the most
+# goals: back-end, case and size, a way and another, and the most that the ratio of their times may be
 COLLECTIVES = ("Broadcast", "SumReduce", "AllSumReduce", "Repartition", "AllGather", "ReduceScatter")
 GOALS = [
     *(("mpi", name, "16 MiB", "ours", "floor", 0.95) for name in COLLECTIVES),
