@@ -4,20 +4,16 @@ No worker runs: plans are pure, so the real plans of one worker can be made on a
 the same (weak scaling). The assumptions about network and work stand at the top.
 """
 
-import sys
 import time
 from math import ceil, log2, prod
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from helpers import Silent
 
 from distdl.boxes import balanced, volume
 from distdl.layout import Layout, Lookup
 from distdl.partition import Partition
 from distdl.planning import broadcast, copy
+from distdl.testing import Silent
 from distdl.windows import sliding
 
 LATENCY = 2e-6  # seconds for a message

@@ -2,9 +2,9 @@ import os
 
 import pytest
 import torch
-from helpers import Silent
 
 from distdl.partition import Partition
+from distdl.testing import Silent
 
 # what every launch of workers in these tests needs, here and in the processes that are started from here
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -17,7 +17,7 @@ from distdl.launch import run_workers
 from distdl.layout import Layout
 from distdl.partition import Partition
 
-__all__ = ["Counting", "assert_adjoint", "assert_matches_sequential", "run_workers"]
+__all__ = ["Counting", "Silent", "assert_adjoint", "assert_matches_sequential", "run_workers"]
 
 
 class Counting(Communicator):
@@ -71,6 +71,19 @@ class Counting(Communicator):
     def all_max(self, group: Group, words: IntArray) -> IntArray:
         self._note("all_max", group)
         return self.inner.all_max(group, words)
+
+
+class Silent(Communicator):
+    """One of many workers, for what needs no message: plans of any number of workers can be made on it. A message is an
+    error.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        raise AssertionError("a message was sent")
 
 
 def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, tolerance: float = 1e-12) -> None:

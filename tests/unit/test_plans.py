@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import Silent
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import NAMES, halos, plans
@@ -14,6 +13,7 @@ from distdl.layout import Layout
 from distdl.partition import Partition
 from distdl.plan import Move, Pattern, Plan
 from distdl.planning import all_sum, broadcast, copy, padded_halo
+from distdl.testing import Silent
 
 
 @pytest.fixture

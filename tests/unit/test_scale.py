@@ -4,12 +4,12 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import Silent
 
 from distdl.boxes import balanced
 from distdl.layout import Layout, Lookup
 from distdl.partition import Partition
 from distdl.planning import all_sum, broadcast, copy
+from distdl.testing import Silent
 from distdl.windows import sliding
 
 GRIDS = [(16, 8, 8), (64, 64, 32)]
