@@ -6,23 +6,11 @@ from roll import Roll, roll
 
 import distdl
 from distdl.boxes import runs
-from distdl.comm import Communicator
 from distdl.layout import Layout
-from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
+from distdl.testing import Counting, Silent, assert_adjoint, assert_matches_sequential
 
 
 # [plan]
-class Silent(Communicator):
-    """One of many workers, for planning, which needs no message."""
-
-    def __init__(self, rank, size):
-        super().__init__()
-        self.rank, self.size = rank, size
-
-    def exchange(self, sends, receives, tag=0):
-        raise AssertionError("a message was sent")
-
-
 @pytest.mark.parametrize("by", [0, 2, -3, 7, 100])
 def test_the_plan_is_the_cyclic_shift(by):
     P = distdl.Partition(Silent(rank=0, size=4)).reshape(4)
