@@ -2,7 +2,7 @@
 
 A plan follows from the headers of all members and never from one worker's view, so that it cannot happen that some plan
 anew and others do not. In the steady state this costs one maximum over a short vector of fixed length; only if that
-says that something has changed on some worker are the headers themselves gathered.
+says that something has changed on some worker do the headers themselves come together.
 
 No check raises before the members have spoken: what is wrong on one of them is the same error on all of them.
 """
@@ -26,6 +26,7 @@ from distdl.encoding import dtype_code
 from distdl.groups import IntArray
 from distdl.header import Carried, Headers
 from distdl.partition import Partition
+from distdl.rows import bring_together
 from distdl.sharing import gather_values
 
 Outcome = TypeVar("Outcome")
@@ -100,27 +101,50 @@ class Agreement(Generic[Outcome]):
         identity: bytes that are equal on all members and differ from layer to layer.
         derive: what follows from the headers, a pure function. What it raises is raised on every member, so its checks
             must not depend on the worker.
+        grid: a Cartesian partition of all members; a large group's headers come together along its axes.
+        parts: for each tensor the partition whose headers ``derive`` looks up; all members if not given.
     """
 
     def __init__(
-        self, comm: Communicator, members: Group, name: str, identity: bytes, derive: Callable[[Headers], Outcome]
+        self,
+        comm: Communicator,
+        members: Group,
+        name: str,
+        identity: bytes,
+        derive: Callable[[Headers], Outcome],
+        grid: Partition | None = None,
+        parts: Sequence[Partition] = (),
     ) -> None:
         self._comm = comm
         self._members = members
         self._name = name
         self._identity = zlib.crc32(identity)
         self._derive = derive
+        self._grid = grid
+        self._read = [comm.rank in part for part in parts] or [True] * MOST_TENSORS
         self._calls = comm.calls(members)
         self._agreed: dict[bool, _Agreed[Outcome]] = {}
         self._outcomes: dict[bytes, Outcome] = {}
 
     @classmethod
     def among(
-        cls, team: Partition, name: str, options: object, derive: Callable[[Headers], Outcome]
+        cls,
+        team: Partition,
+        name: str,
+        options: object,
+        derive: Callable[[Headers], Outcome],
+        along: Sequence[Partition] = (),
+        parts: Sequence[Partition] = (),
     ) -> Agreement[Outcome]:
-        """The agreement of a team of workers, about a layer that is told from others by its name and options."""
+        """The agreement of a team of workers, about a layer that is told from others by its name and options.
+
+        Args:
+            along: partitions along whose axes shapes may change; the first that has the whole team is the grid.
+        """
         identity = repr((name, options)).encode() + team.workers.tobytes()
-        return cls(team.comm, LongGroup(team.workers.ravel().tolist()), name, identity, derive)
+        grids = (P for P in (*along, team) if P.cartesian and P.workers.size == team.workers.size)
+        members = LongGroup(team.workers.ravel().tolist())
+        return cls(team.comm, members, name, identity, derive, next(grids, None), parts)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
@@ -209,11 +233,13 @@ class Agreement(Generic[Outcome]):
 
     def _plan(self, structure: Structure, dims: int) -> Outcome:
         row: list[int] = []
-        for dtype, shape in structure[0]:
+        read: list[bool] = []
+        for (dtype, shape), looked_up in zip(structure[0], self._read, strict=False):
             row += [dtype_code(dtype), len(shape), *shape, *[-1] * (dims - len(shape))]
-        mine = torch.tensor([*row, *structure[1]], dtype=torch.int64)
-        rows = self._comm.all_gather(self._members, mine).numpy()
-        key = rows.tobytes()
+            read += [looked_up] * (2 + dims)
+        mine, extra = np.array([*row, *structure[1]], dtype=np.int64), [True] * len(structure[1])
+        rows = bring_together(self._comm, self._members, mine, np.array([*read, *extra], dtype=bool), self._grid)
+        key = rows.key
         if key not in self._outcomes:
             outcome = self._derive(Headers(self._members, rows, len(structure[0]), dims))
             while len(self._outcomes) >= _PLANS_KEPT:

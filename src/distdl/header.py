@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from distdl.encoding import DTYPES
 from distdl.groups import IntArray
 from distdl.layout import Lookup
 from distdl.partition import Partition
+from distdl.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,16 @@ class Headers:
     """What each member reported, one row of integers each: dtype, rank and extents of each tensor, then the extras."""
 
     members: Group
-    rows: IntArray
+    rows: Rows
     tensors: int
     dims: int
-
-    @cached_property
-    def _sorted(self) -> tuple[IntArray, IntArray]:
-        order = np.argsort(self.members)
-        return np.asarray(self.members)[order], order
-
-    def _of(self, workers: IntArray) -> IntArray:
-        ascending, order = self._sorted
-        found: IntArray = self.rows[order[np.searchsorted(ascending, workers)]]
-        return found
 
     def _columns(self, tensor: int) -> int:
         return tensor * (2 + self.dims)
 
     def shape(self, worker: int, tensor: int = 0) -> Shape:
         """Local shape of a worker's tensor, in elements."""
-        row = self._of(np.array([worker]))[0, self._columns(tensor) :].tolist()
+        row = self.rows.of(np.array([worker]))[0, self._columns(tensor) :].tolist()
         return tuple(row[2 : 2 + row[1]])
 
     @property
@@ -87,7 +77,7 @@ class Headers:
         """
         others = np.broadcast_to(others, workers.shape)
         columns = slice(1, self._columns(1))
-        differ = np.argwhere((self._of(workers)[..., columns] != self._of(others)[..., columns]).any(axis=-1))
+        differ = np.argwhere((self.rows.of(workers)[..., columns] != self.rows.of(others)[..., columns]).any(axis=-1))
         if len(differ):
             one, other = int(others[tuple(differ[0])]), int(workers[tuple(differ[0])])
             raise ValueError(
@@ -100,7 +90,7 @@ class Headers:
 
         Raises: ValueError if the tensors differ in rank, or if their rank is not ``dim``.
         """
-        rows = self._of(P.workers)[..., self._columns(tensor) :]
+        rows = self.rows.of(P.workers)[..., self._columns(tensor) :]
         ranks = rows[..., 1]
         expected = int(ranks.flat[0]) if dim is None else dim
         wrong = np.argwhere(ranks != expected)
@@ -117,7 +107,7 @@ class Headers:
 
         Raises: ValueError that names the first worker where they differ.
         """
-        rows = self._of(P.workers.ravel())
+        rows = self.rows.of(P.workers.ravel())
         first, second = (rows[:, self._columns(tensor) + 1 : self._columns(tensor + 1)] for tensor in (0, 1))
         differ = np.flatnonzero((first != second).any(axis=1))
         if len(differ):
@@ -132,7 +122,7 @@ class Headers:
 
         Raises: ValueError if two workers differ.
         """
-        rows = self._of(P.workers.ravel())[:, self._columns(tensor) : self._columns(tensor + 1)]
+        rows = self.rows.of(P.workers.ravel())[:, self._columns(tensor) : self._columns(tensor + 1)]
         full = np.flatnonzero((rows[:, 2:] != 0).all(axis=1))
         counted = rows[full, 0] if len(full) else rows[:1, 0]
         other = np.flatnonzero(counted != counted[0])
@@ -146,4 +136,4 @@ class Headers:
 
     def extras(self, P: Partition) -> IntArray:
         """The extra integers that the workers of P added to their headers."""
-        return self._of(P.workers)[..., self._columns(self.tensors) :]
+        return self.rows.of(P.workers)[..., self._columns(self.tensors) :]

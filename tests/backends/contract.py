@@ -30,6 +30,7 @@ from distdl.nn import (
     Repartition,
     SumReduce,
 )
+from distdl.rows import along_axes
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
 
@@ -686,6 +687,17 @@ def check_layers_survive_copying_and_module_methods():
     x = torch.ones(2).double()
     assert torch.equal(twin(x), layer(x)) and twin[0].P_x == layer[0].P_x
     assert torch.equal(twin.to("cpu")(x), layer(x))
+
+
+def check_headers_come_together_along_axes():
+    P = distdl.world()
+    side = 2 if P.size == 4 else 1
+    grid, members = P.reshape(side, side), tuple(range(P.size))
+    i, j = grid.index_of(P.rank)
+    found = along_axes(P.comm, members, np.array([i, 7, -j]), grid)
+    workers = np.arange(P.size)
+    assert (found.of(workers) == np.stack([workers // side, 7 + 0 * workers, -(workers % side)], axis=1)).all()
+    assert along_axes(P.comm, members, np.array([i + 2 * j]), grid) is None or P.size == 1
 
 
 # -- layers

@@ -12,7 +12,7 @@ CORE = [
     # floor 0: values
     "boxes", "windows", "memory", "comm", "encoding", "groups", "sharing", "partition", "cartesian", "layout",
     # floor 1: plans
-    "plan", "planning", "header", "agreement",
+    "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
     "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed", "backends.mpi",
     "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",

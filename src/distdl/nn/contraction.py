@@ -86,7 +86,10 @@ class Contraction(Module):
         self._everyone = P_x | P_y | work
         options = (self.in_channels, self.out_channels, taps, groups, bias, work.workers.shape)
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)"
-        self._agreement = Agreement.among(self._everyone, self._name, (*options, *self.options()), self._derive)
+        stored = _first_along_batch_and_space(work)
+        parts = (P_x, stored, stored[:, :, :1])
+        said = (*options, *self.options())
+        self._agreement = Agreement.among(self._everyone, self._name, said, self._derive, (work,), parts)
         self._weights, self._biases = _parameter_layouts(work, self.in_channels // groups, self.out_channels, taps)
         bound = 1 / sqrt(max(self.in_channels // groups * prod(taps), 1))
         weight = uniform_parameter(self._weights, bound)

@@ -51,7 +51,7 @@ class Primitive(Module):
         self._member = P_x.comm.rank in team
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})"
         places = [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (P_x, P_y)]
-        self._agreement = Agreement.among(team, self._name, (options, places), self._derive)
+        self._agreement = Agreement.among(team, self._name, (options, places), self._derive, (P_x, P_y), (P_x,))
 
     @abstractmethod
     def plan(self, headers: Headers) -> Plan:
