@@ -13,6 +13,7 @@ from distdl.boxes import balanced, volume
 from distdl.layout import Layout, Lookup
 from distdl.partition import Partition
 from distdl.planning import broadcast, copy
+from distdl.rows import Marginal
 from distdl.testing import Silent
 from distdl.windows import sliding
 
@@ -88,6 +89,7 @@ def main():
             f"| {halos * 1e3:.2f} | {shared * 1e3:.2f} | {plan * 1e3:.2f} |"
         )
     root_of_all(GRIDS[-1])
+    from_the_cache(GRIDS)
 
 
 def schedules(plan, me):
@@ -99,6 +101,17 @@ def root_of_all(grid):
     shapes = Lookup((), lambda worker: (4, 4))
     seconds = fastest(lambda: schedules(broadcast(P[:1, :1, :1], P, shapes, 0), 0))
     print(f"\nthe plan of a root that feeds all {P.size:,} workers: {seconds * 1e3:.2f} ms")
+
+
+def from_the_cache(grids):
+    """What it takes to find a plan again whose headers have been there before."""
+    for grid in grids:
+        P = Partition(Silent(0, prod(grid))).reshape(*grid)
+        lines = [np.array([[0, 3, 64, 64, 64]] * n) for n in grid]
+        headers = Marginal(P, lines, np.zeros(5, dtype=np.int64))
+        plans = {headers.key: "a plan"}
+        seconds = fastest(lambda headers=headers, plans=plans: plans[headers.key], 100)
+        print(f"a plan from the cache, of {P.size:,} workers: {seconds * 1e6:.1f} us")
 
 
 if __name__ == "__main__":

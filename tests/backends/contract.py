@@ -147,6 +147,26 @@ def check_strided_messages():
         assert torch.equal(room, view + 100 * (before - comm.rank)), name
 
 
+def check_messages_from_and_to_any_strides_touch_nothing_beside():
+    comm, rng = distdl.world().comm, np.random.default_rng(3)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for dtype in (torch.float32, torch.int16, torch.complex128) if comm.size > 1 else ():
+        for _ in range(40):
+            extents = rng.integers(1, 6, 4).tolist()
+            steps, starts = rng.integers(1, 3, (2, 4)), rng.integers(0, 3, (2, 4))
+            orders = [rng.permutation(4).tolist() for _ in range(2)]
+            spaces = [torch.zeros([3 + 2 * extents[dim] for dim in order], dtype=dtype) for order in orders]
+            views = [
+                space[tuple(slice(a[d], a[d] + s[d] * extents[d], s[d]) for d in order)].permute(*np.argsort(order))
+                for space, order, s, a in zip(spaces, orders, steps.tolist(), starts.tolist(), strict=True)
+            ]
+            numbers = torch.arange(views[0].numel()).reshape(extents)
+            views[0].copy_(numbers + 1 + 7 * comm.rank)
+            comm.exchange([(after, views[0])], [(before, views[1])]).wait()
+            assert torch.equal(views[1], (numbers + 1 + 7 * before).to(dtype))
+            assert spaces[1].count_nonzero() == numbers.numel()
+
+
 def check_messages_of_a_pair_keep_their_order_and_tags_find_each_other():
     comm = distdl.world().comm
     if comm.size == 1:

@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
-from distdl.backends.mpi.messages import TYPES, Messages, pieces
+from distdl.backends.mpi.messages import TYPES, Messages, lies_in_runs, pieces
 from distdl.comm import (
     SMALL_SUM,
     CommunicationError,
@@ -84,8 +84,8 @@ class MPICommunicator(Communicator):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
         world, requests = self._world, []
-        rooms = [(source, self._landing(tensor)) for source, tensor in receives]
-        ready = [(target, self._readable(tensor)) for target, tensor in sends]
+        rooms = [(source, tensor if lies_in_runs(tensor) else self._landing(tensor)) for source, tensor in receives]
+        ready = [(target, tensor if lies_in_runs(tensor) else self._readable(tensor)) for target, tensor in sends]
         for source, room in rooms:
             requests += [world.Irecv(piece, source, tag) for piece in pieces(room)]
         for target, tensor in ready:
