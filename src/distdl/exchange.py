@@ -7,16 +7,17 @@ tensor needs no gradient is tied in through an *anchor*, a tensor of zero volume
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from distdl.boxes import Shape
-from distdl.comm import Calls, Communicator, Group, Pending, contiguous, fold, fold_into, wait_all
+from distdl.comm import Calls, Communicator, Group, Message, Pending, contiguous, fold, fold_into, wait_all
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
 from distdl.memory import empty
@@ -72,61 +73,112 @@ class Route:
         return (number + self._mark) % _TAGS
 
 
+class Load(NamedTuple):
+    """How one tensor moves.
+
+    Attributes:
+        route: the plan, and who executes it.
+        dtype: the dtype that moves, as agreed.
+        blank: shape of the result where the plan has no output for this worker.
+        carried: what the tensor carries on any member.
+    """
+
+    route: Route
+    dtype: torch.dtype
+    blank: tuple[int, ...]
+    carried: Carried
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the movement is recorded for differentiation, on every member."""
+        return (self.carried.gradient or self.carried.tangent) and carries_gradients(self.dtype)
+
+
 def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...], carried: Carried) -> torch.Tensor:
     """Execute a plan on this worker's tensor, and record it for differentiation if the members agreed to.
 
     Args:
         x: the local tensor; where the plan has no input for this worker, any tensor of zero volume.
-        dtype: the dtype that moves, as agreed.
-        blank: shape of the result where the plan has no output for this worker.
-        carried: what x carries on any member.
+        dtype, blank, carried: see :class:`Load`.
     Returns: a new tensor, in the shape of ``plan.outputs``; connected to x wherever a gradient is recorded.
     """
-    if not ((carried.gradient or carried.tangent) and carries_gradients(dtype)):
-        return execute(route, x.detach(), dtype, blank)
+    return move_together((Load(route, dtype, blank, carried),), (x,))[0]
+
+
+def move_together(loads: tuple[Load, ...], xs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Move several tensors at once, both ways: their messages are under way at the same time.
+
+    Every member passes loads of the same routes in the same order. Routes may differ in their members.
+    """
+    recorded = [load.recorded for load in loads]
+    if not any(recorded):
+        return execute(loads, tuple(x.detach() for x in xs))
+    gradient = any(load.carried.gradient for load, noted in zip(loads, recorded, strict=True) if noted)
+    tangent = any(load.carried.tangent for load, noted in zip(loads, recorded, strict=True) if noted)
     anchor = None
-    if (carried.gradient and not x.requires_grad) or (carried.tangent and not Carried.by(x, False).tangent):
-        anchor = torch.empty(0, device=x.device, requires_grad=carried.gradient)
-        if carried.tangent:
-            anchor = forward_ad.make_dual(anchor, torch.empty(0, device=x.device))
-    y: torch.Tensor = Apply.apply((route, dtype, blank, carried), x, anchor)  # type: ignore[no-untyped-call]
-    return y
+    if (gradient and not any(x.requires_grad for x in xs)) or (
+        tangent and not any(Carried.by(x, False).tangent for x in xs)
+    ):
+        anchor = torch.empty(0, device=xs[0].device, requires_grad=gradient)
+        if tangent:
+            anchor = forward_ad.make_dual(anchor, torch.empty(0, device=anchor.device))
+    ys: tuple[torch.Tensor, ...] = Apply.apply(loads, anchor, *xs)  # type: ignore[no-untyped-call]
+    return ys
 
 
 class Apply(torch.autograd.Function):
-    """``y = plan x``. Its backward is ``plan.T``, its tangent map the plan itself."""
+    """``y = plan x``, for one or several tensors. Its backward is ``plan.T``, its tangent map the plan itself."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        how: tuple[Route, torch.dtype, tuple[int, ...], Carried],
-        x: torch.Tensor,
-        anchor: torch.Tensor | None,
-    ) -> torch.Tensor:
-        ctx.how = how
-        ctx.source = (x.shape, x.dtype, x.device)
+        ctx: Any, loads: tuple[Load, ...], anchor: torch.Tensor | None, *xs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.loads = loads
+        ctx.sources = [(x.shape, x.dtype, x.device) for x in xs]
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
-        return execute(how[0], x, how[1], how[2])
+        ctx.set_materialize_grads(False)
+        ys = execute(loads, xs)
+        if len(loads) > 1:
+            ctx.mark_non_differentiable(*(y for y, load in zip(ys, loads, strict=True) if not load.recorded))
+        return ys
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint computes its forward again
-        (shape, own, device), (route, dtype, _, _) = ctx.source, ctx.how
         mode, forward_mode = torch.is_grad_enabled(), _differentiates_forward()
-        if mode or forward_mode:
-            dx = move(route.T, dy, dtype, shape, Carried(mode, forward_mode, mode and forward_mode))
-        else:
-            dx = execute(route.T, dy, dtype, shape)
-        anchored = torch.zeros(0, device=device) if ctx.needs_input_grad[2] else None
-        return None, dx if own is dtype else dx.to(own), anchored
+        carried = Carried(mode, forward_mode, mode and forward_mode)
+        places = [place for place, load in enumerate(ctx.loads) if load.recorded and load.carried.gradient]
+        loads = tuple(
+            Load(ctx.loads[place].route.T, ctx.loads[place].dtype, ctx.sources[place][0], carried) for place in places
+        )
+        cotangents = tuple(_or_zeros(dys[place], ctx.loads[place], ctx.sources[place]) for place in places)
+        found = move_together(loads, cotangents) if mode or forward_mode else execute(loads, cotangents)
+        dxs: list[torch.Tensor | None] = [None] * len(ctx.loads)
+        for place, dx in zip(places, found, strict=True):
+            own = ctx.sources[place][1]
+            dxs[place] = dx if own is dx.dtype else dx.to(own)
+        anchored = torch.zeros(0, device=ctx.sources[0][2]) if ctx.needs_input_grad[1] else None
+        return None, anchored, *dxs
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        (shape, own, device), (route, dtype, blank, carried) = ctx.source, ctx.how
-        tangent = tangents[1]
-        if tangent is None:
-            tangent = torch.zeros(shape, dtype=own, device=device)
-        return move(route, tangent, dtype, blank, Carried(carried.tangent_gradient))
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        places = [place for place, load in enumerate(ctx.loads) if load.recorded]
+        loads, given = [], []
+        for place in places:
+            (shape, own, device), load = ctx.sources[place], ctx.loads[place]
+            tangent = tangents[2 + place]
+            given.append(torch.zeros(shape, dtype=own, device=device) if tangent is None else tangent)
+            loads.append(load._replace(carried=Carried(load.carried.tangent_gradient)))
+        found = dict(zip(places, move_together(tuple(loads), tuple(given)), strict=True))
+        return tuple(found.get(place) for place in range(len(ctx.loads)))
+
+
+def _or_zeros(dy: torch.Tensor | None, load: Load, source: tuple[Any, ...]) -> torch.Tensor:
+    """The gradient of a result; zeros if nothing depends on it on this worker, for the others may wait for it."""
+    if dy is not None:
+        return dy
+    extents = load.route.extents
+    return torch.zeros(load.blank if extents is None else extents, dtype=load.dtype, device=source[2])
 
 
 _NOTHING = torch.empty(0)
@@ -137,29 +189,37 @@ def _differentiates_forward() -> bool:
     return forward_ad._current_level >= 0
 
 
-def execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
-    """Do this worker's part of a plan. Neither x nor anything that shares its memory is written or returned."""
+def execute(loads: Sequence[Load], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Do this worker's part of plans. No x, nor anything that shares its memory, is written or returned."""
     if torch._C._autograd._profiler_enabled():
-        with record_function(route.where):
-            return _execute(route, x, dtype, blank)
-    return _execute(route, x, dtype, blank)
+        with record_function(loads[0].route.where):
+            return _execute(loads, xs)
+    return _execute(loads, xs)
 
 
-def _execute(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ...]) -> torch.Tensor:
+def _execute(loads: Sequence[Load], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    begun = [_begin(load, x) for load, x in zip(loads, xs, strict=True)]
+    for _, pending in begun:
+        pending.wait()
+    return tuple(y for y, _ in begun)
+
+
+def _begin(load: Load, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+    """The result, which is there after the wait."""
+    route, dtype = load.route, load.dtype
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when they are read
     comm, schedule, pattern, extents = route.comm, route.schedule, route.plan.pattern, route.extents
     comm.where = route.where
     tag = route.next_tag()
-    y = torch.zeros(blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x)
+    y = torch.zeros(load.blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x)
     if pattern is Pattern.MOVES:
-        _run_moves(comm, schedule, x, y, tag)
-    else:
-        wait_all([_play(comm, pattern, role, x, y) for role in schedule.roles])
-    return y
+        return y, _begin_moves(comm, schedule, x, y, tag)
+    plays = [_play(comm, pattern, role, x, y) for role in schedule.roles]
+    return y, plays[0] if len(plays) == 1 else Pending(partial(wait_all, plays))
 
 
-def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> None:
+def _begin_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, tag: int) -> Pending:
     # (an empty index stands for all of a tensor; taking it would still make a view)
     for index in schedule.blank:
         y[index].zero_()
@@ -168,11 +228,16 @@ def _run_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: torch
         for source, index, shape in schedule.receives
     ]
     sends = [(target, x[index] if index else x) for target, index in schedule.sends]
-    pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else None
+    pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else Pending()
     for to, own in schedule.kept:
         (y[to] if to else y).copy_(x[own] if own else x)
-    if pending is not None:
-        pending.wait()
+    return Pending(partial(_add_up, pending, schedule, x, y, arrivals)) if schedule.sums else pending
+
+
+def _add_up(
+    pending: Pending, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, arrivals: Sequence[Message]
+) -> None:
+    pending.wait()
     for to, terms in schedule.sums:
         total = y[to] if to else y
         tensors = [arrivals[term][1] if isinstance(term, int) else x[term] if term else x for term in terms]

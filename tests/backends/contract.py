@@ -19,6 +19,9 @@ import distdl
 from distdl.boxes import runs
 from distdl.comm import SMALL_SUM, CommunicationError
 from distdl.encoding import DTYPES
+from distdl.exchange import Load, Route, move_together
+from distdl.header import Carried
+from distdl.layout import Layout
 from distdl.nn import (
     AllGather,
     AllSumReduce,
@@ -30,6 +33,8 @@ from distdl.nn import (
     Repartition,
     SumReduce,
 )
+from distdl.planning import broadcast as broadcast_plan
+from distdl.planning import copy as copy_plan
 from distdl.rows import along_axes
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
@@ -645,6 +650,36 @@ def check_every_member_executes_the_same_moves():
                     for log in (logs[a], logs[b])
                 ]
                 assert shared[0] == shared[1], (differentiate.__name__, a, b)
+
+
+def check_what_moves_together_is_differentiated_as_what_moves_alone():
+    P = distdl.Partition(Counting(distdl.world().comm))
+    line, members = P.reshape(P.size), tuple(range(P.size))
+    widths = Layout.of(line, [runs([2 + worker for worker in range(P.size)])])
+    gather = Route(copy_plan(widths, widths.gathered([0]), P.rank), P.comm, members, "gather")
+    shapes = dict.fromkeys(members, (3,))
+    spread = Route(broadcast_plan(line[:1], line, shapes, P.rank), P.comm, members, "spread")
+    weights = torch.arange(1.0, 1 + widths.extents[0]).double() * (1 + P.rank)
+    results = []
+    for together in (True, False):
+        for carried in [(True, True), (True, False), (False, True)]:
+            x = torch.full((2 + P.rank,), 2.0 + P.rank).double()
+            v = torch.full((3,), 5.0).double()
+            wanted = [one.requires_grad_() for one, asked in zip((x, v), carried, strict=True) if asked]
+            loads = tuple(Load(r, x.dtype, (0,), Carried(c)) for r, c in zip((gather, spread), carried, strict=True))
+            if together:
+                y, w = move_together(loads, (x, v))
+            else:
+                (y,), (w,) = move_together(loads[:1], (x,)), move_together(loads[1:], (v,))
+            assert (y.requires_grad, w.requires_grad) == carried
+            P.comm.reset()
+            first = torch.autograd.grad((y**3 * weights).sum() * (w**2).sum(), wanted, create_graph=True)
+            calls = {name for name, _ in P.comm.log}
+            assert P.size == 1 or calls == {name for name, c in zip(("exchange", "sum"), carried, strict=True) if c}
+            second = torch.autograd.grad(sum((one**2).sum() for one in first), wanted)
+            results.append([y.detach(), w.detach(), *(one.detach() for one in first), *second])
+    for one, other in zip(results[:3], results[3:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def check_gradient_penalty_through_a_network_with_idle_workers():

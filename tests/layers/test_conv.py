@@ -180,6 +180,23 @@ def test_a_3x3_convolution_split_2x2_sends_three_messages_each_way_and_agrees_on
     on_workers(4, main)
 
 
+def test_an_input_that_needs_no_gradient_gets_none_and_sends_nothing_back():
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        layer = DistributedConv2d(team.reshape(1, 1, 2, 2), in_channels=1, out_channels=1, kernel_size=3, padding=1)
+        y = layer(torch.ones(1, 1, 4, 4))
+        team.comm.reset()
+        y.sum().backward()
+        assert [name for name, _ in team.comm.log] == ["sum"] and layer.weight.grad is not None
+        layer.requires_grad_(False)
+        y = layer(torch.ones(1, 1, 4, 4, requires_grad=True))
+        team.comm.reset()
+        y.sum().backward()
+        assert [name for name, _ in team.comm.log] == ["exchange"] and layer.weight.grad is not None
+
+    on_workers(4, main)
+
+
 def test_double_backward_with_idle_and_empty_workers():
     def main(P):
         reference = filled(torch.nn.Conv1d(1, 2, 3, stride=2))

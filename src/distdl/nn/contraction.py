@@ -23,9 +23,9 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Shape, balanced, shape
-from distdl.exchange import Route, move
+from distdl.exchange import Load, Route, move, move_together
 from distdl.groups import dims
-from distdl.header import Headers
+from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.placement import uniform_parameter
@@ -140,15 +140,26 @@ class Contraction(Module):
         blank = blank_shape(x, preserve_batch=True)
         if not x.numel():
             x = x.to(weight.device, go.dtypes[0])  # where this worker's result has to be, and what it has to be
-        for route in (go.align, go.spread):
-            x = x if route is None else move(route, x, go.dtypes[0], blank, carried[0])
-        if go.parameters is not None:
-            vector = move(go.parameters, _pack(weight, bias), go.dtypes[1], (0,), reduce(or_, carried[1:]))
-            w, b = _unpack(vector, *go.blocks)
-        else:
-            w, b = weight, bias
+        x, w, b = self._move_in(go, x, weight, bias, carried)
         y = self._local(x, w, b, blank if go.result is None else go.result)
         return y if go.add is None else move(go.add, y, y.dtype, blank, reduce(or_, carried))
+
+    def _move_in(
+        self, go: Movements, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, carried: tuple[Carried, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """This worker's part of x, and its weight and bias, which move at the same time."""
+        blank = blank_shape(x, preserve_batch=True)
+        loads = [Load(route, go.dtypes[0], blank, carried[0]) for route in (go.align, go.spread) if route is not None]
+        first = [(load, x) for load in loads[:1]]
+        if go.parameters is not None:
+            first.append((Load(go.parameters, go.dtypes[1], (0,), reduce(or_, carried[1:])), _pack(w, b)))
+        if first:
+            moved = move_together(*zip(*first, strict=True))
+            x = moved[0] if loads else x
+            w, b = (w, b) if go.parameters is None else _unpack(moved[-1], *go.blocks)
+        for load in loads[1:]:
+            (x,) = move_together((load,), (x,))
+        return x, w, b
 
     def _local(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape) -> torch.Tensor:
         if b is not None and not b.numel() and len(result) > 1:
