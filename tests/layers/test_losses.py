@@ -1,177 +1,281 @@
-import itertools
+"""The element-wise losses."""
+
+import copy
+from functools import partial
 
 import pytest
 import torch
 from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_losses import assert_loss_matches
+from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from distdl.boxes import runs, slices
+import distdl
+from distdl.boxes import runs
 from distdl.layout import Layout
 from distdl.nn import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
-    DistributedCrossEntropyLoss,
+    DistributedHuberLoss,
     DistributedKLDivLoss,
     DistributedL1Loss,
     DistributedMSELoss,
     DistributedPoissonNLLLoss,
+    DistributedSmoothL1Loss,
+    ZeroVolumeCorrectorFunction,
 )
+from distdl.partition import Partition
+from distdl.testing import Counting
 from distdl.utilities.torch import zero_volume_tensor
 
-LOSSES = {
-    DistributedL1Loss: (functional.l1_loss, None),
-    DistributedMSELoss: (functional.mse_loss, None),
-    DistributedPoissonNLLLoss: (functional.poisson_nll_loss, None),
-    DistributedBCELoss: (functional.binary_cross_entropy, torch.sigmoid),
-    DistributedBCEWithLogitsLoss: (functional.binary_cross_entropy_with_logits, None),
-    DistributedKLDivLoss: (functional.kl_div, lambda x: functional.log_softmax(x, 1)),
-}
+
+def probabilities(x):
+    return torch.sigmoid(x)
+
+
+def logarithms(x):
+    return functional.log_softmax(x, -1)
+
+
+def same(x):
+    return x
+
+
+LOSSES = {  # the loss, torch's, options, and what makes an input and a target of noise
+    "l1": (DistributedL1Loss, functional.l1_loss, {}, same, probabilities),
+    "mse": (DistributedMSELoss, functional.mse_loss, {}, same, probabilities),
+    "smooth l1": (DistributedSmoothL1Loss, functional.smooth_l1_loss, {}, same, probabilities),
+    "smooth l1, beta": (DistributedSmoothL1Loss, functional.smooth_l1_loss, {"beta": 0.3}, same, probabilities),
+    "smooth l1, beta 0": (DistributedSmoothL1Loss, functional.smooth_l1_loss, {"beta": 0.0}, same, probabilities),
+    "huber": (DistributedHuberLoss, functional.huber_loss, {}, same, probabilities),
+    "huber, delta": (DistributedHuberLoss, functional.huber_loss, {"delta": 0.4}, same, probabilities),
+    "poisson": (DistributedPoissonNLLLoss, functional.poisson_nll_loss, {}, same, probabilities),
+    "poisson, full": (DistributedPoissonNLLLoss, functional.poisson_nll_loss, {"full": True}, same, torch.exp),
+    "poisson, no log": (
+        DistributedPoissonNLLLoss, functional.poisson_nll_loss, {"log_input": False, "eps": 1e-2}, torch.exp, torch.exp,
+    ),
+    "bce": (DistributedBCELoss, functional.binary_cross_entropy, {}, probabilities, probabilities),
+    "logits": (DistributedBCEWithLogitsLoss, functional.binary_cross_entropy_with_logits, {}, same, probabilities),
+    "kl": (DistributedKLDivLoss, functional.kl_div, {}, logarithms, probabilities),
+    "kl, log": (DistributedKLDivLoss, functional.kl_div, {"log_target": True}, logarithms, logarithms),
+}  # fmt: skip
+
+GRIDS = [  # workers of the world, those of P_x, its shape, the extents of its blocks
+    (1, [0], (1, 1), ([3], [5])),
+    (2, [1, 0], (1, 2), ([3], [1, 4])),
+    (3, [0, 2, 1], (3, 1), ([2, 0, 3], [3])),
+    (4, [2, 0, 3, 1], (2, 2), ([1, 3], [4, 1])),
+    (7, [4, 1, 3, 0, 2, 5], (2, 3), ([1, 3], [2, 0, 5])),
+    (3, [1], (1, 1), ([0], [4])),
+]
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # torch's, of its own kl_div
-@pytest.mark.parametrize("kind", LOSSES)
-def test_value_and_gradient_match_sequential(kind):
-    """Over uneven and empty blocks, with a worker outside; scaled, so that the incoming gradient is not 1."""
-    sequential, prepare = LOSSES[kind]
+@pytest.mark.parametrize("name", LOSSES)
+def test_matches_sequential(name):
+    kind, sequential, options, of_x, of_target = LOSSES[name]
+    for workers, members, grid, extents in GRIDS:
+
+        def main(P, members=members, grid=grid, extents=extents):
+            P_x = P.create_partition_inclusive(members).create_cartesian_topology_partition(grid)
+            shape = [sum(along) for along in extents]
+            x, target = of_x(noise(*shape)), of_target(noise(*shape, seed=1))
+            for reduction in kind._valid_reductions:
+                criterion, blocks = kind(P_x, reduction, **options), [runs(along) for along in extents]
+                assert_loss_matches(criterion, partial(sequential, **options), x, target, blocks)
+
+        on_workers(workers, main)
+
+
+@pytest.mark.parametrize("pos_weight", [None, (), (7,), (1,), (4, 1), (4, 7)])
+@pytest.mark.parametrize("weight", [None, (4, 7), (1, 7), (1,)])
+def test_weights_of_elements_and_of_classes(weight, pos_weight):
+    """weight is local, as the input is; pos_weight is global, and each worker takes its part."""
 
     def main(P):
-        P_x = P.create_partition_inclusive([4, 1, 3, 0, 2, 5]).reshape(2, 3)
-        owned = Layout.of(P_x, [runs([1, 3]), runs([2, 0, 5])])
-        whole, target = noise(4, 7), torch.sigmoid(noise(4, 7, seed=1))
-        whole = (prepare(whole) if prepare else whole).requires_grad_()
-        for reduction in kind._valid_reductions:
-            whole.grad = None
-            expected = sequential(whole, target, reduction=reduction)
-            (3 * expected).sum().backward()
-            inside = P.rank in P_x
-            x = owned.block(whole.detach()).clone() if inside else zero_volume_tensor(dtype=torch.float64)
-            t = owned.block(target) if inside else zero_volume_tensor(dtype=torch.float64)
-            x.requires_grad_()
-            loss = kind(P_x, reduction)(x, t)
-            (3 * loss).sum().backward()
-            if reduction == "none":
-                assert not inside or torch.allclose(loss, expected[slices(owned[P.rank])], rtol=1e-12)
-            else:
-                value = expected.item() if P.rank == 4 else 0.0
-                assert loss.shape == () and abs(loss.item() - value) <= 1e-12 * abs(value)
-            assert x.grad.shape == x.shape
-            assert not inside or torch.allclose(x.grad, whole.grad[slices(owned[P.rank])], rtol=1e-12)
+        P_x = P[1:].reshape(2, 3)
+        blocks = [runs([1, 3]), runs([2, 0, 5])]
+        owned = Layout.of(P_x, blocks)
+        w = None if weight is None else noise(*weight, seed=2).abs()
+        p = None if pos_weight is None else noise(1, *pos_weight, seed=3)[0].abs()
+        part = w
+        if w is not None and weight[-1] == 7:
+            part = owned.block(w.expand(4, 7))[: weight[0]] if P_x.active else zero_volume_tensor()
+        x, target = noise(4, 7), probabilities(noise(4, 7, seed=1))
+        for reduction in ("none", "mean", "sum"):
+            criterion = DistributedBCEWithLogitsLoss(P_x, reduction, part, p)
+            sequential = partial(functional.binary_cross_entropy_with_logits, weight=w, pos_weight=p)
+            assert_loss_matches(criterion, sequential, x, target, blocks)
+            if p is None:
+                criterion = DistributedBCELoss(P_x, reduction, part)
+                sequential = partial(functional.binary_cross_entropy, weight=w)
+                assert_loss_matches(criterion, sequential, probabilities(x), target, blocks)
 
     on_workers(7, main)
 
 
-def test_a_loss_object_is_used_with_and_without_gradients():
+def test_any_partition_and_any_rank_of_tensor():
+    """Axes need not be dims, unless the batch is counted."""
+
     def main(P):
-        criterion = DistributedMSELoss(P.reshape(1, 2))
-        for requires_grad in (False, True, False):
-            x = torch.full((1, 2), 2.0, requires_grad=requires_grad)
-            loss = criterion(x, torch.ones(1, 2))
+        x = torch.full((2 + P.rank, 3), 2.0, requires_grad=True)
+        loss = DistributedMSELoss(P)(x, torch.zeros(2 + P.rank, 3))
+        loss.backward()
+        assert loss.item() == (0.0 if P.rank else 4.0)
+        assert torch.allclose(x.grad, torch.full_like(x, 4 / 15))
+        number = torch.tensor(3.0, requires_grad=True)
+        assert DistributedL1Loss(P, "sum")(number, torch.tensor(1.0)).item() == (0.0 if P.rank else 4.0)
+
+    on_workers(2, main)
+
+
+def test_gradients_that_few_workers_ask_for():
+    """The input's on one worker, the target's on another, then nobody's; the loss object is the same."""
+
+    def main(P):
+        criterion = DistributedMSELoss(P.reshape(1, 3))
+        for asks_x, asks_t in ((0, 2), (1, None), (None, None), (2, 2)):
+            x = torch.full((1, 2), 2.0, requires_grad=P.rank == asks_x)
+            target = torch.ones(1, 2, requires_grad=P.rank == asks_t)
+            loss = criterion(x, target)
             loss.backward()
-            assert loss.item() == (1.0 if P.rank == 0 else 0.0)
-            assert (x.grad is not None) == requires_grad
+            assert loss.item() == (0.0 if P.rank else 1.0)
+            for tensor, sign in ((x, 1), (target, -1)):
+                assert (tensor.grad is not None) == tensor.requires_grad
+                assert tensor.grad is None or torch.allclose(tensor.grad, torch.full((1, 2), sign / 3))
         with torch.no_grad():
-            assert not criterion(x, torch.ones(1, 2)).requires_grad
+            assert not criterion(x, target).requires_grad
 
-    on_workers(2, main)
-
-
-CASES = list(
-    itertools.product(("none", "mean", "sum"), (None, "weight"), (0.0, 0.3), ("classes", "ignored", "probabilities"))
-)
+    on_workers(3, main)
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 2, 1), (1, 3, 2), (3, 1, 2), (2, 1, 2)])
-def test_cross_entropy_matches_sequential(grid):
-    batch, classes, space = grid
-    workers = batch * classes * space
-
+def test_dtypes_follow_torch():
     def main(P):
-        P_x = P[1:].reshape(*grid)
-        owned = Layout.of(
-            P_x, [runs([5] + [1] * (batch - 1)), runs([4] + [1] * (classes - 1)), runs([1] * (space - 1) + [3])]
-        )
-        b, c, s = owned.extents
-        whole = noise(b, c, s)
-        labels = torch.randint(0, c, (b, s), generator=torch.Generator().manual_seed(1))
-        for reduction, weight, smoothing, kind in CASES:
-            weight = torch.rand(c, generator=torch.Generator().manual_seed(2)).double() if weight else None
-            target = labels.clone()
-            if kind == "ignored":
-                target[:2] = -100
-            if kind == "probabilities":
-                target = torch.softmax(noise(b, c, s, seed=3), 1)
-            reference = whole.clone().requires_grad_()
-            expected = functional.cross_entropy(
-                reference, target, weight, reduction=reduction, label_smoothing=smoothing
-            )
-            (2 * expected).sum().backward()
-            inside = P.rank in P_x
-            x = owned.block(whole).clone() if inside else zero_volume_tensor(2, dtype=torch.float64)
+        P_x = P[:2].reshape(2, 1)
+        inside = P.rank < 2
+        for mine, theirs in ((torch.float32, torch.float64), (torch.float64, torch.float32), (torch.bfloat16,) * 2):
+            x = torch.full((1, 3), 2.0, dtype=mine) if inside else zero_volume_tensor(dtype=mine)
+            target = torch.zeros(1, 3, dtype=theirs) if inside else zero_volume_tensor(dtype=theirs)
             x.requires_grad_()
-            holds = inside and P_x.index[1] == 0
-            at = slices(owned[P.rank]) if inside else None
-            t = (target[at[0], :, at[2]] if kind == "probabilities" else target[at[0], at[2]]) if holds else None
-            loss = DistributedCrossEntropyLoss(P_x, weight, reduction=reduction, label_smoothing=smoothing)(x, t)
-            (2 * loss).sum().backward()
-            if reduction == "none":
-                assert not holds or torch.allclose(loss, expected[at[0], at[2]], rtol=1e-12)
-            else:
-                value = expected.item() if P.rank == 1 else 0.0
-                assert loss.shape == () and abs(loss.item() - value) <= 1e-12 * abs(value), (
-                    reduction,
-                    weight,
-                    smoothing,
-                    kind,
-                )
-            assert x.grad.shape == x.shape
-            assert not inside or torch.allclose(x.grad, reference.grad[at], rtol=1e-10, atol=1e-14)
+            loss = DistributedMSELoss(P_x)(x, target)
+            loss.backward()
+            expected = functional.mse_loss(torch.ones(1, dtype=mine), torch.ones(1, dtype=theirs)).dtype
+            assert loss.dtype == expected or not inside
+            assert x.grad.dtype == mine and x.grad.shape == x.shape
+        assert DistributedL1Loss(P_x, "sum")(*[torch.ones(1, 3, dtype=torch.int64) * inside] * 2).item() == 0
 
-    on_workers(workers + 1, main)
+    on_workers(3, main)
 
 
-def test_cross_entropy_twice_differentiated():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mean_in_half_precision_does_not_overflow(dtype):
+    """70000 ones are more than float16 has, and bfloat16 stops counting ones at 256."""
+
     def main(P):
-        whole = noise(4, 6).requires_grad_()
-        target = torch.tensor([0, 5, 3, 3])
-        (dx,) = torch.autograd.grad(functional.cross_entropy(whole, target), whole, create_graph=True)
-        (dx**2).sum().backward()
-        columns = slice(*runs([2, 4])[P.rank])
-        x = whole.detach()[:, columns].clone().requires_grad_()
-        loss = DistributedCrossEntropyLoss(P.reshape(1, 2))(x, target)
-        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-        (dx**2).sum().backward()
-        assert torch.allclose(x.grad, whole.grad[:, columns], rtol=1e-10)
+        x = torch.ones(35000, 1, dtype=dtype, requires_grad=True)
+        loss = DistributedL1Loss(P.reshape(1, 2))(x, torch.zeros(35000, 1, dtype=dtype))
+        loss.backward()
+        assert loss.dtype == dtype and loss.item() == (0.0 if P.rank else 1.0)
+        assert x.grad[0].item() == pytest.approx(1 / 70000, rel=1e-2)
 
     on_workers(2, main)
+
+
+def test_autocast_checkpoint_and_copies():
+    def main(P):
+        P_x = P[:2].reshape(1, 2)
+        criterion = copy.deepcopy(DistributedBCEWithLogitsLoss(P_x, pos_weight=torch.ones(2))).double()
+        x, target = noise(3, 2)[:, P.rank : P.rank + 1], torch.ones(3, 1).double()
+        if P.rank == 2:
+            x, target = x[:0], target[:0]
+        expected = functional.binary_cross_entropy_with_logits(noise(3, 2), torch.ones(3, 2).double())
+        x = x.clone().requires_grad_()
+        loss = checkpoint(lambda x: criterion(x, target), x, use_reentrant=False)
+        loss.backward()
+        assert abs(loss.item() - (0.0 if P.rank else expected.item())) < 1e-14
+        assert torch.allclose(x.grad, (torch.sigmoid(x) - 1).detach() / 6, rtol=1e-12)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = DistributedMSELoss(P_x)(x.detach().bfloat16(), target.bfloat16())
+        assert P.rank == 2 or loss.dtype == torch.float32
+
+    on_workers(3, main)
+
+
+def test_forward_mode():
+    """Worker 1 has a tangent, and rank 0 the derivative of the loss along it."""
+
+    def main(P):
+        x = torch.full((1, 2), 3.0).double()
+        dual = forward_ad.make_dual(x, torch.ones_like(x)) if P.rank else x
+        loss = DistributedMSELoss(P.reshape(1, 2), "sum")(dual, torch.zeros_like(x))
+        assert P.rank or forward_ad.unpack_dual(loss).tangent.item() == 12.0
+
+    with forward_ad.dual_level():  # a level is the same for all threads
+        on_workers(2, main)
+
+
+def test_one_agreement_and_one_sum():
+    def main(P):
+        counting = Counting(P.comm)
+        criterion = DistributedMSELoss(Partition(counting).reshape(2, 2))
+        local = DistributedMSELoss(Partition(counting).reshape(2, 2), "none")
+        x = torch.ones(3, 2, requires_grad=True)
+        criterion(x, x.detach()).backward()
+        counting.reset()
+        criterion(x, x.detach()).backward()
+        assert [call for call, _ in counting.log] == ["all_max", "sum", "broadcast"]
+        counting.reset()
+        local(x, x.detach()).sum().backward()
+        assert counting.log == []
+
+    on_workers(4, main)
+
+
+def bce(P, weight=None, pos_weight=None, shape=(3, 1)):
+    return DistributedBCEWithLogitsLoss(P.reshape(1, 2), "mean", weight, pos_weight)(
+        torch.ones(shape), torch.ones(shape)
+    )
 
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda P: DistributedMSELoss(P, reduction="max"), "the reductions none, mean, sum; got 'max'"),
     (lambda P: DistributedMSELoss(P, reduction="batchmean"), "got 'batchmean'"),
+    (lambda P: DistributedKLDivLoss(P, reduction="max"), "none, mean, sum, batchmean; got 'max'"),
+    (lambda P: DistributedHuberLoss(P, delta=0.0), "a positive delta; got 0.0"),
+    (lambda P: DistributedSmoothL1Loss(P, beta=-1), "a beta of at least 0; got -1"),
     (lambda P: DistributedMSELoss(P)(torch.ones(2), torch.ones(2 + P.rank)), "on worker 1 they have [2] and [3]"),
-    (lambda P: DistributedCrossEntropyLoss(P), "P_x: batch x classes x space"),
-    (lambda P: DistributedCrossEntropyLoss(P.reshape(1, 2), reduction="batchmean"), "got 'batchmean'"),
-    (lambda P: DistributedCrossEntropyLoss(P.reshape(1, 2), label_smoothing=2), "from 0 to 1; got 2"),
-    (lambda P: entropy(P)(torch.ones(3, 2), torch.zeros(4)), "shape [3] (class numbers) or [3, 4]"),
-    (lambda P: entropy(P, torch.ones(3))(torch.ones(3, 2), torch.zeros(3)), "weight for each of 4 classes; got [3]"),
-    (lambda P: entropy(P)(torch.ones(3, 2)), "needs a tensor; got NoneType"),
+    (lambda P: DistributedMSELoss(P)(torch.ones(2), torch.ones(2).to([torch.float32, torch.float64][P.rank])), "dtype"),
+    (lambda P: DistributedKLDivLoss(P, "batchmean")(*[torch.ones(2, 2)] * 2), "tensors with 1 dims on all workers"),
+    (lambda P: bce(P, torch.ones(3 - P.rank, 1)), "on worker 1 they have [2, 1] and [3, 1]"),
+    (lambda P: bce(P, None, torch.ones(3)), "they have [3] and [3, 2]"),
+    (lambda P: bce(P, None, torch.ones(2), (3,)), "tensors with 2 dims"),
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(2, make)
 
 
-def entropy(P, weight=None):
-    return DistributedCrossEntropyLoss(P.reshape(1, 2), weight)
+def test_a_loss_of_zero_volume_becomes_a_number():
+    """As published: called by ``apply``; the gradient has the shape of the input again."""
+    for x in (torch.zeros(0), torch.zeros(3, 0, dtype=torch.float64), torch.tensor(2.0), torch.tensor([2.0])):
+        x.requires_grad_()
+        loss = ZeroVolumeCorrectorFunction.apply(x)
+        assert loss.shape == (x.shape if x.numel() else ()) and loss.dtype == x.dtype
+        assert loss.item() == (2.0 if x.numel() else 0.0)
+        (gradient,) = torch.autograd.grad(3 * loss, x, create_graph=True)
+        assert torch.equal(gradient, torch.full_like(x, 3.0))
+    x = torch.zeros(2, 0, dtype=torch.float64, requires_grad=True)
+    y = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(ZeroVolumeCorrectorFunction.apply, (y,))
+    (gradient,) = torch.autograd.grad(y * ZeroVolumeCorrectorFunction.apply(x), x, create_graph=True)
+    assert gradient.shape == (2, 0) and gradient.requires_grad
 
+    def main():
+        """A loss of one's own, made of the primitives."""
+        P = distdl.world()
+        add = distdl.nn.SumReduce(P, P[:1], preserve_batch=False)
+        x = torch.full((1,), 2.0, requires_grad=True)
+        ZeroVolumeCorrectorFunction.apply(add(x * x)).backward()
+        return x.grad.item()
 
-def test_mean_counts_exactly_in_single_precision():
-    """2 ** 24 + 2 places: a count in float32 would be off."""
-
-    def main(P):
-        places = 2**23 + 1
-        x = torch.zeros(places, 1)
-        loss = DistributedCrossEntropyLoss(P.reshape(2, 1))(x.expand(places, 2), torch.zeros(places, dtype=torch.int64))
-        expected = functional.cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)).item()
-        assert P.rank or abs(loss.item() - expected) < 1e-6
-
-    on_workers(2, main)
+    assert distdl.run_workers(main, 2) == [4.0, 4.0]

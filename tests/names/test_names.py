@@ -30,12 +30,14 @@ IMPORTS = {
     "distdl.nn.transpose": ["DistributedTranspose"],
     "distdl.nn.halo_exchange": ["HaloExchange"],
     "distdl.nn.linear": ["DistributedLinear"],
+    "distdl.nn.loss": ["DistributedLossBase", "ZeroVolumeCorrectorFunction"],
     "distdl.nn": [
         "Broadcast", "SumReduce", "AllSumReduce", "Repartition", "DistributedTranspose", "HaloExchange", "AllGather",
         "ReduceScatter", "Module", "DistributedLinear", "DistributedCrossEntropyLoss",
         *[f"Distributed{kind}Conv{n}d" for kind in ("", "Feature", "Channel", "General") for n in (1, 2, 3)],
         *[f"Distributed{kind}Pool{n}d" for kind in ("Max", "Avg") for n in (1, 2, 3)],
         *[f"Distributed{kind}Loss" for kind in ("L1", "MSE", "PoissonNLL", "BCE", "BCEWithLogits", "KLDiv")],
+        *[f"Distributed{kind}Loss" for kind in ("SmoothL1", "Huber")],
     ],
 }  # fmt: skip
 CONV = (
@@ -56,6 +58,8 @@ SIGNATURES = {
     "DistributedMaxPool2d": "P_x, kernel_size, stride=1, padding=0, dilation=1, buffer_manager=None",
     "DistributedAvgPool2d": "P_x, kernel_size, stride=1, padding=0, dilation=1, buffer_manager=None",
     "DistributedMSELoss": "P_x, reduction='mean'",
+    "DistributedSmoothL1Loss": "P_x, reduction='mean', beta=1.0",
+    "DistributedHuberLoss": "P_x, reduction='mean', delta=1.0",
     "DistributedCrossEntropyLoss": "P_x, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0",
 }
 

@@ -23,12 +23,14 @@ from distdl.nn.linear import DistributedLinear
 from distdl.nn.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
+    DistributedHuberLoss,
     DistributedKLDivLoss,
     DistributedL1Loss,
-    DistributedLossBase,
     DistributedMSELoss,
     DistributedPoissonNLLLoss,
+    DistributedSmoothL1Loss,
 )
+from distdl.nn.loss_base import DistributedLossBase, ZeroVolumeCorrectorFunction
 from distdl.nn.module import Module
 from distdl.nn.pooling import (
     DistributedAvgPool1d,
@@ -65,6 +67,7 @@ __all__ = [
     "DistributedGeneralConv1d",
     "DistributedGeneralConv2d",
     "DistributedGeneralConv3d",
+    "DistributedHuberLoss",
     "DistributedKLDivLoss",
     "DistributedL1Loss",
     "DistributedLinear",
@@ -74,10 +77,12 @@ __all__ = [
     "DistributedMaxPool2d",
     "DistributedMaxPool3d",
     "DistributedPoissonNLLLoss",
+    "DistributedSmoothL1Loss",
     "DistributedTranspose",
     "HaloExchange",
     "Module",
     "ReduceScatter",
     "Repartition",
     "SumReduce",
+    "ZeroVolumeCorrectorFunction",
 ]

@@ -15,7 +15,7 @@ from distdl.boxes import Shape, shape
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.nn.loss import differentiable, sum_to_root
+from distdl.nn.loss_base import differentiable, sum_to_root
 from distdl.nn.module import Module, local
 from distdl.partition import Partition
 from distdl.planning import copy

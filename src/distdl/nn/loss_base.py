@@ -1,0 +1,209 @@
+"""What the distributed losses have in common: each worker sums its elements, and rank 0 divides the sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, ClassVar
+
+import torch
+
+from distdl.agreement import Agreement
+from distdl.boxes import Box, Shape
+from distdl.exchange import Route, move
+from distdl.header import Headers
+from distdl.layout import Layout, Lookup
+from distdl.nn.module import Module, zeros_on
+from distdl.partition import Partition
+from distdl.planning import broadcast
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What follows from the headers.
+
+    Attributes:
+        add: the sum over P_x, on its rank 0.
+        dtypes: of input and target.
+        divisor: what the sum is divided by.
+        box: this worker's part of the global input, in cells; None where nobody asks for it.
+    """
+
+    add: Route
+    dtypes: tuple[torch.dtype, torch.dtype]
+    divisor: float
+    box: Box | None
+
+
+class DistributedLossBase(Module):
+    r"""A loss of an input and a target that are cut up alike over ``P_x``.
+
+    Forward: :math:`\ell = c^{-1} \sum_s f(x_s, t_s)` on the worker of rank 0 in P_x: each worker sums its elements, a
+    sum-reduce adds them up, and the sum is divided once, by 1 (``sum``), the global number of elements (``mean``) or
+    the global batch (``batchmean``). All other workers, those outside P_x too, return a 0-d tensor of value 0.
+    Adjoint: a broadcast of the gradient from rank 0. Every worker calls ``backward()``; what the others pass has no
+        effect.
+
+    Args:
+        P_x: the partition.
+        reduction: ``none`` (each worker returns the loss of its own elements), ``mean`` or ``sum``.
+        weight: a factor for each element, this worker's block (or what broadcasts to it); None for 1.
+        pos_weight: a factor for positive targets, the same global tensor on every worker; None for 1.
+        options: what torch's function takes besides.
+    Shapes: input and target local, equal on each worker, in elements.
+    Raises: ValueError, on every worker, for another reduction; in forward, on every member, if input and target differ
+        in shape on some worker, or dtypes between workers, or if a weight does not fit.
+    """
+
+    _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+    operator: ClassVar[Callable[..., torch.Tensor]]
+    weight: torch.Tensor | None
+    pos_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        weight: torch.Tensor | None = None,
+        pos_weight: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_reduction(type(self).__name__, reduction, self._valid_reductions)
+        self.P_x = P_x
+        self.reduction = reduction
+        self.options = options
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+        self._root = P_x.create_partition_inclusive([0])
+        self._name = f"{type(self).__name__} (P_x: {P_x}; {reduction})"
+        weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
+        self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, options, weights), self._derive)
+
+    def elements(self, x: torch.Tensor, target: torch.Tensor, reduction: str, box: Box | None) -> torch.Tensor:
+        """torch's loss of local tensors, with torch's reduction ``none`` or ``sum``."""
+        keywords = dict(self.options)
+        if self.weight is not None:
+            keywords["weight"] = self.weight
+        if self.pos_weight is not None and box is not None:
+            keywords["pos_weight"] = _cut(self.pos_weight, box)
+        return type(self).operator(x, target, reduction=reduction, **keywords)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.P_x.comm.rank not in self.P_x:
+            return outside(x, target, self.reduction)
+        if self.reduction == "none" and self.pos_weight is None:
+            return self.elements(x, target, "none", None)
+        decision = self._agreement.reach((x, target) if self.weight is None else (x, target, self.weight))
+        go, carried = decision.outcome, reduce(or_, decision.carried)
+        x, target = x.to(go.dtypes[0]), target.to(go.dtypes[1])
+        if self.reduction == "none":
+            return self.elements(x, target, "none", go.box)
+        half = x.dtype in HALVES  # whose sums overflow, or stop growing, long before the mean does
+        total = self.elements(x, target, "none" if half else "sum", go.box)
+        dtype = total.dtype
+        total = total.sum(dtype=torch.float32) if half else total
+        total = move(go.add, total, total.dtype, (0,), carried)
+        return differentiable((total / go.divisor).to(dtype) if total.numel() else total.sum().to(dtype))
+
+    def _derive(self, headers: Headers) -> Decided:
+        name, P_x = type(self).__name__, self.P_x
+        headers.check_alike(P_x, name, "input", "target")
+        shapes = headers.shapes(P_x, name)
+        box = None
+        if self.weight is not None:
+            self._check_weight(headers)
+        if self.reduction == "batchmean" or self.pos_weight is not None:
+            owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
+            box = owned[P_x.comm.rank]
+            self._check_pos_weight(owned.extents)
+        divisor = 1.0
+        if self.reduction == "mean":
+            divisor = float(shapes.prod(axis=-1).sum())
+        elif self.reduction == "batchmean":
+            divisor = float(owned.extents[0])
+        dtypes = (headers.dtype(P_x, name), headers.dtype(P_x, name, tensor=1))
+        return Decided(sum_to_root(headers, self._root, P_x, (), self._name), dtypes, divisor, box)
+
+    def _check_weight(self, headers: Headers) -> None:
+        for worker in self.P_x.workers.ravel().tolist():
+            weight, x = headers.shape(worker, tensor=2), headers.shape(worker)
+            if not _broadcasts(weight, x):
+                raise ValueError(
+                    f"{type(self).__name__} needs a weight that broadcasts to the input's block; on worker {worker} "
+                    f"they have {list(weight)} and {list(x)}"
+                )
+
+    def _check_pos_weight(self, extents: Shape) -> None:
+        if self.pos_weight is not None and not _broadcasts(tuple(self.pos_weight.shape), extents):
+            raise ValueError(
+                f"{type(self).__name__} needs a pos_weight that broadcasts to the global input; they have "
+                f"{list(self.pos_weight.shape)} and {list(extents)}"
+            )
+
+
+def check_reduction(name: str, reduction: str, valid: tuple[str, ...]) -> None:
+    """Raises: ValueError for a reduction that the loss of this name does not have."""
+    if reduction not in valid:
+        raise ValueError(f"{name} has the reductions {', '.join(valid)}; got {reduction!r}")
+
+
+def outside(x: torch.Tensor, target: Any, reduction: str) -> torch.Tensor:
+    """What a worker outside P_x returns: its (empty) input, or 0. It hangs on the target, too."""
+    y = x.clone() if reduction == "none" else x.sum()
+    if isinstance(target, torch.Tensor) and target.requires_grad:
+        y = y + zeros_on(target, ()).to(y.dtype)
+    return y if reduction == "none" else differentiable(y)
+
+
+def sum_to_root(headers: Headers, root: Partition, P: Partition, shape: Shape, name: str) -> Route:
+    """The sum of tensors of one shape over the workers of P, on the root."""
+    shapes = Lookup(headers.members, lambda worker: shape)
+    return Route(broadcast(root, P, shapes, P.comm.rank).T, P.comm, headers.members, name)
+
+
+def differentiable(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, such that ``backward()`` may be called on it even if nothing that it depends on requires a gradient."""
+    if torch.is_grad_enabled() and not loss.requires_grad and (loss.is_floating_point() or loss.is_complex()):
+        return loss + torch.empty(0, dtype=loss.dtype, device=loss.device, requires_grad=True).sum()
+    return loss
+
+
+def _broadcasts(shape: Shape, to: Shape) -> bool:
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(one in (1, other) for one, other in aligned)
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that belongs to a box of what it broadcasts to."""
+    intervals = box[len(box) - tensor.dim() :]
+    return tensor[
+        tuple(slice(*along) if n > 1 else slice(None) for n, along in zip(tensor.shape, intervals, strict=True))
+    ]
+
+
+class ZeroVolumeCorrectorFunction(torch.autograd.Function):
+    r"""Make a number of a loss of zero volume, such that ``backward()`` may be called on it on every worker.
+
+    Forward: a tensor with elements is copied; one without becomes a 0-d tensor of value 0. Adjoint: the gradient is
+    copied; where there were no elements it becomes zeros of zero volume, in the shape of the input.
+
+    A published name, for losses of one's own: the losses here have it built in. Called by ``apply(loss)``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.clone() if x.numel() else x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.clone() if 0 not in ctx.shape else zeros_on(dy, ctx.shape)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.clone() if 0 not in ctx.shape else tangent.new_zeros(())
