@@ -37,7 +37,7 @@ IMPORTS = {
         *[f"Distributed{kind}Conv{n}d" for kind in ("", "Feature", "Channel", "General") for n in (1, 2, 3)],
         *[f"Distributed{kind}Pool{n}d" for kind in ("Max", "Avg") for n in (1, 2, 3)],
         *[f"Distributed{kind}Loss" for kind in ("L1", "MSE", "PoissonNLL", "BCE", "BCEWithLogits", "KLDiv")],
-        *[f"Distributed{kind}Loss" for kind in ("SmoothL1", "Huber")],
+        *[f"Distributed{kind}Loss" for kind in ("SmoothL1", "Huber", "NLL")],
     ],
 }  # fmt: skip
 CONV = (
@@ -60,6 +60,7 @@ SIGNATURES = {
     "DistributedMSELoss": "P_x, reduction='mean'",
     "DistributedSmoothL1Loss": "P_x, reduction='mean', beta=1.0",
     "DistributedHuberLoss": "P_x, reduction='mean', delta=1.0",
+    "DistributedNLLLoss": "P_x, weight=None, ignore_index=-100, reduction='mean'",
     "DistributedCrossEntropyLoss": "P_x, weight=None, ignore_index=-100, reduction='mean', label_smoothing=0.0",
 }
 

@@ -21,7 +21,7 @@ CORE = [
     "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
     "nn.placement", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
-    "nn.loss_base", "nn.loss", "nn.cross_entropy",
+    "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
 ]  # fmt: skip
 NAMES = ["nn.transpose", "utilities", "utilities.slicing", "utilities.torch", "backends.mpi.buffer",
          "backends.mpi.partition"]  # fmt: skip

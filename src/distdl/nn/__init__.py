@@ -32,6 +32,7 @@ from distdl.nn.loss import (
 )
 from distdl.nn.loss_base import DistributedLossBase, ZeroVolumeCorrectorFunction
 from distdl.nn.module import Module
+from distdl.nn.nll import DistributedNLLLoss
 from distdl.nn.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -76,6 +77,7 @@ __all__ = [
     "DistributedMaxPool1d",
     "DistributedMaxPool2d",
     "DistributedMaxPool3d",
+    "DistributedNLLLoss",
     "DistributedPoissonNLLLoss",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import reduce
-from operator import or_
-from typing import Any
+from math import inf
 
 import torch
 from torch.nn import functional
 
-from distdl.agreement import Agreement
-from distdl.boxes import Shape, shape
-from distdl.exchange import Route, move
-from distdl.header import Headers
+from distdl.boxes import balanced
+from distdl.exchange import move
+from distdl.header import Carried
 from distdl.layout import Layout
-from distdl.nn.loss_base import differentiable, sum_to_root
-from distdl.nn.module import Module, local
+from distdl.nn.class_loss import ClassLoss, Movements, filled
+from distdl.nn.loss_base import HALVES
+from distdl.nn.module import local
 from distdl.partition import Partition
+from distdl.plan import Plan
 from distdl.planning import copy
 
 
-class DistributedCrossEntropyLoss(Module):
+class DistributedCrossEntropyLoss(ClassLoss):
     r"""Cross-entropy of class scores that are cut up over batch, classes and space.
 
-    Forward: the scores of all classes come together on the workers of class index 0; each sums the losses of its
-    places; a sum-reduce adds those, and the weights of the targets for ``mean``, on the worker of rank 0 in P_x, which
-    divides once. All other workers return a 0-d tensor of value 0.
-    Adjoint: the transpose of both movements around torch's own derivative.
+    Forward: :math:`\ell = c^{-1} \sum_i \sum_k q_{ik} (L_i - x_{ik})` over places i and classes k, with
+    :math:`L_i = \log \sum_k e^{x_{ik}}` and the target distribution q. Each worker computes :math:`L^s_i` over its own
+    classes and its share :math:`-\sum_{k \in s} q_{ik} x_{ik}`; the workers of class index 0 gather the former, one
+    number for each place and worker, and add :math:`L_i = \log \sum_s e^{L^s_i}`; a sum-reduce adds all up on the
+    worker of rank 0 in P_x, which divides once. All other workers return a 0-d tensor of value 0.
+    Adjoint: the transpose of the movements around torch's own derivatives. No scores are moved, nor their gradients.
 
     Args:
         P_x: the partition, ``batch x classes x space...``.
@@ -39,10 +39,10 @@ class DistributedCrossEntropyLoss(Module):
         numbers), or with the global number of classes there (probabilities). It is read on the workers of class index
         0.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank than P_x has axes, or a target that does not fit to it.
+        another rank than P_x has axes, a target that does not fit to it, or a class number that is out of range.
     """
 
-    weight: torch.Tensor | None
+    takes_probabilities = True
 
     def __init__(
         self,
@@ -52,100 +52,79 @@ class DistributedCrossEntropyLoss(Module):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
-        name = type(self).__name__
-        if reduction not in ("none", "mean", "sum"):
-            raise ValueError(f"{name} has the reductions none, mean, sum; got {reduction!r}")
-        if P_x.workers.ndim < 2:
-            raise ValueError(f"{name} needs P_x: batch x classes x space; got {P_x}")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"{name} needs label_smoothing from 0 to 1; got {label_smoothing}")
-        self.P_x = P_x
-        self.register_buffer("weight", weight)
-        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self._places = P_x[:, :1]
-        self._root = P_x.create_partition_inclusive([0])
-        self._name = f"{name} (P_x: {P_x}; {reduction})"
-        options = (P_x.workers.shape, ignore_index, reduction, label_smoothing)
-        self._agreement = Agreement.among(P_x, self._name, options, self._derive)
+            raise ValueError(f"{type(self).__name__} needs label_smoothing from 0 to 1; got {label_smoothing}")
+        super().__init__(P_x, weight, ignore_index, reduction, float(label_smoothing))
+        self.label_smoothing = float(label_smoothing)
 
-    def forward(self, x: torch.Tensor, target: Any = None) -> torch.Tensor:
-        me = self.P_x.comm.rank
-        if me not in self.P_x:
-            return x.clone() if self.reduction == "none" else differentiable(x.sum())
-        holds = me in self._places
-        decision = self._agreement.reach((x, target if holds else torch.empty(0)))
-        go = decision.outcome
-        if go.gather is not None:
-            x = move(go.gather, x, go.dtype, (0,), decision.carried[0])
-        least_target = go.least if go.probabilities else go.least[:1] + go.least[2:]
-        if not holds:
-            target = torch.empty(0, dtype=go.dtype if go.probabilities else torch.int64, device=x.device)
-        if self.reduction == "none":
-            result = x.shape[:1] + x.shape[2:] if holds else (0,)
-            return local(self._losses, result, (x, go.least), (target, least_target))
-        total = local(self._sums, (2,) if holds else (0,), (x, go.least), (target, least_target))
-        total = move(go.add, total, total.dtype, (0,), reduce(or_, decision.carried))
-        if not total.numel():
-            return differentiable(total.sum().to(go.dtype))
-        # the divisor is detached: rank 0 has to stay as linear as the others, whose second derivatives pass no sum here
-        divisor = total[1].detach() if self.reduction == "mean" else 1.0
-        return differentiable((total[0] / divisor).to(go.dtype))
+    def gather_plan(self, owned: Layout, places: Partition, probabilities: bool) -> Plan:
+        """One column from each worker along classes, the log of its sum; with probabilities, theirs is another one."""
+        batch, own, *space = owned.intervals
+        columns = len(own) * (1 + probabilities)
+        sent = Layout.of(owned.partition, [batch, balanced(columns, len(own)), *space])
+        return copy(sent, Layout.of(places, [batch, [(0, columns)], *space]), owned.partition.comm.rank)
 
-    def _losses(self, x: torch.Tensor, target: torch.Tensor, reduction: str = "none") -> torch.Tensor:
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        return functional.cross_entropy(
-            x, target, weight, ignore_index=self.ignore_index, reduction=reduction, label_smoothing=self.label_smoothing
-        )
-
-    def _sums(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses and what it is divided by for ``mean``, in float64 so that counts are exact."""
-        loss = self._losses(x, target, "sum").double()
-        if target.shape == x.shape:
-            return torch.stack([loss, loss.new_tensor(target.numel() / x.shape[1])])
-        counted = target[target != self.ignore_index]
-        if self.weight is None:
-            return torch.stack([loss, loss.new_tensor(counted.numel())])
-        return torch.stack([loss, self.weight.double()[counted].sum()])
-
-    def _derive(self, headers: Headers) -> Movements:
-        name, P_x, me = type(self).__name__, self.P_x, self.P_x.comm.rank
-        owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
-        batch, _, *space = owned.intervals
-        classes = owned.extents[1]
-        if self.weight is not None and self.weight.shape != (classes,):
-            raise ValueError(f"{name} needs a weight for each of {classes} classes; got {list(self.weight.shape)}")
-        needed = Layout.of(self._places, [batch, [(0, classes)], *space])
-        kinds = {self._is_probabilities(headers, worker, shape(needed[worker])) for worker in needed}
-        if len(kinds) > 1:
-            raise ValueError(f"{name} needs targets that are class numbers, or probabilities, on all workers alike")
-        split = P_x.workers.shape[1] > 1
-        gather = Route(copy(owned, needed, me), P_x.comm, headers.members, self._name) if split else None
-        add = sum_to_root(headers, self._root, self._places, (2,), self._name)
-        return Movements(gather, add, headers.dtype(P_x, name), (1, classes, *[1] * len(space)), kinds.pop())
-
-    def _is_probabilities(self, headers: Headers, worker: int, x: Shape) -> bool:
-        target = headers.shape(worker, tensor=1)
-        if target not in (x, x[:1] + x[2:]):
-            raise ValueError(
-                f"{type(self).__name__} needs a target of shape {list(x[:1] + x[2:])} (class numbers) or {list(x)} "
-                f"(probabilities) on worker {worker}; got {list(target)}"
+    def shares(self, x: torch.Tensor, target: torch.Tensor, go: Movements, carried: Carried) -> torch.Tensor:
+        if go.gather is None:
+            weight = None if self.weight is None else self.weight.to(x.dtype)
+            ignored, smoothing = self.ignore_index, self.label_smoothing
+            return functional.cross_entropy(
+                x, target, weight, ignore_index=ignored, reduction="none", label_smoothing=smoothing
             )
-        return target == x
+        x = x.float() if x.dtype in HALVES else x
+        largest = filled(x, -inf).detach().amax(1, keepdim=True)
+        top = largest.masked_fill(largest == -inf, 0.0)
+        share, mass = self._cross(x, target, go, top)
+        columns = torch.stack([_log_of_sum(x, top), mass] if go.probabilities else [_log_of_sum(x, top)], 1)
+        gathered = move(go.gather, columns, columns.dtype, (0,), carried)
+        known, ones = None if go.probabilities else mass, (1,) * (x.dim() - 2)
+        least = (1, columns.shape[1] * self.P_x.workers.shape[1], *ones)
+        losses = local(_weighted_log, share.shape, (gathered, least), (known, (1, *ones))) - share
+        return losses if go.probabilities else losses.masked_fill(target == self.ignore_index, 0.0)
+
+    def _cross(
+        self, x: torch.Tensor, target: torch.Tensor, go: Movements, top: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        r"""This worker's :math:`\sum_k q_{ik} x_{ik}`, and :math:`\sum_k q_{ik}`, in float64.
+
+        The latter is over all classes for class numbers, which all workers know, and else over this worker's.
+        """
+        z, weight, top = x - top, self.own_weight(x, go), top.squeeze(1).double()
+        keep, smooth = 1 - self.label_smoothing, self.label_smoothing / go.classes
+        if go.probabilities:
+            q = keep * target + smooth
+            q = q if weight is None else q * _along_classes(weight, q)
+            mass = q.sum(1, dtype=torch.float64)
+            return (q * z).sum(1).double() + mass * top, mass
+        picked, here = self.picked(x, target, go)
+        counts = self.counts(target)
+        share, mass = keep * torch.where(here, counts * picked.double(), 0.0), keep * counts
+        if smooth:
+            own = z if weight is None else z * _along_classes(weight, z)
+            total = go.classes if self.weight is None else self.weight.double().sum()
+            share = share + smooth * (
+                own.sum(1).double() + (z.shape[1] if weight is None else weight.double().sum()) * top
+            )
+            mass = mass + smooth * total
+        return share, mass
 
 
-@dataclass(frozen=True)
-class Movements:
-    """What follows from the headers: the scores of all classes come together (if they are split), sums go to the root.
+def _along_classes(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return weight.reshape(-1, *[1] * (x.dim() - 2))
 
-    Attributes:
-        dtype: of the scores.
-        least: shape of the smallest scores.
-        probabilities: whether targets are probabilities.
+
+def _weighted_log(columns: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
+    r""":math:`L_i \sum_k q_{ik}` of the columns that came; every other one is a mass, if none is given."""
+    if mass is None:
+        columns, mass = columns[:, ::2], columns[:, 1::2].sum(1)
+    return mass * columns.logsumexp(1)
+
+
+def _log_of_sum(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    r""":math:`\log \sum_k e^{x_{ik}}` over this worker's classes, in float64.
+
+    It is minus infinity where they add nothing, and its derivative then 0 (that of ``torch.logsumexp`` is nan).
     """
-
-    gather: Route | None
-    add: Route
-    dtype: torch.dtype
-    least: Shape
-    probabilities: bool
+    sums = (filled(x, -inf) - top).exp().sum(1).double()
+    nothing = sums == 0
+    return torch.where(nothing, -inf, sums.masked_fill(nothing, 1.0).log() + top.squeeze(1))
