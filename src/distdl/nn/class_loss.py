@@ -80,7 +80,7 @@ class ClassLoss(Module):
         self._name = f"{name} (P_x: {P_x}; {reduction})"
         self._classes = 0  # how many the members last agreed on; before that none, and nothing is said of class numbers
         identity = (P_x.workers.shape, self.ignore_index, reduction, *options)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
+        self._agreement = Agreement.among(P_x, self._name, identity, self._derive, parts=(P_x, self._places))
 
     @abstractmethod
     def shares(self, x: torch.Tensor, target: torch.Tensor, go: Movements, carried: Carried) -> torch.Tensor:
