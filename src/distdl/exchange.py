@@ -228,16 +228,30 @@ def _begin_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: tor
         for source, index, shape in schedule.receives
     ]
     sends = [(target, x[index] if index else x) for target, index in schedule.sends]
-    pending = comm.exchange(sends, arrivals, tag) if sends or arrivals else Pending()
+    rooms: Sequence[Message] = arrivals
+    if schedule.packs:
+        sends = [(target, _packed(parts)) for target, parts in _by_worker(sends).items()]
+        rooms = [(source, _room(parts)) for source, parts in _by_worker(arrivals).items()]
+    pending = comm.exchange(sends, rooms, tag) if sends or rooms else Pending()
     for to, own in schedule.kept:
         (y[to] if to else y).copy_(x[own] if own else x)
-    return Pending(partial(_add_up, pending, schedule, x, y, arrivals)) if schedule.sums else pending
+    if not (schedule.packs or schedule.sums):
+        return pending
+    return Pending(partial(_finish_moves, pending, schedule, x, y, arrivals, rooms))
 
 
-def _add_up(
-    pending: Pending, schedule: Schedule, x: torch.Tensor, y: torch.Tensor, arrivals: Sequence[Message]
+def _finish_moves(
+    pending: Pending,
+    schedule: Schedule,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    arrivals: Sequence[Message],
+    rooms: Sequence[Message],
 ) -> None:
     pending.wait()
+    if schedule.packs:
+        for (_, room), parts in zip(rooms, _by_worker(arrivals).values(), strict=True):
+            _unpack(room, parts)
     for to, terms in schedule.sums:
         total = y[to] if to else y
         tensors = [arrivals[term][1] if isinstance(term, int) else x[term] if term else x for term in terms]
@@ -245,6 +259,28 @@ def _add_up(
             total.add_(fold(tensors, torch.add))
         else:
             fold_into(total, tensors)
+
+
+def _by_worker(messages: Sequence[Message]) -> dict[int, list[torch.Tensor]]:
+    parts: dict[int, list[torch.Tensor]] = {}
+    for worker, tensor in messages:
+        parts.setdefault(worker, []).append(tensor)
+    return parts
+
+
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+
+
+def _room(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = parts[0]
+    return first if len(parts) == 1 else empty((sum(part.numel() for part in parts),), first.dtype, first)
+
+
+def _unpack(room: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    if len(parts) > 1:
+        for part, piece in zip(parts, room.split([part.numel() for part in parts]), strict=True):
+            part.copy_(piece.view(part.shape))
 
 
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:

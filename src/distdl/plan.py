@@ -112,6 +112,7 @@ class Schedule:
         blank: what no other entry writes, so that it has to be set to zero: indices into y.
         kept: ``(index into y, index into x)``: what this worker has already.
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
+        packs: several entries go to, or come from, the same worker; they are one message, in their order.
         adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
         roles: the teams of which this worker is part and that have something to move, in the order in which all workers
             turn to them: by root, which no two teams have in common.
@@ -123,6 +124,7 @@ class Schedule:
     kept: tuple[tuple[Index, Index], ...]
     sums: tuple[tuple[Index, tuple[int | Index, ...]], ...]
     adds: bool
+    packs: bool
     roles: tuple[Role, ...]
 
 
@@ -185,7 +187,7 @@ class Plan:
         written: set[Box] = set() if adds else set(landings)
         for move in incoming:
             own = move.source == worker
-            alone = landings[move.dst] == 1 and (own or not adds)
+            alone = landings[move.dst] == 1 and (not adds or (own and not written))
             if not alone:
                 sums.setdefault(move.dst, []).append(slices(move.src, x) if own else len(receives))
             if not own:
@@ -193,13 +195,15 @@ class Plan:
             elif alone:
                 kept.append((slices(move.dst, y), slices(move.src, x)))
                 written.add(move.dst)
+        sends = [(m.target, slices(m.src, x)) for m in self.moves if m.source == worker and m.target != worker]
         return Schedule(
-            sends=tuple((m.target, slices(m.src, x)) for m in self.moves if m.source == worker and m.target != worker),
+            sends=tuple(sends),
             receives=tuple(receives),
             blank=tuple(slices(box, y) for box in _unwritten(written, y)),
             kept=tuple(kept),
             sums=tuple((slices(box, y), tuple(terms)) for box, terms in sums.items()),
             adds=adds,
+            packs=any(len({worker for worker, *_ in ends}) < len(ends) for ends in (sends, receives)),
             roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.root)),
         )
 

@@ -6,36 +6,43 @@ touches and not the size of the partition. Without, it has the moves of all work
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
 
 import numpy as np
 
-from distdl.boxes import Box, Interval, Shape, shape, shift, within
+from distdl.boxes import Box, Interval, Shape, meet, shape, shift, within
 from distdl.groups import IntArray, check_axes, check_spread, line_of, teams_of
 from distdl.layout import Layout, Ruler
 from distdl.partition import Partition
 from distdl.plan import Move, Pattern, Plan, Shapes, Team
 
 
-def copy(owned: Layout, needed: Layout, me: int | None = None) -> Plan:
+def copy(
+    owned: Layout, needed: Layout, me: int | None = None, repeats: Mapping[int, Interval] = MappingProxyType({})
+) -> Plan:
     r"""Plan the copy of the parts of a tensor from where they are to where they are needed.
 
     Forward: :math:`y_t[c] = x_{o(c)}[c]` for every cell c of the tensor that t needs, o(c) being the worker that owns
-    it; needed cells that nobody owns (outside the tensor) are 0.
+    it; needed cells that nobody owns (outside the tensor) are 0. Along dims that repeat, c may be as much as a period
+    away from the cell that it stands for.
     Adjoint: :math:`\partial x_s[c] = \sum_{t \text{ needs } c} \partial y_t[c]`.
 
     Args:
         owned: a tiling of the tensor; x on a worker has the shape of its box.
         needed: one box for each target worker; boxes may overlap and may reach beyond the tensor.
-    Returns: a plan with one move for each pair of workers that share cells.
+        repeats: for each dim along which the tensor repeats, the cells that do. (Circular padding.)
+    Returns: a plan with one move for each pair of workers that share cells, and for each way in which they do.
     Source: Hewett & Grady, arXiv:2006.03108 (there: scatter, gather, generalised halo exchange).
     """
+    turns = _turns(owned.extents, repeats)
     if me is None:
-        moves = tuple(move for target in needed for move in _arrivals(owned, needed[target], target))
+        moves = tuple(move for target in needed for move in _arrivals(owned, needed[target], target, turns))
         return Plan({w: shape(owned[w]) for w in owned}, {w: shape(needed[w]) for w in needed}, moves)
-    arriving = _arrivals(owned, needed[me], me) if me in needed.partition else iter(())
-    leaving = (move.T for move in _arrivals(needed, owned[me], me)) if me in owned.partition else iter(())
+    arriving = _arrivals(owned, needed[me], me, turns) if me in needed.partition else iter(())
+    leaving = _departures(needed, owned[me], me, turns) if me in owned.partition else iter(())
     return Plan(
         {me: shape(owned[me])} if me in owned.partition else {},
         {me: shape(needed[me])} if me in needed.partition else {},
@@ -43,9 +50,29 @@ def copy(owned: Layout, needed: Layout, me: int | None = None) -> Plan:
     )
 
 
-def _arrivals(owned: Layout, box: Box, target: int) -> Iterator[Move]:
-    for source, own, shared in owned.meeting(box):
-        yield Move(source, within(shared, own), target, within(shared, box))
+Turns = tuple[tuple[Shape, Box], ...]
+
+
+def _turns(extents: Shape, repeats: Mapping[int, Interval]) -> Turns:
+    """By how much a window is moved to lie on the tensor, in every way, and the cells that count then."""
+    cells = tuple(repeats.get(dim, (0, extent)) for dim, extent in enumerate(extents))
+    periods = [(0, stop - start, start - stop) if dim in repeats else (0,) for dim, (start, stop) in enumerate(cells)]
+    return tuple((offsets, cells) for offsets in product(*periods))
+
+
+def _arrivals(owned: Layout, box: Box, target: int, turns: Turns) -> Iterator[Move]:
+    for offsets, cells in turns:
+        window = shift(box, offsets)
+        for source, own, shared in owned.meeting(meet(window, cells)):
+            yield Move(source, within(shared, own), target, within(shared, window))
+
+
+def _departures(needed: Layout, own: Box, source: int, turns: Turns) -> Iterator[Move]:
+    for offsets, cells in turns:
+        back = tuple(-by for by in offsets)
+        frame = shift(own, back)
+        for target, window, shared in needed.meeting(shift(meet(own, cells), back)):
+            yield Move(source, within(shared, frame), target, within(shared, window))
 
 
 def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = None) -> Plan:

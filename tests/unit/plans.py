@@ -22,6 +22,9 @@ def plans(world):
     tensor = Layout.of(line, [runs([2, 1, 4, 3])])
     windows = Layout.of(line, [[sliding(run, 5, stride=2, padding=3) for run in balanced(6, 4)]])
     deep = Layout.of(line, [[sliding(run, 9, padding=4) for run in balanced(10, 4)]])
+    around = Layout.of(line, [[sliding(run, 5, padding=2) for run in balanced(10, 4)]])
+    pair = P.create_partition_inclusive([5, 2]).reshape(1, 2)
+    block, ring = Layout.balanced(pair, (3, 5)), Layout.of(pair, [[(-3, 6)], [(-2, 3), (1, 7)]])
     gathered = Layout.balanced(grid, (3, 4, 5))
     corners = P.create_partition_inclusive(range(9)).reshape(3, 3)
     return {
@@ -36,6 +39,9 @@ def plans(world):
         "repartition of an empty tensor": lambda me: copy(*(Layout.balanced(P, (0, 7)) for P in (some, others)), me),
         "windows": lambda me: copy(tensor, windows, me),
         "windows over several neighbours": lambda me: copy(tensor, deep, me),
+        "circular windows": lambda me: copy(tensor, around, me, {0: (0, 10)}),
+        "circular windows that are cut": lambda me: copy(tensor, deep, me, {0: (2, 9)}),
+        "circular windows of two workers": lambda me: copy(block, ring, me, {0: (0, 3), 1: (0, 5)}),
         "all-gather": lambda me: copy(gathered, gathered.gathered((0, 2)), me),
         "reduce-scatter": lambda me: copy(gathered, gathered.gathered((0, 2)), me).T,
         "padded halo": lambda me: padded_halo(corners, *halos(corners, (4, 3), 1), me),
@@ -57,5 +63,6 @@ def halos(P, bulk, width):
 NAMES = [
     "broadcast", "broadcast to itself", "broadcast transposed", "sum-reduce", "all-sum", "all-sum over nothing",
     "repartition", "repartition back", "repartition of an empty tensor", "windows", "windows over several neighbours",
-    "all-gather", "reduce-scatter", "padded halo", "padded halo over several neighbours",
+    "circular windows", "circular windows that are cut", "circular windows of two workers", "all-gather",
+    "reduce-scatter", "padded halo", "padded halo over several neighbours",
 ]  # fmt: skip

@@ -42,6 +42,18 @@ def test_a_workers_plan_has_just_the_moves_that_touch_it(table, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_both_ends_of_a_message_have_its_parts_in_one_order(table, name):
+    """Several moves between two workers are one message."""
+    mine = [table[name](me) for me in range(12)]
+    for source, target in itertools.permutations(range(12), 2):
+        sent, received = (
+            [m for m in mine[end].moves if (m.source, m.target) == (source, target)] for end in (source, target)
+        )
+        assert sent == received
+        assert len(sent) < 2 or (mine[source].schedule(source).packs and mine[target].schedule(target).packs)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_executing_the_schedules_is_applying_the_matrix(table, name):
     for plan in (table[name](None), table[name](None).T):
         rng = np.random.default_rng(0)
