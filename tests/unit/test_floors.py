@@ -10,7 +10,8 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 CORE = [
     # floor 0: values
-    "boxes", "windows", "memory", "comm", "encoding", "groups", "sharing", "partition", "cartesian", "layout",
+    "boxes", "windows", "borders", "memory", "comm", "encoding", "groups", "sharing", "partition", "cartesian",
+    "layout",
     # floor 1: plans
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
@@ -22,6 +23,8 @@ CORE = [
     # floor 4: layers
     "nn.placement", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
+    "nn.placement", "nn.padding", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling", "nn.loss",
+    "nn.cross_entropy",
 ]  # fmt: skip
 NAMES = ["nn.transpose", "utilities", "utilities.slicing", "utilities.torch", "backends.mpi.buffer",
          "backends.mpi.partition"]  # fmt: skip

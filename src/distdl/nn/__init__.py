@@ -33,6 +33,7 @@ from distdl.nn.loss import (
 from distdl.nn.loss_base import DistributedLossBase, ZeroVolumeCorrectorFunction
 from distdl.nn.module import Module
 from distdl.nn.nll import DistributedNLLLoss
+from distdl.nn.padding import DistributedPad
 from distdl.nn.pooling import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -78,6 +79,7 @@ __all__ = [
     "DistributedMaxPool2d",
     "DistributedMaxPool3d",
     "DistributedNLLLoss",
+    "DistributedPad",
     "DistributedPoissonNLLLoss",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
