@@ -7,7 +7,8 @@ what lies there is padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import index
 from typing import Any
 
@@ -44,14 +45,45 @@ def sliding_extent(
     return max(room // stride + 1, 0)
 
 
+def grouped(outputs: Interval, inputs: int, produced: int) -> Interval:
+    """Input channels that a run of output channels reads in a grouped convolution: all of every group it touches.
+
+    Args:
+        inputs, produced: input and output channels of one group.
+
+    >>> grouped((1, 5), inputs=3, produced=2)
+    (0, 9)
+    """
+    first, stop = outputs
+    return (first // produced * inputs, (-(-stop // produced) if stop > first else first // produced) * inputs)
+
+
+def group_runs(outputs: Interval, produced: int) -> list[Interval]:
+    """Cut a run of output channels into parts of one group each, and one run of whole groups, in their order.
+
+    >>> group_runs((1, 7), produced=2)
+    [(1, 2), (2, 6), (6, 7)]
+    """
+    first, stop = outputs
+    begin, end = -(-first // produced) * produced, stop // produced * produced
+    cuts = [first, begin, end, stop] if begin <= end else [first, stop]
+    return [(start, last) for start, last in pairwise(cuts) if start < last]
+
+
 @dataclass(frozen=True)
 class Sliding:
-    """The geometry of a convolution or a pooling: a number for each dim of space, in cells."""
+    """The geometry of a convolution or a pooling: a number for each dim of space, in cells.
+
+    Attributes:
+        padding: cells before the tensor, and behind it.
+        behind: cells behind it, where they are not as many as before it.
+    """
 
     kernel: Shape
     stride: Shape
     padding: Shape
     dilation: Shape
+    behind: Shape | None = None
 
     @classmethod
     def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sliding:
@@ -76,6 +108,21 @@ class Sliding:
         """Cells that a window spans: the smallest padded input that has an output."""
         return tuple(span(k, d) for k, d in zip(self.kernel, self.dilation, strict=True))
 
+    @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Cells of padding before and behind the tensor."""
+        return tuple(zip(self.padding, self.padding if self.behind is None else self.behind, strict=True))
+
+    def same(self, name: str) -> Sliding:
+        """With as much padding as gives as many outputs as there are inputs; what is odd of it stands behind.
+
+        Raises: ValueError that names the layer, unless the stride is 1.
+        """
+        if any(n > 1 for n in self.stride):
+            raise ValueError(f"{name} needs stride 1 for padding 'same'; got {self.stride}")
+        total = [cells - 1 for cells in self.spans]
+        return replace(self, padding=tuple(n // 2 for n in total), behind=tuple(n - n // 2 for n in total))
+
     def windows(self, name: str, extents: Shape, parts: Shape) -> tuple[list[Intervals], list[Intervals]]:
         """Split the outputs as evenly as possible; for each dim, the inputs and the outputs of each part.
 
@@ -87,15 +134,15 @@ class Sliding:
         inputs: list[Intervals] = []
         outputs: list[Intervals] = []
         for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
-            k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
-            count = sliding_extent(extent, k, s, (p, p), d)
+            k, s, d, widths = self.kernel[dim], self.stride[dim], self.dilation[dim], self.widths[dim]
+            count = sliding_extent(extent, k, s, widths, d)
             if count == 0:
                 raise ValueError(
                     f"{name} needs an input at least as large as its kernel; in dim {dim + 2} the kernel spans "
-                    f"{span(k, d)} cells and the input, with its padding, {extent + 2 * p}"
+                    f"{span(k, d)} cells and the input, with its padding, {extent + sum(widths)}"
                 )
             outputs.append(balanced(count, places))
-            inputs.append([sliding(run, k, s, p, d) for run in outputs[-1]])
+            inputs.append([sliding(run, k, s, widths[0], d) for run in outputs[-1]])
         return inputs, outputs
 
 
