@@ -103,6 +103,16 @@ class Sliding:
             sizes.append(numbers)
         return cls(*sizes)
 
+    @classmethod
+    def of_convolution(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sliding:
+        """The same, and padding may be ``same`` or ``valid``, too."""
+        if not isinstance(padding, str):
+            return cls.of(name, space, kernel, stride, padding, dilation)
+        if padding not in ("same", "valid"):
+            raise ValueError(f"{name} needs padding in cells, or 'same' or 'valid'; got {padding!r}")
+        unpadded = cls.of(name, space, kernel, stride, 0, dilation)
+        return unpadded.same(name) if padding == "same" else unpadded
+
     @property
     def spans(self) -> Shape:
         """Cells that a window spans: the smallest padded input that has an output."""

@@ -1,9 +1,11 @@
+import copy
 import itertools
 
 import numpy as np
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.boxes import runs
@@ -197,6 +199,44 @@ def test_an_input_that_needs_no_gradient_gets_none_and_sends_nothing_back():
     on_workers(4, main)
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_a_worker_sends_one_message_to_each_other_at_most(mode):
+    """In a circle of two by two, each of the other three borders on it in four places."""
+
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        options = {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1, "padding_mode": mode}
+        layer = DistributedConv2d(team.reshape(1, 1, 2, 2), **options)
+        x = torch.ones(1, 1, 4, 4, requires_grad=True)
+        layer(x)
+        team.comm.reset()
+        y = layer(x)
+        assert set(team.comm.sent.values()) == {1} and len(team.comm.sent) == 3 and team.comm.sent == team.comm.received
+        assert [name for name, _ in team.comm.log] == ["all_max", "exchange", "broadcast"]
+        team.comm.reset()
+        y.sum().backward()
+        assert sorted(name for name, _ in team.comm.log) == ["exchange", "sum"]
+        assert set(team.comm.sent.values()) == {1} and team.comm.sent == team.comm.received
+
+    on_workers(4, main)
+
+
+def test_a_checkpoint_recomputes_the_same():
+    def main(P):
+        options = {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": 1, "padding_mode": "circular"}
+        layer = DistributedConv1d(P[:3].reshape(1, 1, 3), **options).double()
+        x = noise(1, 2, P.rank, seed=P.rank).requires_grad_() if P.rank < 3 else torch.zeros(1, 0).requires_grad_()
+        gradients = []
+        for network in (layer, copy.deepcopy(layer)):
+            x.grad = None
+            y = network(x) if network is layer else checkpoint(network, x, use_reentrant=False)
+            y.square().sum().backward()
+            gradients.append([x.grad, *(parameter.grad for parameter in network.parameters())])
+        assert all(map(torch.equal, *gradients)) and (P.rank or gradients[0][1].abs().sum() > 0)
+
+    on_workers(4, main)
+
+
 def test_double_backward_with_idle_and_empty_workers():
     def main(P):
         reference = filled(torch.nn.Conv1d(1, 2, 3, stride=2))
@@ -238,14 +278,18 @@ OPTIONS = {"in_channels": 2, "out_channels": 2, "kernel_size": 3}
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda P: DistributedConv2d(P.reshape(1, 2, 2, 1), **OPTIONS), "P_x: batch x 1 x 2 dims of space; got 1x2x2x1"),
+    (lambda P: DistributedConv2d(P.reshape(1, 2, 2, 1), **OPTIONS), "P_x: batch x 1 x 2 dims of space, or with gr"),
     (lambda P: DistributedConv2d(P.reshape(1, 1, 2, 2), P_y=P, **OPTIONS), "both P_y and P_w, or neither"),
     (lambda P: channel(P, P_y=P.reshape(1, 4, 1, 1)), "P_y: 1x4x1x1"),
     (lambda P: feature(P, groups=3), "channels that 3 groups divide; got 2 and 2"),
-    (lambda P: channel(P, groups=2), "only where channels are not split"),
-    (lambda P: feature(P, padding_mode="circular"), "padding_mode 'zeros'; got 'circular'"),
+    (lambda P: feature(P, padding_mode="mirror"), "modes zeros, reflect, replicate, circular; got 'mirror'"),
+    (lambda P: feature(P, padding="same", stride=2), "stride 1 for padding 'same'; got (2, 2)"),
+    (lambda P: channel(P, P_y=P[:2].reshape(2, 1, 1, 1)), "P_w: batch x p_out x p_in x space (without"),
     (lambda P: feature(P, stride=0), "stride to be one whole number, or 2 of them, at least 1; got 0"),
-    (lambda P: feature(P, padding="same"), "padding to be one whole number, or 2 of them, at least 0; got 'same'"),
+    (lambda P: feature(P, padding=-1), "padding to be one whole number, or 2 of them, at least 0; got -1"),
+    (lambda P: feature(P, padding="full"), "padding in cells, or 'same' or 'valid'; got 'full'"),
+    (lambda P: feature(P, padding=8, padding_mode="reflect")(torch.ones(1, 2, 4, 4)), "in dim 2 the padding is 8 and"),
+    (lambda P: feature(P, padding=9, padding_mode="circular")(torch.ones(1, 2, 4, 4)), "9 and 9 and the extent 8"),
     (lambda P: feature(P, kernel_size=2.7), "kernel_size to be one whole number"),
     (lambda P: feature(P, groups=0), "channels that 0 groups divide"),
     (lambda P: feature(P, buffer_manager=3), "buffer_manager"),

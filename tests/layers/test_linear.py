@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
@@ -25,6 +27,52 @@ def test_matches_sequential(workers, grid, bias):
         assert_matches_sequential(layer, reference, noise(0, 7))
 
     on_workers(workers, main)
+
+
+@pytest.mark.parametrize(
+    ("batch", "out", "inner", "extents"),
+    [((2,), 1, 2, (3,)), ((2,), 2, 1, (3, 2)), ((1, 2), 1, 2, (2, 3)), ((2, 2), 1, 1, (3, 1)), ((1,), 2, 2, (2, 3, 2))],
+)
+def test_a_batch_of_any_rank_that_may_be_split(batch, out, inner, extents):
+    """P_x, P_y and P_w lie on workers of their own order, and one worker is in none of them."""
+
+    def main(P):
+        P_w = P.create_partition_inclusive([3, 0, 2, 1]).reshape(*batch, out, inner)
+        P_x = P.create_partition_inclusive([1, 2, 4, 3][: math.prod(batch) * inner]).reshape(*batch, inner)
+        P_y = P.create_partition_inclusive([0, 4, 1, 2][: math.prod(batch) * out]).reshape(*batch, out)
+        layer = DistributedLinear(P_x, P_y, P_w, 5, 3).double()
+        check_any_rank(layer, filled(torch.nn.Linear(5, 3)), noise(*extents, 5))
+        parts = padded(P_x, len(extents) + 1).workers.shape
+        blocks = [runs([n] + [0] * (p - 1)) for n, p in zip((*extents, 5), parts, strict=True)]
+        check_any_rank(layer, filled(torch.nn.Linear(5, 3)), noise(*extents, 5), blocks)
+
+    on_workers(6, main)
+
+
+def padded(P, rank):
+    return P.reshape(*P.workers.shape[:-1], *[1] * (rank - P.workers.ndim), P.workers.shape[-1])
+
+
+def check_any_rank(layer, reference, x, blocks=None):
+    """The blocks of x have dims that P_x has no axes for."""
+
+    class View:
+        P_x, P_y, parameter_layouts = padded(layer.P_x, x.dim()), padded(layer.P_y, x.dim()), layer.parameter_layouts
+        zero_grad, get_parameter = layer.zero_grad, layer.get_parameter
+
+        def __call__(self, x):
+            return layer(x)
+
+    assert_matches_sequential(View(), reference, x, blocks)
+
+
+def test_one_layer_takes_inputs_of_several_ranks():
+    def main(P):
+        layer = DistributedLinear(P[:2].reshape(1, 2), P[2:].reshape(1, 2), P.reshape(2, 2), 5, 3).double()
+        for extents in ((4,), (2, 3), (2, 1, 3, 2), (0, 3), (2, 0)):
+            check_any_rank(layer, filled(torch.nn.Linear(5, 3)), noise(*extents, 5))
+
+    on_workers(4, main)
 
 
 def test_walk_of_the_design_with_an_idle_worker_in_the_world():
@@ -114,8 +162,11 @@ def test_double_backward_matches_sequential():
 @pytest.mark.parametrize(("make", "words"), [
     (lambda P: DistributedLinear(P.reshape(1, 4), P.reshape(1, 4), P.reshape(2, 2), 8, 8), "1x4, P_y: 1x4, P_w: 2x2"),
     (lambda P: DistributedLinear(P.reshape(4, 1), P[:1].reshape(1, 1), P.reshape(1, 4), 8, 8), "P_x: 4x1"),
+    (lambda P: DistributedLinear(P.reshape(4, 1), P.reshape(4, 1), P[:1].reshape(1, 1), 8, 8), "P_w: 1x1"),
+    (lambda P: DistributedLinear(P, P, P.reshape(4, 1), 8, 8), "P_x: 4, P_y: 4, P_w: 4x1"),
     (lambda P: linear(P)(torch.ones(2, 3)), "an input with 8 channels in dim 1; the global shape of the input is 2x6"),
-    (lambda P: linear(P)(torch.ones(2, 3, 4)), "2 dims on all workers"),
+    (lambda P: linear(P)(torch.ones(4)), "an input with at least 2 dims, one for each axis of P_x; got one with 1"),
+    (lambda P: linear(P)(torch.ones(*[2] * (P.rank == 1), 2, 4)), "2 dims on all workers"),
     (lambda P: linear(P)(torch.ones(2 + P.rank, 4)), "form a grid"),
     (lambda P: linear(P)(torch.ones(2, 4).double()), "one dtype; got torch.float64, torch.float32"),
 ])  # fmt: skip

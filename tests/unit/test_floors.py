@@ -24,6 +24,7 @@ CORE = [
     "nn.placement", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
     "nn.placement", "nn.padding", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling", "nn.loss",
+    "nn.placement", "nn.padding", "nn.weights", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling", "nn.loss",
     "nn.cross_entropy",
 ]  # fmt: skip
 NAMES = ["nn.transpose", "utilities", "utilities.slicing", "utilities.torch", "backends.mpi.buffer",

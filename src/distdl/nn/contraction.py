@@ -1,34 +1,42 @@
 """Contraction: what linear and convolution layers have in common.
 
 Both compute ``y[o] = sum over i of f(x[i], w[o, i])`` for output channels o and input channels i, a convolution at
-every point of space. The work is spread over a *work partition* with the axes batch, out, in, space...:
+every point of space. The work is spread over a *work partition* with the axes batch..., out, in, space...:
 
-    x   lives on P_x:              batch x  1  x in x space...   and is copied along out
-    w   lives on the first of      batch x out x in x space...   and is copied along batch and space
-    b   likewise, where in is 0:   batch x out x  1 x space...
-    y   adds up along in, on P_y:  batch x out x  1 x space...
+    x   lives on P_x:              batch... x  1  x in x space...   and is copied along out
+    w   lives on the first of      batch... x out x in x space...   and is copied along batch and space
+    b   likewise, where in is 0:   batch... x out x  1 x space...
+    y   adds up along in, on P_y:  batch... x out x  1 x space...
 
 A layer is then three lines: move in, local operator, move out. Movements that change nothing are left out.
+
+In groups of channels, a run of output channels reads a *window* of the input channels. Then in is 1 in the work
+partition, and x, split in any way, comes to each worker as windows of cells do; nothing is copied along out.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod, sqrt
 from operator import or_
+from typing import ClassVar
 
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Shape, balanced, shape
+from distdl.borders import Border
+from distdl.boxes import Box, Shape, balanced, shape
 from distdl.exchange import Load, Route, move, move_together
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, blank_shape, local, zeros_on
+from distdl.nn.padding import Filling
 from distdl.nn.placement import uniform_parameter
+from distdl.nn.weights import pack, stored_on, unpack, weight_layouts
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
@@ -44,6 +52,7 @@ class Movements:
         spread: x along out.
         parameters: weight and bias, as one vector.
         add: y along in, to P_y.
+        filling: how the window is filled from the cells that have come.
         dtypes: of x and of the parameters.
         blocks: shapes of the weight and the bias of which this worker's vector consists; None where it has none.
         result: shape of the local operator's result; None on workers outside the work partition.
@@ -53,6 +62,7 @@ class Movements:
     spread: Route | None
     parameters: Route | None
     add: Route | None
+    filling: Filling
     dtypes: tuple[torch.dtype, torch.dtype]
     blocks: tuple[Shape | None, Shape | None]
     result: Shape | None
@@ -62,12 +72,15 @@ class Contraction(Module):
     """Base of the linear and convolution layers.
 
     Args:
-        P_x, P_y, work: partitions with the axes batch, in, space...; batch, out, space...; batch, out, in, space...
+        P_x, P_y, work: partitions with the axes batch..., in, space...; batch..., out, space...; batch..., out, in,
+            space... With groups, in is 1 in ``work`` and any number in P_x.
         in_channels, out_channels: global numbers of input and output channels (features).
         taps: extents of one weight w[o, i], in elements: the kernel of a convolution, none of a linear layer.
         groups: number of groups of channels; w has ``in_channels / groups`` inputs.
         bias: whether to add one.
     """
+
+    extends: ClassVar[bool] = False  # whether x may have more dims than P_x has axes: between batch and channels
 
     def __init__(
         self,
@@ -84,13 +97,16 @@ class Contraction(Module):
         self.P_x, self.P_y, self._work = P_x, P_y, work
         self.in_channels, self.out_channels, self.groups = int(in_channels), int(out_channels), int(groups)
         self._everyone = P_x | P_y | work
+        self._lead = work.workers.ndim - 2 - len(taps)
+        self._stored = stored_on(work, self._lead)
         options = (self.in_channels, self.out_channels, taps, groups, bias, work.workers.shape)
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)"
-        stored = _first_along_batch_and_space(work)
-        parts = (P_x, stored, stored[:, :, :1])
+        self._weights, self._biases = weight_layouts(
+            self._stored, work.workers.shape[self._lead], self.in_channels // groups, self.out_channels, taps
+        )
         said = (*options, *self.options())
+        parts = (P_x, self._stored, self._biases.partition)
         self._agreement = Agreement.among(self._everyone, self._name, said, self._derive, (work,), parts)
-        self._weights, self._biases = _parameter_layouts(work, self.in_channels // groups, self.out_channels, taps)
         bound = 1 / sqrt(max(self.in_channels // groups * prod(taps), 1))
         weight = uniform_parameter(self._weights, bound)
         self.register(weight, uniform_parameter(self._biases, bound) if bias else None)
@@ -124,10 +140,24 @@ class Contraction(Module):
     def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The torch operator, on local blocks."""
 
+    def input_channels(self, outputs: Intervals) -> Intervals:
+        """With groups: for each run of output channels, the input channels that it reads."""
+        return [(0, self.in_channels)] * len(outputs)
+
+    @property
+    def border(self) -> Border:
+        """What stands around the input. It may be left to be zeros without a width."""
+        return Border()
+
     @property
     def least_space(self) -> Shape:
         """The smallest extents in space that the operator accepts."""
         return ()
+
+    @property
+    def least_channels(self) -> tuple[int, int, int]:
+        """The fewest channels that the operator accepts: of x, of y, and of x for one channel of y."""
+        return 1, 1, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.blocks()
@@ -141,7 +171,7 @@ class Contraction(Module):
         if not x.numel():
             x = x.to(weight.device, go.dtypes[0])  # where this worker's result has to be, and what it has to be
         x, w, b = self._move_in(go, x, weight, bias, carried)
-        y = self._local(x, w, b, blank if go.result is None else go.result)
+        y = self._local(go.filling.fill(x), w, b, blank if go.result is None else go.result)
         return y if go.add is None else move(go.add, y, y.dtype, blank, reduce(or_, carried))
 
     def _move_in(
@@ -152,73 +182,107 @@ class Contraction(Module):
         loads = [Load(route, go.dtypes[0], blank, carried[0]) for route in (go.align, go.spread) if route is not None]
         first = [(load, x) for load in loads[:1]]
         if go.parameters is not None:
-            first.append((Load(go.parameters, go.dtypes[1], (0,), reduce(or_, carried[1:])), _pack(w, b)))
+            first.append((Load(go.parameters, go.dtypes[1], (0,), reduce(or_, carried[1:])), pack(w, b)))
         if first:
             moved = move_together(*zip(*first, strict=True))
             x = moved[0] if loads else x
-            w, b = (w, b) if go.parameters is None else _unpack(moved[-1], *go.blocks)
+            w, b = (w, b) if go.parameters is None else unpack(moved[-1], *go.blocks)
         for load in loads[1:]:
             (x,) = move_together((load,), (x,))
         return x, w, b
 
     def _local(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape) -> torch.Tensor:
-        if b is not None and not b.numel() and len(result) > 1:
-            b = zeros_on(b, result[1:2])  # of the workers along in, only the first adds the bias
-        least_x, least_w = (1, self.groups, *self.least_space), (self.groups, 1, *self._weights.extents[2:])
-        return local(self.operate, result, (x, least_x), (w, least_w), (b, (self.groups,)))
+        channel = len(result) - 1 - len(self.least_space)
+        if b is not None and not b.numel() and channel > 0:
+            b = zeros_on(b, (result[channel],))  # of the workers along in, only the first adds the bias
+        inputs, outputs, read = self.least_channels
+        least_x = (*[1] * self._lead, inputs, *self.least_space)
+        least_w = (outputs, read, *self._weights.extents[2:])
+        return local(self.operate, result, (x, least_x), (w, least_w), (b, (outputs,)))
 
     def _derive(self, headers: Headers) -> Movements:
-        work, me = self._work, self._work.comm.rank
-        owned = Layout.tiled(self.P_x, headers.shapes(self.P_x, type(self).__name__, self.P_x.workers.ndim))
-        if owned.extents[1] != self.in_channels:
+        kind, me = type(self).__name__, self._work.comm.rank
+        shapes = headers.shapes(self.P_x, kind, None if self.extends else self.P_x.workers.ndim)
+        P_x, P_y, work = (self._extended(P, shapes.shape[-1]) for P in (self.P_x, self.P_y, self._work))
+        owned = Layout.tiled(P_x, shapes.reshape(*P_x.workers.shape, -1))
+        channel = work.workers.ndim - 2 - len(self.least_space)
+        if owned.extents[channel] != self.in_channels:
             raise ValueError(
-                f"{self._name} needs an input with {self.in_channels} channels in dim 1; "
+                f"{self._name} needs an input with {self.in_channels} channels in dim {channel}; "
                 f"the global shape of the input is {dims(owned.extents)}"
             )
-        inputs, outputs = self.windows(owned.extents[2:])
-        batch, out, inner, *space = work.workers.shape
-        at = self.P_x if out > 1 else work.reshape(batch, inner, *space)
-        needed = Layout.of(at, [owned.intervals[0], balanced(self.in_channels, inner), *inputs])
-        computed = Layout.of(self.P_y, [owned.intervals[0], balanced(self.out_channels, out), *outputs])
-        P_along_out = self.P_x.reshape(batch, 1, inner, *space)
-        P_along_in = self.P_y.reshape(batch, out, 1, *space)
-        moves: dict[str, Plan | None] = {
-            "align": None if _same(owned, needed) else copy(owned, needed, me),
-            "spread": None if out == 1 else broadcast(P_along_out, work, needed.shapes, me),
+        inputs, outputs = self.windows(owned.extents[channel + 1 :])
+        out, inner = work.workers.shape[channel : channel + 2]
+        batch, runs = owned.intervals[:channel], balanced(self.out_channels, out)
+        read = balanced(self.in_channels, inner) if self.groups == 1 else self.input_channels(runs)
+        windows = (*batch, read, *inputs)
+        computed = Layout.of(P_y, (*batch, runs, *outputs))
+        window = _own_box(work, channel + (self.groups > 1), windows)
+        result = _own_box(work, channel + 1, computed.intervals)
+        return Movements(
+            **self._routes(headers, work, owned, windows, computed),
+            filling=Filling() if window is None else Filling.of(self.border, window, owned.extents),
+            dtypes=self._dtypes(headers),
+            blocks=self._blocks(me) if me in work else (None, None),
+            result=None if result is None else shape(result),
+        )
+
+    def _routes(
+        self, headers: Headers, work: Partition, owned: Layout, windows: Sequence[Intervals], computed: Layout
+    ) -> dict[str, Route | None]:
+        P_x, P_y, me, border = owned.partition, computed.partition, work.comm.rank, self.border
+        channel = work.workers.ndim - 2 - len(self.least_space)
+        batch, (out, inner), space = (work.workers.shape[cut] for cut in _around(channel))
+        spreads = out > 1 and self.groups == 1
+        P_along_out, P_along_in = P_x.reshape(*batch, 1, -1, *space), P_y.reshape(*batch, -1, 1, *space)
+        at = P_x if spreads else work.reshape(*batch, out * inner, *space)
+        needed = Layout.of(at, border.fetched(windows, owned.extents))
+        still = _same(owned, needed)
+        plans: dict[str, Plan | None] = {
+            "align": None if still else copy(owned, needed, me, border.repeats(owned.extents)),
+            "spread": broadcast(P_along_out, work, needed.shapes, me) if spreads else None,
             "parameters": self._parameter_plan(me),
             "add": None if P_along_in == work else broadcast(P_along_in, work, computed.shapes, me).T,
         }
-        return Movements(
-            **{name: self._route(headers, plan) for name, plan in moves.items()},
-            dtypes=self._dtypes(headers),
-            blocks=self._blocks(me) if me in work else (None, None),
-            result=_result_shape(work, computed) if me in work else None,
-        )
+        routes = {
+            name: None if plan is None else Route(plan, work.comm, headers.members, self._name)
+            for name, plan in plans.items()
+        }
+        return routes
 
-    def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
-        return None if plan is None else Route(plan, self._work.comm, headers.members, self._name)
+    def _extended(self, P: Partition, rank: int) -> Partition:
+        """The partition of the tensor's dims: dims without an axis stand behind those of the batch."""
+        more = rank - self.P_x.workers.ndim
+        if more < 0:
+            raise ValueError(
+                f"{self._name} needs an input with at least {self.P_x.workers.ndim} dims, one for each axis of P_x; "
+                f"got one with {rank}"
+            )
+        axes = P.workers.shape
+        extended: Partition = P.reshape(*axes[: self._lead], *[1] * more, *axes[self._lead :])
+        return extended
 
     def _parameter_plan(self, me: int) -> Plan | None:
-        stored = _first_along_batch_and_space(self._work)
         biases = self._biases if self.blocks()[1] is not None else {}
 
         def size(worker: int) -> Shape:
             return (prod(self._weights.shapes[worker]) + (prod(shape(biases[worker])) if worker in biases else 0),)
 
-        return None if stored == self._work else broadcast(stored, self._work, Lookup(tuple(self._weights), size), me)
+        if self._stored == self._work:
+            return None
+        return broadcast(self._stored, self._work, Lookup(tuple(self._weights), size), me)
 
     def _blocks(self, me: int) -> tuple[Shape, Shape | None]:
-        _, out, inner, *space = self._work.index_of(me)
+        out, inner = self._work.index_of(me)[self._lead : self._lead + 2]
         adds = inner == 0 and self.blocks()[1] is not None
-        weight = shape(self._weights.at((out, inner, *[0] * len(space))))
+        weight = shape(self._weights.at((out, inner, *[0] * len(self.least_space))))
         return weight, shape(self._biases.at((out,))) if adds else None
 
     def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
         kind = type(self).__name__
-        stored = _first_along_batch_and_space(self._work)
-        found = [headers.dtype(self.P_x, kind), headers.dtype(stored, kind, tensor=1)]
+        found = [headers.dtype(self.P_x, kind), headers.dtype(self._stored, kind, tensor=1)]
         if self.blocks()[1] is not None:
-            found.append(headers.dtype(stored[:, :, :1], kind, tensor=2))
+            found.append(headers.dtype(self._biases.partition, kind, tensor=2))
         autocast = headers.extras(self._everyone)
         if autocast.any() != autocast.all():
             raise ValueError(f"{self._name} needs autocast to be on or off on all workers alike")
@@ -228,43 +292,18 @@ class Contraction(Module):
         return found[0], found[1]
 
 
-def _pack(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What this worker stores of the parameters, as one vector."""
-    if bias is None:
-        return weight.reshape(-1)
-    if bias.numel():
-        return torch.cat([weight.reshape(-1), bias])
-    return weight.reshape(-1) + bias.sum()
+def _around(channel: int) -> tuple[slice, slice, slice]:
+    """Where the axes batch, out and in, and space of a work partition are."""
+    return slice(channel), slice(channel, channel + 2), slice(channel + 2, None)
 
 
-def _unpack(vector: torch.Tensor, weight: Shape | None, bias: Shape | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if weight is None:
-        return vector, None
-    if bias is None:
-        return vector.view(weight), None
-    w, b = vector.split([prod(weight), prod(bias)])
-    return w.view(weight), b
-
-
-def _first_along_batch_and_space(work: Partition) -> Partition:
-    first: Partition = work[(slice(0, 1), slice(None), slice(None), *[slice(0, 1)] * (work.workers.ndim - 3))]
-    return first
-
-
-def _parameter_layouts(work: Partition, inputs: int, outputs: int, taps: Shape) -> tuple[Layout, Layout]:
-    stored = _first_along_batch_and_space(work)
-    out, inner = work.workers.shape[1:3]
-    kernel = [[(0, tap)] for tap in taps]
-    weights = Layout.of(
-        stored.reshape(out, inner, *[1] * len(taps)), [balanced(outputs, out), balanced(inputs, inner), *kernel]
-    )
-    return weights, Layout.of(stored[:, :, :1].reshape(out), [balanced(outputs, out)])
+def _own_box(work: Partition, axis: int, intervals: Sequence[Intervals]) -> Box | None:
+    """This worker's intervals, which do not depend on its place along an axis; None outside the work partition."""
+    if work.comm.rank not in work:
+        return None
+    index = work.index_of(work.comm.rank)
+    return tuple(along[place] for along, place in zip(intervals, index[:axis] + index[axis + 1 :], strict=True))
 
 
 def _same(owned: Layout, needed: Layout) -> bool:
     return owned.intervals == needed.intervals and bool((owned.partition.workers == needed.partition.workers).all())
-
-
-def _result_shape(work: Partition, computed: Layout) -> Shape:
-    batch, out, _, *space = work.index_of(work.comm.rank)
-    return shape(computed.at((batch, out, *space)))

@@ -7,19 +7,21 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Shape
+from distdl.borders import MODES, Border
+from distdl.boxes import Interval, Shape, balanced
 from distdl.groups import dims
 from distdl.nn.contraction import Contraction
 from distdl.nn.module import check_buffer_manager
 from distdl.partition import Partition
-from distdl.windows import Intervals, Sliding
+from distdl.windows import Intervals, Sliding, group_runs, grouped
 
 
 class Convolution(Contraction):
     r"""A convolution over input blocks that each worker first completes by the cells around them.
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
-    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its zero padding.
+    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
+    groups, the channels that it gets are a window, too.
     Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
 
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
@@ -27,7 +29,7 @@ class Convolution(Contraction):
     Attributes:
         weight, bias: this worker's blocks; of zero volume where it stores none.
     Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
-        does not: its rank, channels, dtype, or too small a global extent for the kernel.
+        does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
@@ -48,10 +50,14 @@ class Convolution(Contraction):
         bias: bool,
     ) -> None:
         name = type(self).__name__
-        self._sliding = Sliding.of(name, self.space, *geometry)
-        if padding_mode != "zeros":
-            raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
-        _check_groups(name, groups, in_channels, out_channels, work)
+        self._sliding = Sliding.of_convolution(name, self.space, *geometry)
+        if padding_mode not in MODES:
+            raise ValueError(f"{name} has the padding modes {', '.join(MODES)}; got {padding_mode!r}")
+        if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
+            raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
+        self.padding_mode = padding_mode
+        self._group = (int(in_channels) // groups, int(out_channels) // groups)
+        self._runs = _own_runs(work, int(out_channels), self._group[1])
         super().__init__(P_x, P_y, work, in_channels, out_channels, self._sliding.kernel, groups, bias)
 
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -62,35 +68,64 @@ class Convolution(Contraction):
         return self.weight, self.bias
 
     def options(self) -> tuple[object, ...]:
-        return (self._sliding,)
+        return (self._sliding, self.padding_mode)
+
+    @property
+    def border(self) -> Border:
+        return Border(self.padding_mode, ((0, 0), (0, 0), *self._sliding.widths))
 
     @property
     def least_space(self) -> Shape:
         return self._sliding.spans
 
+    @property
+    def least_channels(self) -> tuple[int, int, int]:
+        if len(self._runs) < 2:
+            return 1, 1, 1
+        inputs, produced = self._group
+        first, stop = grouped((self._runs[0][0], self._runs[-1][1]), inputs, produced)
+        return stop - first, self._runs[-1][1] - self._runs[0][0], inputs
+
+    def input_channels(self, outputs: Intervals) -> Intervals:
+        return [grouped(run, *self._group) for run in outputs]
+
     def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
-        return self._sliding.windows(type(self).__name__, extents, self._work.workers.shape[3:])
+        name = type(self).__name__
+        self.border.check(name, (1, 1, *extents))
+        return self._sliding.windows(name, extents, self._work.workers.shape[3:])
 
     def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        convolve = getattr(functional, f"conv{self.space}d")
-        y: torch.Tensor = convolve(x, weight, bias, self._sliding.stride, 0, self._sliding.dilation, self.groups)
+        if len(self._runs) < 2:
+            return self._convolve(x, weight, bias)
+        first, parts = self._runs[0][0], []
+        origin, _ = grouped(self._runs[0], *self._group)
+        for run in self._runs:
+            (channels, read), out = (grouped(run, *self._group), slice(run[0] - first, run[1] - first))
+            part = x[:, channels - origin : read - origin]
+            parts.append(self._convolve(part, weight[out], None if bias is None else bias[out]))
+        return torch.cat(parts, 1)
+
+    def _convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        convolve, groups = getattr(functional, f"conv{self.space}d"), x.shape[1] // weight.shape[1]
+        y: torch.Tensor = convolve(x, weight, bias, self._sliding.stride, 0, self._sliding.dilation, groups)
         return y
 
 
-def _check_groups(name: str, groups: int, in_channels: int, out_channels: int, work: Partition) -> None:
-    if groups < 1 or in_channels % groups or out_channels % groups:
-        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
-    if groups > 1 and any(n > 1 for n in work.workers.shape[1:3]):
-        raise ValueError(f"{name} has groups only where channels are not split; got groups {groups} and P_w {work}")
+def _own_runs(work: Partition, out_channels: int, produced: int) -> list[Interval]:
+    """The output channels of this worker, in runs that torch convolves at once."""
+    if work.comm.rank not in work:
+        return []
+    outputs = balanced(out_channels, work.workers.shape[1])[work.index_of(work.comm.rank)[1]]
+    return group_runs(outputs, produced)
 
 
 class FeatureConvolution(Convolution):
-    """A convolution that is split over space (and the batch), not over channels. One worker stores the weights.
+    """A convolution that is split over space and the batch. One worker stores the weights.
 
     Args:
-        P_x: partition of input and output, ``batch x 1 x space...``.
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in torch.
-        padding_mode: ``zeros``.
+        P_x: partition of input and output, ``batch x 1 x space...``. With groups, channels may be split, too; each
+            place along them then has a part of the weights.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
         buffer_manager: checked for its type; not used.
     """
 
@@ -110,24 +145,25 @@ class FeatureConvolution(Convolution):
     ) -> None:
         check_buffer_manager(buffer_manager)
         shape = P_x.workers.shape
-        if len(shape) != self.space + 2 or shape[1] != 1:
+        if len(shape) != self.space + 2 or (shape[1] != 1 and groups == 1):
             raise ValueError(
-                f"{type(self).__name__} needs P_x: batch x 1 x {self.space} dims of space; got {dims(shape)}"
+                f"{type(self).__name__} needs P_x: batch x 1 x {self.space} dims of space, or with groups: "
+                f"batch x channels x {self.space} dims of space; got {dims(shape)} and groups {groups}"
             )
-        work = P_x.reshape(shape[0], 1, 1, *shape[2:])
+        work = P_x.reshape(*shape[:2], 1, *shape[2:])
         geometry = (kernel_size, stride, padding, dilation)
         super().__init__(P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
 
 
 class GeneralConvolution(Convolution):
-    """A convolution that is split over input and output channels, and over space.
+    """A convolution that is split over input and output channels, over space, and over the batch.
 
     Args:
-        P_x, P_y: partitions of input and output, ``1 x p_in x space...`` and ``1 x p_out x space...``.
-        P_w: partition of the work, ``p_out x p_in x space...``; its workers at place 0 in space store the weights.
-        in_channels, out_channels, kernel_size, stride, padding, dilation, bias: as in torch.
-        padding_mode: ``zeros``.
-        groups: 1 unless p_in and p_out are 1.
+        P_x, P_y: partitions of input and output, ``batch x p_in x space...`` and ``batch x p_out x space...``.
+        P_w: partition of the work, ``batch x p_out x p_in x space...``, without its first axis where the batch is not
+            split; its workers at place 0 in batch and space store the weights. With groups, only those at place 0
+            along p_in have work (so p_in may be 1 in P_w, whatever it is in P_x).
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
         buffer_manager: checked for its type; not used.
     """
 
@@ -148,21 +184,25 @@ class GeneralConvolution(Convolution):
         buffer_manager: Any = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        p_x, p_y, p_w = (P.workers.shape for P in (P_x, P_y, P_w))
-        fits = len(p_w) == self.space + 2 and p_x == (1, p_w[1], *p_w[2:]) and p_y == (1, p_w[0], *p_w[2:])
+        work = P_w.reshape(1, *P_w.workers.shape) if P_w.workers.ndim == self.space + 2 else P_w
+        p_x, p_y, (batch, *p_w) = (P.workers.shape for P in (P_x, P_y, work))
+        inner = p_x[1:2] if groups > 1 and p_w[1:2] == [1] else p_w[1:2]
+        fits = len(p_w) == self.space + 2 and p_x == (batch, *inner, *p_w[2:]) and p_y == (batch, p_w[0], *p_w[2:])
         if not fits:
             raise ValueError(
-                f"{type(self).__name__} needs P_x: 1 x p_in x space, P_y: 1 x p_out x space, P_w: p_out x p_in x space "
-                f"with {self.space} dims of space; got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(p_w)}"
+                f"{type(self).__name__} needs P_x: batch x p_in x space, P_y: batch x p_out x space and "
+                f"P_w: batch x p_out x p_in x space (without batch if that is 1) with {self.space} dims of space; "
+                f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(P_w.workers.shape)}"
             )
-        work = P_w.reshape(1, *p_w)
+        if groups > 1:
+            work = work[:, :, :1]  # a worker reads the channels of its own groups, wherever they are
         geometry = (kernel_size, stride, padding, dilation)
         super().__init__(P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
         self.P_w = P_w
 
 
 class ChannelConvolution(GeneralConvolution):
-    """A convolution that is split over input and output channels, not over space."""
+    """A convolution that is split over input and output channels (and the batch), not over space."""
 
 
 class DistributedFeatureConv1d(FeatureConvolution):

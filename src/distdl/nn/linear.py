@@ -32,12 +32,16 @@ class DistributedLinear(Contraction):
     Adjoint: the same movements transposed, last first.
 
     Args:
-        P_x, P_y: partitions of input and output, ``1 x p_in`` and ``1 x p_out``.
-        P_w: partition of the weights, ``p_out x p_in``.
+        P_x, P_y: partitions of input and output, ``batch... x p_in`` and ``batch... x p_out``, with the same axes of
+            the batch, at least one.
+        P_w: partition of the work, ``batch... x p_out x p_in``, or ``p_out x p_in`` where the batch is not split; its
+            workers at place 0 in the batch store the weights.
         in_features, out_features: global numbers of features.
         bias: whether to add a bias; the first column of P_w stores it.
-    Shapes: x local ``(batch, part of in_features)``, in elements; any split. y ``(batch, part of out_features)``, split
-        as evenly as possible, longer blocks first; ``(batch, 0)`` on workers outside P_y.
+    Shapes: x local ``(batch..., part of in_features)``, in elements, any split that is a grid. It has at least as many
+        dims as P_x has axes; dims without an axis stand behind those of the batch and are not split.
+        y ``(batch..., part of out_features)``, split as evenly as possible in the features, longer blocks first, else
+        as x is; ``(batch, 0)`` on workers outside P_y.
     Attributes:
         sublinear.weight, sublinear.bias: this worker's blocks; of zero volume where it stores none.
     Raises: ValueError, on every worker, if the partitions do not fit; in forward, on every member, if the input does
@@ -45,16 +49,23 @@ class DistributedLinear(Contraction):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
+    extends = True
+
     def __init__(
         self, P_x: Partition, P_y: Partition, P_w: Partition, in_features: int, out_features: int, bias: bool = True
     ) -> None:
         p_x, p_y, p_w = (P.workers.shape for P in (P_x, P_y, P_w))
-        if len(p_w) != 2 or p_x != (1, p_w[1]) or p_y != (1, p_w[0]):
+        batch = p_x[:-1]
+        short = len(p_w) == 2 and set(batch) == {1}
+        fits = len(p_x) > 1 and len(p_w) > 1 and p_x == (*batch, p_w[-1]) and p_y == (*batch, p_w[-2])
+        if not fits or not (short or p_w[:-2] == batch):
             raise ValueError(
-                f"DistributedLinear needs P_x: 1 x p_in, P_y: 1 x p_out and P_w: p_out x p_in; "
+                "DistributedLinear needs P_x: batch x p_in, P_y: batch x p_out and P_w: batch x p_out x p_in, with the "
+                "same axes of the batch (without them in P_w if they are 1); "
                 f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(p_w)}"
             )
-        super().__init__(P_x, P_y, P_w.reshape(1, *p_w), in_features, out_features, bias=bias)
+        work = P_w.reshape(*batch, *p_w[-2:])
+        super().__init__(P_x, P_y, work, in_features, out_features, bias=bias)
         self.P_w = P_w
         self.in_features, self.out_features = int(in_features), int(out_features)
 
