@@ -20,7 +20,7 @@ from distdl.boxes import Shape
 from distdl.comm import Calls, Communicator, Group, Message, Pending, contiguous, fold, fold_into, wait_all
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
-from distdl.memory import empty
+from distdl.memory import empty, is_channels_last
 from distdl.plan import Pattern, Plan, Role, Schedule
 
 _TAGS = 32768
@@ -33,6 +33,7 @@ class Route:
     Attributes:
         comm, members: who takes part; every one of them executes the plan.
         where: the layer and its partitions, for messages to people, and to tell its messages from another layer's.
+        keeps_format: y is channels_last where x is. Otherwise it is contiguous.
         T: the adjoint.
         schedule: what this worker does.
         extents: shape of this worker's part of y; None where it has none.
@@ -43,10 +44,11 @@ class Route:
     comm: Communicator
     members: Group
     where: str
+    keeps_format: bool = False
 
     @cached_property
     def T(self) -> Route:
-        transposed = Route(self.plan.T, self.comm, self.members, self.where)
+        transposed = Route(self.plan.T, self.comm, self.members, self.where, self.keeps_format)
         transposed.__dict__["T"] = self
         return transposed
 
@@ -212,7 +214,10 @@ def _begin(load: Load, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
     comm, schedule, pattern, extents = route.comm, route.schedule, route.plan.pattern, route.extents
     comm.where = route.where
     tag = route.next_tag()
-    y = torch.zeros(load.blank, dtype=dtype, device=x.device) if extents is None else empty(extents, dtype, x)
+    if extents is None:
+        y = torch.zeros(load.blank, dtype=dtype, device=x.device)
+    else:
+        y = empty(extents, dtype, x, route.keeps_format and len(extents) == x.dim() and is_channels_last(x))
     if pattern is Pattern.MOVES:
         return y, _begin_moves(comm, schedule, x, y, tag)
     plays = [_play(comm, pattern, role, x, y) for role in schedule.roles]

@@ -78,27 +78,42 @@ class _Lease(np.ndarray[Any, Any]):
 pool = Pool(int(os.environ.get("DISTDL_RECYCLED_MEMORY", "512")) << 20)
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, beside: torch.Tensor | None = None) -> torch.Tensor:
-    """An uninitialised contiguous tensor, in recycled memory if it is large and on the CPU.
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, beside: torch.Tensor | None = None, channels_last: bool = False
+) -> torch.Tensor:
+    """An uninitialised dense tensor, in recycled memory if it is large and on the CPU.
 
     Args:
         beside: a tensor on the same device; the CPU if not given.
+        channels_last: whether dim 1 is the last one in memory, instead of a contiguous tensor.
     """
     nbytes = prod(shape) * dtype.itemsize
     if SMALLEST <= nbytes <= pool.limit and (beside is None or beside.device.type == "cpu"):
         storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
         # set_, because a view could not be written in place once an autograd Function has returned it
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
-    if beside is None:
-        return torch.empty(shape, dtype=dtype)
-    return beside.new_empty(shape, dtype=dtype)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape, channels_last))
+    device = None if beside is None else beside.device
+    if channels_last:
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])
+    return torch.empty(shape, dtype=dtype) if beside is None else beside.new_empty(shape, dtype=dtype)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * max(extent, 1))
-    return tuple(reversed(strides)) if shape else ()
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether dim 1 is the last one in memory, and the tensor not also contiguous."""
+    layout = _CHANNELS_LAST.get(tensor.dim())
+    return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
+
+
+def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    strides = [0] * len(shape)
+    stride = 1
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0) if channels_last else range(len(shape) - 1, -1, -1):
+        strides[dim] = stride
+        stride *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _round_up(nbytes: int) -> int:

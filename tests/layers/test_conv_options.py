@@ -8,7 +8,8 @@ from helpers_layers import filled, noise, on_workers
 
 import distdl
 from distdl.boxes import runs
-from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedFeatureConv1d
+from distdl.layout import Layout
+from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedConv3d, DistributedFeatureConv1d
 from distdl.testing import Counting, assert_matches_sequential
 
 
@@ -138,3 +139,33 @@ def test_the_batch_split_with_channels_and_space(batch, out, inner, space):
         assert_matches_sequential(layer, reference, noise(3, 3, 7), uneven)
 
     on_workers(batch * out * inner * space + 1, main)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "circular"])
+@pytest.mark.parametrize("space", [2, 3])
+def test_channels_last_is_kept(space, mode):
+    """In the window, in y and in the gradient of x; for windows in recycled memory, too."""
+
+    def main(P):
+        extents = {2: (300, 300), 3: (20, 40, 70)}[space]
+        options = {"kernel_size": 3, "padding": 1, "padding_mode": mode, "bias": False}
+        layer = {2: DistributedConv2d, 3: DistributedConv3d}[space](
+            P.reshape(1, 1, 2, 2, *[1] * (space - 2)), in_channels=4, out_channels=2, **options
+        )
+        reference = {2: torch.nn.Conv2d, 3: torch.nn.Conv3d}[space](4, 2, **options)
+        layer.weight.data = layer.parameter_layouts["weight"].block(filled(reference).weight.detach().float())
+        form = {2: torch.channels_last, 3: torch.channels_last_3d}[space]
+        seen = []
+        inner, layer.operate = layer.operate, lambda x, *others: seen.append(x) or inner(x, *others)
+        block = Layout.balanced(layer.P_x, (1, 4, *extents)).block(noise(1, 4, *extents).float())
+        outcomes = []
+        for form_of_x in (torch.contiguous_format, form):
+            x = block.contiguous(memory_format=form_of_x).requires_grad_()
+            y = layer(x)
+            outcomes.append((y, *torch.autograd.grad((y**2).sum(), x)))
+        assert [window.is_contiguous(memory_format=form) for window in seen] == [False, True]
+        for contiguous, last in zip(*outcomes, strict=True):
+            assert last.is_contiguous(memory_format=form) or space == 3  # torch's operator does not keep it there
+            assert torch.allclose(contiguous, last, rtol=1e-4, atol=1e-3)
+
+    on_workers(4, main)

@@ -244,11 +244,13 @@ class Contraction(Module):
             "parameters": self._parameter_plan(me),
             "add": None if P_along_in == work else broadcast(P_along_in, work, computed.shapes, me).T,
         }
-        routes = {
-            name: None if plan is None else Route(plan, work.comm, headers.members, self._name)
+        last = plans["spread"] is None and plans["add"] is None  # collectives would copy what is not contiguous
+        return {
+            name: None
+            if plan is None
+            else Route(plan, work.comm, headers.members, self._name, last and name == "align")
             for name, plan in plans.items()
         }
-        return routes
 
     def _extended(self, P: Partition, rank: int) -> Partition:
         """The partition of the tensor's dims: dims without an axis stand behind those of the batch."""

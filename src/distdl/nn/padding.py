@@ -16,6 +16,7 @@ from distdl.boxes import Box, Shape, balanced
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.layout import Layout
+from distdl.memory import is_channels_last
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -44,7 +45,10 @@ class Filling:
     def fill(self, x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """The window, from the cells that were fetched for it."""
         for dim, cells in self.takes:
-            x = x.index_select(dim, cells.to(x.device))
+            if dim > 1 and is_channels_last(x):
+                x = x.movedim(1, -1).index_select(dim - 1, cells.to(x.device)).movedim(-1, 1)  # and it stays so
+            else:
+                x = x.index_select(dim, cells.to(x.device))
         return functional.pad(x, self.margins, value=value) if self.margins else x
 
 
@@ -102,7 +106,8 @@ class DistributedPad(Module):
         needed = Layout.of(P_x, border.fetched(windows, owned.extents))
         plan = copy(owned, needed, me, border.repeats(owned.extents))
         filling = Filling.of(border, Layout.of(P_x, windows)[me], owned.extents)
-        return Route(plan, P_x.comm, headers.members, self._name), headers.dtype(P_x, "DistributedPad"), filling
+        route = Route(plan, P_x.comm, headers.members, self._name, keeps_format=True)
+        return route, headers.dtype(P_x, "DistributedPad"), filling
 
     def extra_repr(self) -> str:
         return f"P_x: {self.P_x}; padding {self.padding}, {self.mode}"
