@@ -1,5 +1,5 @@
-"""Each window against the sequential torch operator, applied piece by piece. (Transposed convolution and interpolation
-have no window yet.)"""
+"""Each window against the sequential torch operator, applied piece by piece. (Those of the transposed convolution:
+test_windows_transposed.py. Interpolation has none yet.)"""
 
 import itertools
 
