@@ -21,11 +21,8 @@ CORE = [
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
-    "nn.placement", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
+    "nn.placement", "nn.padding", "nn.weights", "nn.movements", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
-    "nn.placement", "nn.padding", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling", "nn.loss",
-    "nn.placement", "nn.padding", "nn.weights", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling", "nn.loss",
-    "nn.cross_entropy",
 ]  # fmt: skip
 NAMES = ["nn.transpose", "utilities", "utilities.slicing", "utilities.torch", "backends.mpi.buffer",
          "backends.mpi.partition"]  # fmt: skip

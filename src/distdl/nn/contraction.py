@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from math import prod, sqrt
 from operator import or_
@@ -29,43 +28,19 @@ import torch
 from distdl.agreement import Agreement
 from distdl.borders import Border
 from distdl.boxes import Box, Shape, balanced, shape
-from distdl.exchange import Load, Route, move, move_together
+from distdl.exchange import Route, move
 from distdl.groups import dims
-from distdl.header import Carried, Headers
+from distdl.header import Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, blank_shape, local, zeros_on
+from distdl.nn.movements import Movements, Operator
 from distdl.nn.padding import Filling
 from distdl.nn.placement import uniform_parameter
-from distdl.nn.weights import pack, stored_on, unpack, weight_layouts
+from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
 from distdl.windows import Intervals
-
-
-@dataclass(frozen=True)
-class Movements:
-    """What follows from the headers: routes (None where nothing has to move), dtypes, and the shape of the local y.
-
-    Attributes:
-        align: x from its blocks to the windows that outputs need.
-        spread: x along out.
-        parameters: weight and bias, as one vector.
-        add: y along in, to P_y.
-        filling: how the window is filled from the cells that have come.
-        dtypes: of x and of the parameters.
-        blocks: shapes of the weight and the bias of which this worker's vector consists; None where it has none.
-        result: shape of the local operator's result; None on workers outside the work partition.
-    """
-
-    align: Route | None
-    spread: Route | None
-    parameters: Route | None
-    add: Route | None
-    filling: Filling
-    dtypes: tuple[torch.dtype, torch.dtype]
-    blocks: tuple[Shape | None, Shape | None]
-    result: Shape | None
 
 
 class Contraction(Module):
@@ -101,13 +76,11 @@ class Contraction(Module):
         self._stored = stored_on(work, self._lead)
         options = (self.in_channels, self.out_channels, taps, groups, bias, work.workers.shape)
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)"
-        self._weights, self._biases = weight_layouts(
-            self._stored, work.workers.shape[self._lead], self.in_channels // groups, self.out_channels, taps
-        )
+        self._weights, self._biases = self.layouts(taps)
         said = (*options, *self.options())
         parts = (P_x, self._stored, self._biases.partition)
         self._agreement = Agreement.among(self._everyone, self._name, said, self._derive, (work,), parts)
-        bound = 1 / sqrt(max(self.in_channels // groups * prod(taps), 1))
+        bound = 1 / sqrt(max(prod(self._weights.extents[1:]), 1))
         weight = uniform_parameter(self._weights, bound)
         self.register(weight, uniform_parameter(self._biases, bound) if bias else None)
 
@@ -129,6 +102,11 @@ class Contraction(Module):
         """What else tells one layer of this class from another."""
         return ()
 
+    def layouts(self, taps: Shape) -> tuple[Layout, Layout]:
+        """Which blocks of the sequential layer's weight and bias are stored where."""
+        out = self._work.workers.shape[self._lead]
+        return weight_layouts(self._stored, out, self.in_channels // self.groups, self.out_channels, taps)
+
     @abstractmethod
     def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
         """Along each dim of space of a global input: the inputs that each place needs, and the outputs it computes.
@@ -139,6 +117,14 @@ class Contraction(Module):
     @abstractmethod
     def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The torch operator, on local blocks."""
+
+    def operator(self, window: Box, outputs: Box) -> Operator:
+        """The operator of this worker, from its window of x to its block of the partial y."""
+        return self.operate
+
+    def asked_windows(self, headers: Headers, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
+        """``windows``, where the members also ask for something in their headers (see ``contract``)."""
+        return self.windows(extents)
 
     def input_channels(self, outputs: Intervals) -> Intervals:
         """With groups: for each run of output channels, the input channels that it reads."""
@@ -160,45 +146,34 @@ class Contraction(Module):
         return 1, 1, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.contract(x)
+
+    def contract(self, x: torch.Tensor, asked: tuple[int, ...] = ()) -> torch.Tensor:
+        """The forward. ``asked`` are integers for this worker's header, equally many on each member."""
         weight, bias = self.blocks()
         parameters = (weight,) if bias is None else (weight, bias)
         if self._work.comm.rank not in self._everyone:
             return sum((zeros_on(parameter, ()) for parameter in parameters), x.clone())
         autocast = torch.is_autocast_enabled(weight.device.type)
-        decision = self._agreement.reach((x, *parameters), (int(autocast),))
+        decision = self._agreement.reach((x, *parameters), (int(autocast), *asked))
         go, carried = decision.outcome, decision.carried
         blank = blank_shape(x, preserve_batch=True)
         if not x.numel():
             x = x.to(weight.device, go.dtypes[0])  # where this worker's result has to be, and what it has to be
-        x, w, b = self._move_in(go, x, weight, bias, carried)
-        y = self._local(go.filling.fill(x), w, b, blank if go.result is None else go.result)
+        x, w, b = go.move_in(x, weight, bias, carried, blank)
+        y = self._local(go.operator, go.filling.fill(x), w, b, blank if go.result is None else go.result)
         return y if go.add is None else move(go.add, y, y.dtype, blank, reduce(or_, carried))
 
-    def _move_in(
-        self, go: Movements, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, carried: tuple[Carried, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """This worker's part of x, and its weight and bias, which move at the same time."""
-        blank = blank_shape(x, preserve_batch=True)
-        loads = [Load(route, go.dtypes[0], blank, carried[0]) for route in (go.align, go.spread) if route is not None]
-        first = [(load, x) for load in loads[:1]]
-        if go.parameters is not None:
-            first.append((Load(go.parameters, go.dtypes[1], (0,), reduce(or_, carried[1:])), pack(w, b)))
-        if first:
-            moved = move_together(*zip(*first, strict=True))
-            x = moved[0] if loads else x
-            w, b = (w, b) if go.parameters is None else unpack(moved[-1], *go.blocks)
-        for load in loads[1:]:
-            (x,) = move_together((load,), (x,))
-        return x, w, b
-
-    def _local(self, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape) -> torch.Tensor:
+    def _local(
+        self, operator: Operator, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape
+    ) -> torch.Tensor:
         channel = len(result) - 1 - len(self.least_space)
         if b is not None and not b.numel() and channel > 0:
             b = zeros_on(b, (result[channel],))  # of the workers along in, only the first adds the bias
         inputs, outputs, read = self.least_channels
         least_x = (*[1] * self._lead, inputs, *self.least_space)
         least_w = (outputs, read, *self._weights.extents[2:])
-        return local(self.operate, result, (x, least_x), (w, least_w), (b, (outputs,)))
+        return local(operator, result, (x, least_x), (w, least_w), (b, (outputs,)))
 
     def _derive(self, headers: Headers) -> Movements:
         kind, me = type(self).__name__, self._work.comm.rank
@@ -211,7 +186,7 @@ class Contraction(Module):
                 f"{self._name} needs an input with {self.in_channels} channels in dim {channel}; "
                 f"the global shape of the input is {dims(owned.extents)}"
             )
-        inputs, outputs = self.windows(owned.extents[channel + 1 :])
+        inputs, outputs = self.asked_windows(headers, owned.extents[channel + 1 :])
         out, inner = work.workers.shape[channel : channel + 2]
         batch, runs = owned.intervals[:channel], balanced(self.out_channels, out)
         read = balanced(self.in_channels, inner) if self.groups == 1 else self.input_channels(runs)
@@ -224,6 +199,7 @@ class Contraction(Module):
             filling=Filling() if window is None else Filling.of(self.border, window, owned.extents),
             dtypes=self._dtypes(headers),
             blocks=self._blocks(me) if me in work else (None, None),
+            operator=self.operate if window is None or result is None else self.operator(window, result),
             result=None if result is None else shape(result),
         )
 
@@ -277,7 +253,8 @@ class Contraction(Module):
     def _blocks(self, me: int) -> tuple[Shape, Shape | None]:
         out, inner = self._work.index_of(me)[self._lead : self._lead + 2]
         adds = inner == 0 and self.blocks()[1] is not None
-        weight = shape(self._weights.at((out, inner, *[0] * len(self.least_space))))
+        stored = self._stored.workers.reshape(self._work.workers.shape[self._lead], -1)[out, inner]
+        weight = shape(self._weights[int(stored)])
         return weight, shape(self._biases.at((out,))) if adds else None
 
     def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
@@ -285,7 +262,7 @@ class Contraction(Module):
         found = [headers.dtype(self.P_x, kind), headers.dtype(self._stored, kind, tensor=1)]
         if self.blocks()[1] is not None:
             found.append(headers.dtype(self._biases.partition, kind, tensor=2))
-        autocast = headers.extras(self._everyone)
+        autocast = headers.extras(self._everyone)[..., 0]
         if autocast.any() != autocast.all():
             raise ValueError(f"{self._name} needs autocast to be on or off on all workers alike")
         if len(set(found[1:] if autocast.any() else found)) > 1:
