@@ -17,6 +17,11 @@ from distdl.nn.conv import (
     DistributedGeneralConv2d,
     DistributedGeneralConv3d,
 )
+from distdl.nn.conv_transpose import (
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
+)
 from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
 from distdl.nn.halo_exchange import HaloExchange
 from distdl.nn.linear import DistributedLinear
@@ -62,6 +67,9 @@ __all__ = [
     "DistributedConv1d",
     "DistributedConv2d",
     "DistributedConv3d",
+    "DistributedConvTranspose1d",
+    "DistributedConvTranspose2d",
+    "DistributedConvTranspose3d",
     "DistributedCrossEntropyLoss",
     "DistributedFeatureConv1d",
     "DistributedFeatureConv2d",
