@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
+from properties_conv_transpose import CELLS, PROPERTIES
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -351,6 +352,27 @@ def test_autocast_on_all_workers_gives_what_it_gives_sequentially():
     on_workers(4, main)
 
 
+def test_gradients_may_be_wanted_on_some_workers_and_in_some_calls_only():
+    def main(P):
+        geometry = (3, 4, 1, 1, 3)
+        layer, whole = line(P, *geometry), reference(*geometry)
+        for (name, layout), parameter in zip(layer.parameter_layouts.items(), whole.parameters(), strict=True):
+            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        everything = noise(1, 2, 5).requires_grad_()
+        whole(everything).sum().backward()
+        for wants in (set(), {2}, {0, 1, 2, 3}):
+            x = everything.detach()[..., slice(*balanced(5, 4)[P.rank])].clone().requires_grad_(P.rank in wants)
+            layer.zero_grad()
+            layer(x).sum().backward()
+            if P.rank in wants:
+                assert torch.allclose(x.grad, everything.grad[..., slice(*balanced(5, 4)[P.rank])], rtol=1e-12)
+            assert P.rank or torch.allclose(layer.bias.grad, whole.bias.grad, rtol=1e-12)
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+
+    on_workers(4, main)
+
+
 OPTIONS = {"in_channels": 2, "out_channels": 2, "kernel_size": 3}
 
 
@@ -386,9 +408,9 @@ def channel(P, P_y=None, **options):
     (lambda P: feature(P)(torch.ones(1, 2, 4, 4, dtype=torch.float64)), "one dtype; got torch.float64"),
     (lambda P: feature(P)(torch.ones(1, 2, 4, 4), [10, 11]), "an output_size from 10 to 10 in dim 3, where the"),
     (lambda P: feature(P)(torch.ones(1, 2, 4, 4), [10, 10] if P.rank == 2 else None), "got None on worker 0 and [10"),
-    (lambda P: feature(P, stride=2)(torch.ones(1, 2, 1, 1), [5 + P.rank % 2] * 2), "one output_size on all workers"),
-    (lambda P: feature(P)(torch.ones(1, 2, 4, 4), 10 if P.rank else [10, 10]), "got something else on worker 1"),
-    (lambda P: feature(P)(torch.ones(1, 2, 4, 4), [10] * (2 + (P.rank == 3))), "got something else on worker 3"),
+    (lambda P: feature(P, stride=2)(torch.ones(1, 2, 1, 1), [5 + P.rank % 2] * 2), "got [5, 5] on worker 0 and [6"),
+    (lambda P: feature(P)(torch.ones(1, 2, 4, 4), 10 if P.rank else [10, 10]), "[10, 10] on worker 0 and something"),
+    (lambda P: feature(P)(torch.ones(1, 2, 4, 4), [10] * (2 + (P.rank == 3))), "something else on worker 3"),
     (lambda P: feature(P)(torch.ones(1, 2, 4, 4), [10, 2**80]), f"got {2**62}"),
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
@@ -412,3 +434,13 @@ def test_numbers_of_any_whole_kind_are_options():
         assert layer(torch.ones(1, 2, 5, 5)).shape == (1, 4, 11, 10)
 
     on_workers(1, main)
+
+
+def test_properties_on_four_workers():
+    expected = {name: "refused" if name == "padding modes" else "exact" for name in PROPERTIES}
+
+    def main(P):
+        for cells in CELLS.values():
+            assert {name: cell(P) for name, cell in cells.items()} == expected
+
+    on_workers(4, main)

@@ -130,22 +130,17 @@ class TransposedConvolution(Contraction):
         return self.windows(extents, self._asked(headers))
 
     def _asked(self, headers: Headers) -> Shape | None:
-        """What all members ask for as the extents of the output."""
+        """The extents of the output for which all members ask, if they do."""
         workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, 1:]
-        for worker, (kind, *_) in zip(workers.tolist(), asked.tolist(), strict=True):
-            if kind < 0:
-                raise ValueError(
-                    f"{self._name} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers; "
-                    f"got something else on worker {worker}"
-                )
-        for worker, theirs in zip(workers.tolist(), asked.tolist(), strict=True):
-            if theirs != asked[0].tolist():
-                listed = " and ".join(
-                    f"{sizes if kind else None} on worker {at}"
-                    for at, (kind, *sizes) in ((int(workers[0]), asked[0].tolist()), (worker, theirs))
-                )
-                raise ValueError(f"{self._name} needs one output_size on all workers; got {listed}")
+        wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
         kind, *sizes = asked[0].tolist()
+        if wrong.size:
+            theirs, *others = asked[wrong[0]].tolist()
+            one, other = ([None, given, "something else"][told] for told, given in ((kind, sizes), (theirs, others)))
+            raise ValueError(
+                f"{self._name} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers, the "
+                f"same on all workers; got {one} on worker {workers[0]} and {other} on worker {workers[wrong[0]]}"
+            )
         return tuple(sizes) if kind else None
 
     def windows(self, extents: Shape, asked: Shape | None = None) -> tuple[list[Intervals], list[Intervals]]:
