@@ -209,12 +209,12 @@ class Transposed:
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
         given["output_padding"] = output_padding
         found = cls(*(_sizes(name, space, option, value) for option, value in given.items()))
-        for more, s, d in zip(found.output_padding, found.stride, found.dilation, strict=True):
-            if more >= max(s, d):
-                raise ValueError(
-                    f"{name} needs an output_padding smaller than the stride or the dilation; got output_padding "
-                    f"{output_padding!r}, stride {stride!r} and dilation {dilation!r}"
-                )
+        limits = zip(found.output_padding, found.stride, found.dilation, strict=True)
+        if any(more >= max(s, d) for more, s, d in limits):
+            raise ValueError(
+                f"{name} needs an output_padding smaller than the stride or the dilation; got output_padding "
+                f"{output_padding!r}, stride {stride!r} and dilation {dilation!r}"
+            )
         return found
 
     def counts(self, name: str, extents: Shape, asked: Shape | None = None) -> Shape:
@@ -225,9 +225,8 @@ class Transposed:
         Raises: ValueError that names the layer, for an extent that is not possible.
         """
         counts = []
-        for dim, extent in enumerate(extents):
-            k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
-            least = (extent - 1) * s - 2 * p + span(k, d)
+        for dim, (extent, s) in enumerate(zip(extents, self.stride, strict=True)):
+            least = (extent - 1) * s - 2 * self.padding[dim] + span(self.kernel[dim], self.dilation[dim])
             count = least + self.output_padding[dim] if asked is None else asked[dim]
             if asked is not None and not least <= count < least + s:
                 raise ValueError(
@@ -236,8 +235,8 @@ class Transposed:
                 )
             if extent < 1 or count < 1:
                 raise ValueError(
-                    f"{name} needs an input that has an output; in dim {dim + 2} the input has {extent} cells, and the "
-                    f"output would have {count}"
+                    f"{name} needs an input that has an output; in dim {dim + 2} the input has {extent} cells, and "
+                    f"the output would have {count}"
                 )
             counts.append(count)
         return tuple(counts)
@@ -253,27 +252,20 @@ class Transposed:
             asked: global extents of the output, if they are given.
         Raises: ValueError that names the layer, for outputs that are not possible.
         """
-        outputs: list[Intervals] = []
-        inputs: list[Intervals] = []
-        for dim, count in enumerate(self.counts(name, extents, asked)):
-            outputs.append(balanced(count, parts[dim]))
-            inputs.append([self.window(dim, run, extents[dim]) for run in outputs[-1]])
-        return inputs, outputs
+        counts = self.counts(name, extents, asked)
+        outputs = [balanced(count, places) for count, places in zip(counts, parts, strict=True)]
+        return [[self.window(d, run, extents[d]) for run in runs] for d, runs in enumerate(outputs)], [*outputs]
 
     def window(self, dim: int, outputs: Interval, extent: int) -> Interval:
-        """The inputs that a run of outputs along a dim of space reads.
-
-        Outputs that no input reaches get the cell before the first: it is beyond the tensor, so 0, and nobody sends it.
-        """
+        """The inputs that a run of outputs along a dim of space reads; where none reaches them, one cell of zero."""
         k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
         start, stop = transposed(outputs, extent, k, s, p, d)
-        return (-1, 0) if start == stop and outputs[0] < outputs[1] else (start, stop)
+        if start == stop and outputs[0] < outputs[1]:
+            return (-1, 0)  # beyond the tensor, so nobody sends it
+        return (start, stop)
 
     def crop(self, dim: int, window: Interval, outputs: Interval) -> Crop:
-        """How to come from a window along a dim of space to its outputs.
-
-        Of what the operator can do itself, as much as it can: on one worker, it is the sequential one.
-        """
+        """How to come from a window along a dim of space to its outputs: by the operator itself, as far as it can."""
         s, reach = self.stride[dim], span(self.kernel[dim], self.dilation[dim])
         (start, stop), (first, end) = window, outputs
         origin = start * s - self.padding[dim] if start >= 0 else first  # the output at the first tap of the window
