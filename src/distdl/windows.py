@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
-from typing import Any
+from typing import Any, Self
 
 from distdl.boxes import Interval, Shape, balanced
 
@@ -86,7 +86,7 @@ class Sliding:
     behind: Shape | None = None
 
     @classmethod
-    def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sliding:
+    def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Self:
         """From whole numbers as torch's layers take them: one for all dims of space, or a sequence with one for each.
 
         Raises: ValueError that names the layer, for another count of numbers or one that is out of range.
@@ -284,6 +284,69 @@ def _sizes(name: str, space: int, option: str, value: Any) -> Shape:
             f"{name} needs {option} to be one whole number, or {space} of them, at least {least}; got {value!r}"
         )
     return numbers
+
+
+def pooled_extent(
+    extent: int, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1, ceil_mode: bool = False
+) -> int:
+    """Number of outputs of a pooling over ``extent`` inputs with ``padding`` cells at both ends. Never negative.
+
+    With ``ceil_mode`` the last window may reach beyond the padding behind, if it starts in front of that.
+
+    >>> pooled_extent(6, kernel=3, stride=2), pooled_extent(6, kernel=3, stride=2, ceil_mode=True)
+    (2, 3)
+    """
+    room = extent + 2 * padding - span(kernel, dilation)
+    if not ceil_mode:
+        return max(room // stride + 1, 0)
+    count = -(-room // stride) + 1
+    return max(count - ((count - 1) * stride >= extent + padding), 0)
+
+
+@dataclass(frozen=True)
+class PoolSliding(Sliding):
+    """The geometry of a pooling: windows that slide, of which the last may be cut off."""
+
+    ceil_mode: bool = False
+
+    def windows(self, name: str, extents: Shape, parts: Shape) -> tuple[list[Intervals], list[Intervals]]:
+        inputs: list[Intervals] = []
+        outputs: list[Intervals] = []
+        for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
+            k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
+            count = pooled_extent(extent, k, s, p, d, self.ceil_mode) if extent else 0
+            if count == 0:
+                raise ValueError(
+                    f"{name} needs an input that is not empty, and at least as large as its window; in dim {dim + 2} "
+                    f"the kernel spans {span(k, d)} cells and the input has {extent}, with its padding {extent + 2 * p}"
+                )
+            outputs.append(balanced(count, places))
+            inputs.append([sliding(run, k, s, p, d) for run in outputs[-1]])
+        return inputs, outputs
+
+    def counts(self, dim: int, extent: int, outputs: Interval, padded: bool) -> list[int]:
+        """For each output along a dim, how many cells an average counts: those of the tensor, or of its padding too.
+
+        What a window has beyond the padding never counts.
+        """
+        k, s, p = self.kernel[dim], self.stride[dim], self.padding[dim]
+        first, last = (-p, extent + p) if padded else (0, extent)
+        starts = [output * s - p for output in range(*outputs)]
+        return [min(start + k, last) - max(start, first) for start in starts]
+
+
+def adaptive(outputs: Interval, extent: int, count: int) -> Interval:
+    """Inputs that an adaptive pooling of ``extent`` inputs to ``count`` outputs reads for some of these.
+
+    Output ``o`` reads from ``floor(o * extent / count)`` to ``ceil((o + 1) * extent / count)``. Turned round it is the
+    same function: ``adaptive(inputs, count, extent)`` are the outputs that read any of these inputs.
+
+    >>> [adaptive((o, o + 1), 5, 3) for o in range(3)], adaptive((1, 2), 3, 5)
+    ([(0, 2), (1, 4), (3, 5)], (0, 2))
+    """
+    first, stop = outputs
+    start = first * extent // count
+    return (start, start if stop <= first else -(-stop * extent // count))
 
 
 def _whole_numbers(value: Any, count: int) -> Shape:
