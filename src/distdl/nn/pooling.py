@@ -1,125 +1,26 @@
-"""The distributed pooling layers."""
+"""The distributed pooling layers whose windows slide: largest cell, mean, and power mean."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, ClassVar
+from math import isinf, isnan, prod
+from operator import index
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from distdl.agreement import Agreement
-from distdl.boxes import Box, Shape, shape
-from distdl.exchange import Route, move
-from distdl.groups import dims
-from distdl.header import Headers
-from distdl.layout import Layout
-from distdl.nn.module import Module, check_buffer_manager, local
+from distdl.boxes import Box, Shape
+from distdl.nn.window_pooling import HALVES, Piece, Pooling, cut
 from distdl.partition import Partition
-from distdl.planning import copy
-from distdl.windows import Sliding
-
-
-class Pooling(Module):
-    r"""Pool over windows of space, each worker completing its block by the cells around it.
-
-    Forward: sequentially the same as torch's layer. Adjoint: the transpose, gradients of halo cells adding up on the
-    workers that own them.
-
-    Args:
-        P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
-        kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch.
-        padding: cells before and behind the tensor, at most half the kernel.
-        dilation: distance between the cells of a window (max pooling only).
-        buffer_manager: checked for its type; not used.
-    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
-    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank or smaller than the window.
-    """
-
-    space: ClassVar[int]
-    outside: ClassVar[float]
-
-    def __init__(
-        self,
-        P_x: Partition,
-        kernel_size: Any,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        buffer_manager: Any = None,
-    ) -> None:
-        super().__init__()
-        check_buffer_manager(buffer_manager)
-        name = type(self).__name__
-        self.P_x = P_x
-        self._sliding = Sliding.of(name, self.space, kernel_size, stride, padding, dilation)
-        if P_x.workers.ndim != self.space + 2:
-            raise ValueError(f"{name} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")
-        if any(2 * p > k for p, k in zip(self._sliding.padding, self._sliding.kernel, strict=True)):
-            raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel_size}")
-        self._name = f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})"
-        self._agreement = Agreement.among(P_x, self._name, (self._sliding, P_x.workers.shape), self._derive)
-
-    @abstractmethod
-    def operate(self, x: torch.Tensor) -> torch.Tensor:
-        """The torch operator, on a local window."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.P_x.comm.rank not in self.P_x:
-            return x.clone()
-        decision = self._agreement.reach((x,))
-        route, dtype, margins, result = decision.outcome
-        x = move(route, x, dtype, (0,), decision.carried[0])
-
-        def pool(block: torch.Tensor) -> torch.Tensor:
-            return self.operate(functional.pad(block, margins, value=self.outside) if any(margins) else block)
-
-        return local(pool, result, (x, (1, 1, *self._sliding.spans)))
-
-    def _derive(self, headers: Headers) -> tuple[Route, torch.dtype, Shape, Shape]:
-        name, P_x, me = type(self).__name__, self.P_x, self.P_x.comm.rank
-        owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
-        inputs, outputs = self._sliding.windows(name, owned.extents[2:], P_x.workers.shape[2:])
-        windows = Layout.of(P_x, [*owned.intervals[:2], *inputs])
-        inside = [
-            [(max(start, 0), min(stop, extent)) for start, stop in along]
-            for along, extent in zip(inputs, owned.extents[2:], strict=True)
-        ]
-        needed = Layout.of(P_x, [*owned.intervals[:2], *inside])
-        computed = Layout.of(P_x, [*owned.intervals[:2], *outputs])
-        route = Route(copy(owned, needed, me), P_x.comm, headers.members, self._name)
-        result = shape(computed[me])
-        margins = () if 0 in result else _margins(windows[me], needed[me])
-        return route, headers.dtype(P_x, name), margins, result
-
-
-def _margins(window: Box, inside: Box) -> Shape:
-    """How far a window reaches beyond its part inside the tensor, as ``F.pad`` takes it: the last dim first."""
-    return tuple(
-        width
-        for (start, stop), (first, last) in reversed(list(zip(window, inside, strict=True)))
-        for width in (first - start, stop - last)
-    )
 
 
 class MaxPooling(Pooling):
-    """The largest cell of each window; cells outside the tensor count as minus infinity."""
+    """The largest cell of each window.
 
-    outside = float("-inf")
-
-    def operate(self, x: torch.Tensor) -> torch.Tensor:
-        pool = getattr(functional, f"max_pool{self.space}d")
-        y: torch.Tensor = pool(x, self._sliding.kernel, self._sliding.stride, 0, self._sliding.dilation)
-        return y
-
-
-class AveragePooling(Pooling):
-    """The mean of each window; cells outside the tensor are zeros that count. It has no dilation."""
-
-    outside = 0.0
+    Args:
+        return_indices: return also where in space each cell stands, as torch does: its number in the flattened global
+            space.
+    """
 
     def __init__(
         self,
@@ -129,15 +30,184 @@ class AveragePooling(Pooling):
         padding: Any = 0,
         dilation: Any = 1,
         buffer_manager: Any = None,
+        *,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
     ) -> None:
-        super().__init__(P_x, kernel_size, stride, padding, dilation, buffer_manager)
+        self.return_indices = bool(return_indices)
+        super().__init__(P_x, kernel_size, stride, padding, dilation, buffer_manager, ceil_mode, (return_indices,))
+
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        found: Any = self._pool(x, (0,) * self.space)
+        y: torch.Tensor = found[0] if self.return_indices else found
+        return y
+
+    def operate(self, x: torch.Tensor, piece: Piece) -> torch.Tensor:
+        return cut(self._pool(_lowest(x, piece.behind), piece.before), piece.result)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.return_indices:
+            return super().forward(x)
+        if self.P_x.comm.rank not in self.P_x:
+            return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+        x, piece = self._window(x)
+        indices = torch.zeros(piece.result, dtype=torch.int64, device=x.device)
+
+        def pool(window: torch.Tensor) -> torch.Tensor:
+            nonlocal indices
+            window = _lowest(window, piece.behind)
+            y, found = self._pool(window, piece.before)
+            if 0 not in piece.result:
+                indices = _in_space(cut(found, piece.result), window.shape[2:], piece)
+            return cut(y, piece.result)
+
+        return self._local(pool, x, piece), indices
+
+    def _pool(self, x: torch.Tensor, padding: Shape) -> Any:
+        pool = getattr(functional, f"max_pool{self.space}d")
+        geometry = (self._sliding.kernel, self._sliding.stride, padding, self._sliding.dilation)
+        return pool(x, *geometry, return_indices=self.return_indices)
+
+
+def _lowest(x: torch.Tensor, behind: Shape) -> torch.Tensor:
+    """The window, and behind it cells that are never the largest."""
+    if not behind:
+        return x
+    lowest = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    return functional.pad(x, behind, value=lowest)
+
+
+def _in_space(indices: torch.Tensor, local: Shape, piece: Piece) -> torch.Tensor:
+    """Numbers of cells in a flattened window, as numbers in the flattened global space."""
+    found, stride = torch.zeros_like(indices), 1
+    for extent, first, whole in zip(reversed(local), reversed(piece.first), reversed(piece.extents), strict=True):
+        found += (indices % extent + first) * stride
+        indices = indices // extent
+        stride *= whole
+    return found
+
+
+class Averaging(Pooling):
+    """Base of the layers that average each window. Cells outside the tensor are zeros.
+
+    Attributes:
+        count_include_pad: whether those zeros count. What a window has beyond the padding (``ceil_mode``) never does.
+        divisor_override: divides the sums, whatever counts.
+    """
+
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        return _average(x, self._sliding.kernel, self._sliding.stride, (0,) * self.space, 1)
+
+    def operate(self, x: torch.Tensor, piece: Piece) -> torch.Tensor:
+        x = functional.pad(x, piece.behind) if piece.behind else x
+        geometry = (self._sliding.kernel, self._sliding.stride, piece.before)
+        if isinstance(piece.divisor, int):
+            return cut(_average(x, *geometry, piece.divisor), piece.result)
+        # where a tensor has half of float32's width, torch adds up and divides in float32, and rounds once
+        wide = x.float() if x.dtype in HALVES else x
+        sums = cut(_average(wide, *geometry, 1), piece.result)
+        rounding = None if sums.dtype.is_floating_point else "trunc"
+        means = torch.div(sums, piece.divisor.to(sums.device), rounding_mode=rounding)
+        return means if wide is x else means.to(self._results.of(x) or x.dtype)
+
+    def divisor(self, outputs: Box, extents: Shape) -> int | torch.Tensor:
+        if self.divisor_override is not None:
+            return self.divisor_override
+        counts = [
+            self._sliding.counts(dim, extents[dim], along, self.count_include_pad) for dim, along in enumerate(outputs)
+        ]
+        if all(min(along) == max(along) for along in counts):
+            return prod(along[0] for along in counts)
+        return torch.stack(torch.meshgrid(*map(torch.tensor, counts), indexing="ij")).prod(dim=0)
+
+
+class AveragePooling(Averaging):
+    """The mean of each window. It has no dilation.
+
+    Args:
+        count_include_pad: whether cells of the padding, which are zeros, count. What a window has beyond the padding
+            (``ceil_mode``) never does.
+        divisor_override: divides the sums, whatever counts. (torch has it in 2-d and 3-d; here 1-d has it, too.)
+    """
+
+    def __init__(
+        self,
+        P_x: Partition,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        buffer_manager: Any = None,
+        *,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> None:
+        options = (count_include_pad, divisor_override)
+        super().__init__(P_x, kernel_size, stride, padding, dilation, buffer_manager, ceil_mode, options)
+        self.count_include_pad = bool(count_include_pad)
+        self.divisor_override = _divisor(type(self).__name__, divisor_override)
         if any(n > 1 for n in self._sliding.dilation):
             raise ValueError(f"{type(self).__name__} has no dilation; got {dilation}")
 
-    def operate(self, x: torch.Tensor) -> torch.Tensor:
-        pool = getattr(functional, f"avg_pool{self.space}d")
-        y: torch.Tensor = pool(x, self._sliding.kernel, self._sliding.stride)
+
+def _divisor(name: str, divisor: Any) -> int | None:
+    try:
+        number = None if divisor is None else index(divisor)
+    except TypeError:
+        number = 0
+    if number == 0:
+        raise ValueError(f"{name} needs divisor_override to be a whole number other than 0, or None; got {divisor!r}")
+    return number
+
+
+def _average(x: torch.Tensor, kernel: Shape, stride: Shape, padding: Shape, divisor: int) -> torch.Tensor:
+    if len(kernel) == 1:  # as torch computes it; its operator in one dim has no divisor
+        return _average(x.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), divisor).squeeze(-2)
+    pool = functional.avg_pool2d if len(kernel) == 2 else functional.avg_pool3d
+    return pool(x, kernel, stride, padding, divisor_override=divisor)
+
+
+class PowerPooling(Averaging):
+    r"""The power mean times the size of the kernel, as torch has it: :math:`y = (k \cdot \text{mean}(x^p))^{1/p}`.
+
+    The mean is over the cells that a window has in the tensor. Where p is infinite, y is the largest absolute value;
+    where it is minus infinite, the smallest.
+
+    Args:
+        P_x: partition of input and output, ``batch x channels x space...``.
+        norm_type: the power p, not 0.
+        kernel_size: extents of the window, in cells.
+        stride: distance between windows; 1 by default as in all pooling here, None for the kernel's size.
+        ceil_mode: whether the last window may reach beyond the tensor, if it starts in it.
+    """
+
+    def __init__(
+        self, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = 1, ceil_mode: bool = False
+    ) -> None:
+        super().__init__(P_x, kernel_size, stride, ceil_mode=ceil_mode, options=(norm_type,))
+        if not isinstance(norm_type, (int, float)) or isnan(norm_type) or norm_type == 0:
+            raise ValueError(f"{type(self).__name__} needs norm_type to be a number other than 0; got {norm_type!r}")
+        self.norm_type = norm_type
+
+    def sample(self, x: torch.Tensor) -> torch.Tensor:
+        lp_pool = getattr(functional, f"lp_pool{self.space}d")
+        kernel = self._sliding.kernel if self.space > 1 else self._sliding.kernel[0]
+        y: torch.Tensor = lp_pool(x, self.norm_type, kernel)
         return y
+
+    def operate(self, x: torch.Tensor, piece: Piece) -> torch.Tensor:
+        if isinf(self.norm_type):
+            pool = getattr(functional, f"max_pool{self.space}d")
+            sign = 1 if self.norm_type > 0 else -1
+            cells = _lowest(sign * x.abs(), piece.behind)
+            return sign * cut(pool(cells, self._sliding.kernel, self._sliding.stride), piece.result)
+        means = super().operate(x.pow(self.norm_type), piece)
+        sums = (torch.sign(means) * functional.relu(torch.abs(means))).mul(prod(self._sliding.kernel))
+        return sums.pow(1.0 / self.norm_type)
 
 
 class DistributedMaxPool1d(MaxPooling):
@@ -161,4 +231,16 @@ class DistributedAvgPool2d(AveragePooling):
 
 
 class DistributedAvgPool3d(AveragePooling):
+    space = 3
+
+
+class DistributedLPPool1d(PowerPooling):
+    space = 1
+
+
+class DistributedLPPool2d(PowerPooling):
+    space = 2
+
+
+class DistributedLPPool3d(PowerPooling):
     space = 3
