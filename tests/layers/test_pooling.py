@@ -130,6 +130,17 @@ def test_every_option_in_two_and_three_dims():
     on_workers(5, main)
 
 
+def test_a_window_of_fewer_cells_than_the_kernel_s():
+    """torch's average in 3-d takes none, whatever the padding."""
+
+    def main(P):
+        layer = DistributedAvgPool3d(P.reshape(1, 1, 1, 2, 2), (2, 4, 3), (3, 2, 2), (1, 2, 1))
+        reference = torch.nn.AvgPool3d((2, 4, 3), (3, 2, 2), (1, 2, 1))
+        assert_matches_sequential(layer, reference, noise(1, 2, 2, 4, 5))
+
+    on_workers(4, main)
+
+
 def test_the_divisor_can_be_chosen_in_one_dim_too():
     def main(P):
         y = DistributedAvgPool1d(P.reshape(1, 1, 2), 2, divisor_override=4)(torch.ones(1, 1, 2))

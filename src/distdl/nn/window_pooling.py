@@ -152,12 +152,14 @@ class Pooling(Module):
 
         Padding by torch's operator is no cell: where nothing in a window exceeds minus infinity, a cell is chosen. Of
         windows without any cell (of a dilation larger than the tensor) torch chooses what lies behind: it has to exist.
+        Nor does its average in 3-d accept cells that are fewer than the kernel's.
         """
         before = tuple(first - start for (start, _), (first, _) in zip(window, inside, strict=True))
         behind = [stop - last for (_, stop), (_, last) in zip(window, inside, strict=True)]
         for dim, (width, dilation) in enumerate(zip(before, self._sliding.dilation, strict=True)):
             if extents[dim] >= dilation:
-                behind[dim] = max(behind[dim] - width, 0)
+                first, last = inside[dim]
+                behind[dim] = max(behind[dim] - width, self._sliding.spans[dim] - (last - first), 0)
         flat = tuple(number for width in reversed(behind) for number in (0, width))
         return before, flat if any(flat) else ()
 
