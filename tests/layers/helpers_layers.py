@@ -19,6 +19,15 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def gathered(P, layout, y):
+    """The global tensor of which each worker has a block, on all of them."""
+    parts = P.allgather_data(y)
+    whole = torch.zeros(layout.extents, dtype=y.dtype)
+    for worker in layout:
+        whole[tuple(slice(*interval) for interval in layout[worker])] = parts[worker].detach()
+    return whole
+
+
 def on_workers(workers, main):
     """Run on threads; every worker has to come to the end."""
     assert distdl.run_workers(lambda: main(distdl.world()) or "done", workers) == ["done"] * workers

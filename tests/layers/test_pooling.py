@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_layers import every_worker_raises, gathered, noise, on_workers
 
 import distdl
 from distdl.boxes import runs
@@ -147,15 +147,6 @@ def test_the_divisor_can_be_chosen_in_one_dim_too():
         assert y.flatten().tolist() == [0.5, 0.5][: 2 - P.rank]
 
     on_workers(2, main)
-
-
-def gathered(P, layout, y):
-    """The global tensor of which each worker has a block, on all of them."""
-    parts = P.allgather_data(y)
-    whole = torch.zeros(layout.extents, dtype=y.dtype)
-    for worker in layout:
-        whole[tuple(slice(*interval) for interval in layout[worker])] = parts[worker].detach()
-    return whole
 
 
 def test_indices_are_those_of_the_flattened_global_space():

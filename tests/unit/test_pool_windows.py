@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from distdl.boxes import balanced
 from distdl.layout import Ruler
-from distdl.windows import PoolSliding, pooled_extent, sliding
+from distdl.windows import PoolSliding, adaptive, pooled_extent, sliding
 
 GEOMETRIES = [
     (k, s, p, d, n, ceil)
@@ -127,3 +127,46 @@ def test_bad_geometry_is_refused():
     for extents in [(3, 5), (6, 0)]:
         with pytest.raises(ValueError, match="the kernel spans 4 cells"):
             PoolSliding.of("P", 2, 4, 1, 0, 1).windows("P", extents, (1, 1))
+
+
+def check_adaptive(n, count, blocks, spans):
+    """The outputs of each span from their window, and all sums from the parts that blocks have of windows."""
+    x = cells(n)
+    largest, means = adaptive_sequential(n, count)
+    for first, stop in spans:
+        start, end = adaptive((first, stop), n, count)
+        windows = [adaptive((output, output + 1), n, count) for output in range(first, stop)]
+        if not windows:
+            assert start == end
+            continue
+        assert (start, end) == (windows[0][0], windows[-1][1])
+        assert [x[slice(*window)].max().item() for window in windows] == largest[first:stop]
+    sums = [0.0] * count
+    for start, stop in blocks:
+        for output in range(*adaptive((start, stop), count, n)):
+            i, j = adaptive((output, output + 1), n, count)
+            assert max(i, start) < min(j, stop)  # it does read some of the block
+            sums[output] += x[max(i, start) : min(j, stop)].sum().item()
+    lengths = [j - i for i, j in (adaptive((output, output + 1), n, count) for output in range(count))]
+    assert [total / length for total, length in zip(sums, lengths, strict=True)] == means
+
+
+@cache
+def adaptive_sequential(n, count):
+    x = cells(n)[None, None]
+    return [pool(x, count)[0, 0].tolist() for pool in (functional.adaptive_max_pool1d, functional.adaptive_avg_pool1d)]
+
+
+def test_adaptive_windows_in_balanced_pieces():
+    for n, count, workers in itertools.product(range(1, 29), range(1, 15), range(1, 6)):
+        check_adaptive(n, count, balanced(n, workers), balanced(count, workers))
+
+
+def test_adaptive_windows_in_any_pieces():
+    @settings(max_examples=300, deadline=None, database=None, derandomize=True)
+    @given(st.integers(1, 28), st.integers(1, 14), SPLITS)
+    def check(n, count, splits):
+        for split in splits:
+            check_adaptive(n, count, cut_up(n, split[:6]), cut_up(count, split[6:]))
+
+    check()

@@ -1,5 +1,15 @@
 """The distributed modules: data movement primitives, and the layers that are built on them."""
 
+from distdl.nn.adaptive_max_pooling import (
+    DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedAdaptiveMaxPool3d,
+)
+from distdl.nn.adaptive_pooling import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveAvgPool3d,
+)
 from distdl.nn.all_gather import AllGather
 from distdl.nn.all_sum_reduce import AllSumReduce
 from distdl.nn.broadcast import Broadcast
@@ -59,6 +69,12 @@ __all__ = [
     "AllGather",
     "AllSumReduce",
     "Broadcast",
+    "DistributedAdaptiveAvgPool1d",
+    "DistributedAdaptiveAvgPool2d",
+    "DistributedAdaptiveAvgPool3d",
+    "DistributedAdaptiveMaxPool1d",
+    "DistributedAdaptiveMaxPool2d",
+    "DistributedAdaptiveMaxPool3d",
     "DistributedAvgPool1d",
     "DistributedAvgPool2d",
     "DistributedAvgPool3d",

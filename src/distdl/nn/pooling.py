@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from distdl.boxes import Box, Shape
-from distdl.nn.window_pooling import HALVES, Piece, Pooling, cut
+from distdl.nn.window_pooling import HALVES, Piece, Pooling, cut, in_space
 from distdl.partition import Partition
 
 
@@ -58,7 +58,7 @@ class MaxPooling(Pooling):
             window = _lowest(window, piece.behind)
             y, found = self._pool(window, piece.before)
             if 0 not in piece.result:
-                indices = _in_space(cut(found, piece.result), window.shape[2:], piece)
+                indices = in_space(cut(found, piece.result), window.shape[2:], piece.first, piece.extents)
             return cut(y, piece.result)
 
         return self._local(pool, x, piece), indices
@@ -75,16 +75,6 @@ def _lowest(x: torch.Tensor, behind: Shape) -> torch.Tensor:
         return x
     lowest = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
     return functional.pad(x, behind, value=lowest)
-
-
-def _in_space(indices: torch.Tensor, local: Shape, piece: Piece) -> torch.Tensor:
-    """Numbers of cells in a flattened window, as numbers in the flattened global space."""
-    found, stride = torch.zeros_like(indices), 1
-    for extent, first, whole in zip(reversed(local), reversed(piece.first), reversed(piece.extents), strict=True):
-        found += (indices % extent + first) * stride
-        indices = indices // extent
-        stride *= whole
-    return found
 
 
 class Averaging(Pooling):

@@ -211,3 +211,19 @@ def cut(y: torch.Tensor, result: Shape) -> torch.Tensor:
     if y.shape[2:] == result[2:]:
         return y
     return y[(slice(None), slice(None), *(slice(extent) for extent in result[2:]))].contiguous()
+
+
+def in_space(indices: torch.Tensor, local: Shape, first: Shape, extents: Shape) -> torch.Tensor:
+    """Numbers of cells in flattened space, from their numbers in a flattened window of it.
+
+    Args:
+        local: extents of the window.
+        first: where it begins.
+        extents: those of all space.
+    """
+    found, step = torch.zeros_like(indices), 1
+    for extent, start, whole in zip(reversed(local), reversed(first), reversed(extents), strict=True):
+        found += (indices % extent + start) * step
+        indices = indices // extent
+        step *= whole
+    return found
