@@ -64,7 +64,7 @@ def check_piece(geometry, outputs):
     if means:
         window = piece(x, interval, 0)[None, None, None]
         sums = functional.avg_pool2d(window, (1, k), (1, s), divisor_override=1)[0, 0, 0]
-        sliding_windows = PoolSliding((k,), (s,), (p,), (d,), ceil)
+        sliding_windows = PoolSliding((k,), (s,), (p,), (d,), ceil_mode=ceil)
         for padded, mean in zip((True, False), means, strict=True):
             counts = torch.tensor(sliding_windows.counts(0, n, outputs, padded))
             assert torch.equal(sums / counts, mean[slice(*outputs)]), (geometry, outputs, padded)
