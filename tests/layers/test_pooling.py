@@ -191,11 +191,11 @@ def test_among_equal_cells_torch_s_own_gets_the_gradient(nothing):
 
 def test_a_window_of_padding_alone_is_minus_infinity_and_gives_no_gradient():
     def main(P):
-        x = torch.ones(1, 1, 1 - P.rank, dtype=torch.float64, requires_grad=True)
-        y, indices = DistributedMaxPool1d(P.reshape(1, 1, 2), 2, 1, 1, 2, return_indices=True)(x)
+        x = torch.ones(1, 1, 1, 1 - P.rank, dtype=torch.float64, requires_grad=True)
+        y, indices = DistributedMaxPool2d(P.reshape(1, 1, 1, 2), 2, 1, 1, 2, return_indices=True)(x)
         y.sum().backward()
         assert y.flatten().tolist() == [float("-inf")][P.rank :] and not x.grad.any()
-        assert indices.flatten().tolist() == [1][P.rank :]  # as torch has it: no cell
+        assert indices.flatten().tolist() == [2][P.rank :]  # as torch has it: no cell
 
     on_workers(2, main)
 

@@ -144,22 +144,21 @@ class Pooling(Module):
         if 0 in piece.result:
             return piece
         window = Layout.of(P_x, [*owned.intervals[:2], *inputs])[me]
-        before, behind = self._margins(window[2:], box[2:], extents)
+        before, behind = self._margins(window[2:], box[2:])
         return replace(piece, before=before, behind=behind, divisor=self.divisor(computed[2:], extents))
 
-    def _margins(self, window: Box, inside: Box, extents: Shape) -> tuple[Shape, Shape]:
+    def _margins(self, window: Box, inside: Box) -> tuple[Shape, Shape]:
         """The padding that torch's operator adds at both ends, and what is then missing behind.
 
-        Padding by torch's operator is no cell: where nothing in a window exceeds minus infinity, a cell is chosen. Of
-        windows without any cell (of a dilation larger than the tensor) torch chooses what lies behind: it has to exist.
-        Nor does its average in 3-d accept cells that are fewer than the kernel's.
+        Padding by torch's operator is no cell: where nothing in a window exceeds minus infinity, a cell is chosen. With
+        what is behind there are at least as many cells as the kernel spans: torch's 3-d average refuses fewer, and of a
+        window that falls between the cells (of a dilation larger than the tensor) its maximum chooses a place behind.
         """
         before = tuple(first - start for (start, _), (first, _) in zip(window, inside, strict=True))
-        behind = [stop - last for (_, stop), (_, last) in zip(window, inside, strict=True)]
-        for dim, (width, dilation) in enumerate(zip(before, self._sliding.dilation, strict=True)):
-            if extents[dim] >= dilation:
-                first, last = inside[dim]
-                behind[dim] = max(behind[dim] - width, self._sliding.spans[dim] - (last - first), 0)
+        behind = [
+            max(stop - last - width, cells - (last - first), 0)
+            for (_, stop), (first, last), width, cells in zip(window, inside, before, self._sliding.spans, strict=True)
+        ]
         flat = tuple(number for width in reversed(behind) for number in (0, width))
         return before, flat if any(flat) else ()
 
