@@ -12,6 +12,7 @@ from distdl.nn.adaptive_pooling import (
 )
 from distdl.nn.all_gather import AllGather
 from distdl.nn.all_sum_reduce import AllSumReduce
+from distdl.nn.batchnorm import DistributedBatchNorm, DistributedInstanceNorm
 from distdl.nn.broadcast import Broadcast
 from distdl.nn.conv import (
     DistributedChannelConv1d,
@@ -34,6 +35,7 @@ from distdl.nn.conv_transpose import (
 )
 from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
 from distdl.nn.halo_exchange import HaloExchange
+from distdl.nn.layernorm import DistributedGroupNorm, DistributedLayerNorm, DistributedRMSNorm
 from distdl.nn.linear import DistributedLinear
 from distdl.nn.loss import (
     DistributedBCELoss,
@@ -80,6 +82,7 @@ __all__ = [
     "DistributedAvgPool3d",
     "DistributedBCELoss",
     "DistributedBCEWithLogitsLoss",
+    "DistributedBatchNorm",
     "DistributedChannelConv1d",
     "DistributedChannelConv2d",
     "DistributedChannelConv3d",
@@ -96,12 +99,15 @@ __all__ = [
     "DistributedGeneralConv1d",
     "DistributedGeneralConv2d",
     "DistributedGeneralConv3d",
+    "DistributedGroupNorm",
     "DistributedHuberLoss",
+    "DistributedInstanceNorm",
     "DistributedKLDivLoss",
     "DistributedL1Loss",
     "DistributedLPPool1d",
     "DistributedLPPool2d",
     "DistributedLPPool3d",
+    "DistributedLayerNorm",
     "DistributedLinear",
     "DistributedLossBase",
     "DistributedMSELoss",
@@ -111,6 +117,7 @@ __all__ = [
     "DistributedNLLLoss",
     "DistributedPad",
     "DistributedPoissonNLLLoss",
+    "DistributedRMSNorm",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
     "HaloExchange",

@@ -1,0 +1,220 @@
+r"""Moments: means and variances over dims of a tensor that is cut up, in one exchange.
+
+Each worker measures its block. What it measures are *entries*, one for each mean that its block has a part in: the mean
+of its cells, and the sum of their squared distances from that (M2). How many cells there are follows from the layout
+and does not travel. The workers that need a mean gather its entries and merge them, all in the same balanced order:
+
+.. math:: n = n_a + n_b, \quad \delta = \mu_b - \mu_a, \quad \mu = \mu_a + \delta \frac{n_b}{n}, \quad
+          M_2 = M_{2,a} + M_{2,b} + \delta^2 \frac{n_a n_b}{n}
+
+So all get the same bits, and no square of a mean is subtracted from a mean of squares. Entries are float64: beside a
+mean of 1e6 they keep the digits of a variance of 1.
+
+Along each dim of the tensor, means are kept apart, merged over the whole extent, or merged in groups of entries:
+
+.. code-block:: text
+
+    batch norm over 2x2x1: channels kept,      what workers 0 and 2 gather and merge
+    batch and space merged                     for each of their channels
+
+        batch \ channels   0-2      3-5
+                       +--------+--------+
+                   0-4 |  w. 0  |  w. 1  |         worker 0's entry:  mean, M2
+                       +--------+--------+
+                   5-8 |  w. 2  |  w. 3  |         worker 2's entry:  mean, M2
+                       +--------+--------+
+
+Source: Chan, Golub & LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import gcd, prod
+
+import torch
+
+from distdl.boxes import Box, Interval, runs, shape, within
+from distdl.layout import Layout
+from distdl.nn.module import local, zeros_on
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import copy
+
+
+@dataclass(frozen=True)
+class Along:
+    """How the moments of a tensor are cut up along one of its dims.
+
+    Attributes:
+        owned: the entries that each place measures.
+        needed: the entries that each place gathers.
+        counts: the cells behind each of the consecutive entries that merge into one mean.
+        spread: over how many entries a mean goes back: over all of a group; else 1.
+        merges: whether a worker's cells along the dim share an entry.
+    """
+
+    owned: tuple[Interval, ...]
+    needed: tuple[Interval, ...]
+    counts: tuple[int, ...] = (1,)
+    spread: int = 1
+    merges: bool = False
+
+    @classmethod
+    def kept(cls, cells: Sequence[Interval], needed: Sequence[Interval] | None = None) -> Along:
+        """A mean for each cell of the dim. A place needs those of its cells, or the given ones."""
+        return cls(tuple(cells), tuple(cells if needed is None else needed))
+
+    @classmethod
+    def merged(cls, cells: Sequence[Interval]) -> Along:
+        """One mean over the dim. Every place that has cells measures one entry, and all places need all entries."""
+        counts = tuple(stop - start for start, stop in cells if stop > start)
+        return cls(runs([stop > start for start, stop in cells]), ((0, len(counts)),) * len(cells), counts, merges=True)
+
+    @classmethod
+    def grouped(cls, entries: Sequence[Interval], size: int) -> Along:
+        """A mean for every ``size`` entries. A place needs all entries of the groups in which it has a part.
+
+        >>> Along.grouped(((0, 3), (3, 6)), 2).needed
+        ((0, 4), (2, 6))
+        """
+        needed = tuple((i // size * size, -(-j // size) * size) if j > i else (i, i) for i, j in entries)
+        return cls(tuple(entries), needed, (1,) * size, size)
+
+
+def subgroup(cells: Sequence[Interval], size: int) -> int:
+    """How many cells may share an entry, where ``size`` cells have one mean and blocks may cut through them.
+
+    >>> subgroup(((0, 4), (4, 8)), 4), subgroup(((0, 6), (6, 8)), 4), subgroup(((0, 3), (3, 8)), 4)
+    (4, 2, 1)
+    """
+    return gcd(size, *(start for start, _ in cells))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of a tensor that is cut up over a partition, as this worker sees them.
+
+    Attributes:
+        along: for each dim of the tensor.
+        centred: whether they are mean and M2; otherwise the mean of the squares.
+    """
+
+    partition: Partition
+    along: tuple[Along, ...]
+    centred: bool
+
+    @cached_property
+    def owned(self) -> Layout:
+        """The entries that each worker measures; dim 0 is for mean and M2."""
+        return self._layout([one.owned for one in self.along])
+
+    @cached_property
+    def needed(self) -> Layout:
+        """The entries that each worker gathers."""
+        return self._layout([one.needed for one in self.along])
+
+    def _layout(self, intervals: Sequence[Sequence[Interval]]) -> Layout:
+        places = self.partition.reshape(1, *self.partition.workers.shape)
+        return Layout.of(places, [[(0, 2 if self.centred else 1)], *intervals])
+
+    def plan(self) -> Plan | None:
+        """The movement of entries, from owned to needed; None if every worker measures just what it needs."""
+        owned, needed = self.owned, self.needed
+        return None if owned.intervals == needed.intervals else copy(owned, needed, self.partition.comm.rank)
+
+    @cached_property
+    def _own(self) -> Box:
+        return self.owned[self.partition.comm.rank]
+
+    @cached_property
+    def gathered(self) -> Box:
+        """The box of the entries that this worker gathers."""
+        return self.needed[self.partition.comm.rank][1:]
+
+    @cached_property
+    def _dims(self) -> list[int]:
+        return [dim for dim, one in enumerate(self.along) if one.merges]
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(map(prod, product(*[one.counts for one in self.along])))
+
+    @cached_property
+    def count(self) -> int:
+        """The number of cells behind a mean."""
+        return sum(self._counts)
+
+    def centre(self, x: torch.Tensor) -> torch.Tensor:
+        """The means of the block's cells, nearly, and as constants: subtracting them costs no digits."""
+        if x.numel():
+            return x.detach().mean(self._dims, keepdim=True)
+        return x.new_zeros([1 if one.merges else n for one, n in zip(self.along, x.shape, strict=True)])
+
+    def measure(self, x: torch.Tensor, centre: torch.Tensor | None) -> torch.Tensor:
+        """This worker's entries, where x is what is left of its block after subtracting the centre, if there is one."""
+        cells = prod(x.shape[dim] for dim in self._dims)
+
+        def entries(block: torch.Tensor) -> torch.Tensor:
+            squares = block.square().mean(self._dims, keepdim=True).double()
+            if centre is None:
+                return squares[None]
+            offset = block.mean(self._dims, keepdim=True).double()
+            return torch.stack([offset, cells * (squares - offset.square()).clamp_min(0)])
+
+        measured = local(entries, shape(self._own), (x, [1] * x.dim()))
+        return measured if centre is None else torch.stack([measured[0] + centre, measured[1]])
+
+    def merge(self, entries: torch.Tensor) -> torch.Tensor:
+        """The means, and behind each other in dim 0 their M2, of all entries that this worker has gathered."""
+        extents = entries.shape[1:]
+        merging = [len(one.counts) for one in self.along]
+        means = [n // k if k else 1 for n, k in zip(extents, merging, strict=True)]
+        paired = [n for pair in zip(means, merging, strict=True) for n in pair]
+        order = [*range(2, len(paired) + 1, 2), 0, *range(1, len(paired) + 1, 2)]
+        kinds = entries.shape[0]
+        states = entries.reshape(kinds, *paired).permute(order).reshape(len(self._counts), kinds, *means)
+        if not self._counts:
+            return zeros_on(states, states.shape[1:])
+        for share, weight in _levels(self._counts):
+            states = _merge_halves(states, share.to(states.device), weight.to(states.device))
+        return states[0]
+
+    def of(self, means: torch.Tensor, box: Box | None = None) -> torch.Tensor:
+        """Of the means, those of this worker's own entries, or of a box of entries; along merged dims, there is one."""
+        inside = within(self._own[1:] if box is None else box, self.gathered)
+        for dim, (one, (start, stop)) in enumerate(zip(self.along, inside, strict=True), 1):
+            if one.spread > 1:
+                means = means.repeat_interleave(one.spread, dim)
+            if not one.merges:
+                means = means.narrow(dim, start, stop - start)
+        return means
+
+
+def _merge_halves(states: torch.Tensor, share: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Merge the first half of the entries with the second, one by one; an odd one is left over, at the end."""
+    half, ones = len(share), [1] * (states.dim() - 2)
+    a, b, odd = states.split([half, half, len(states) - 2 * half])
+    delta = b[:, 0] - a[:, 0]
+    merged = [a[:, 0] + delta * share.view(-1, *ones)]
+    if states.shape[1] == 2:
+        merged.append(a[:, 1] + b[:, 1] + delta.square() * weight.view(-1, *ones))
+    both = torch.stack(merged, 1)
+    return torch.cat([both, odd]) if len(odd) else both
+
+
+@lru_cache(maxsize=256)
+def _levels(counts: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each level of the tree, and each pair on it: n_b / n and n_a n_b / n."""
+    levels = []
+    with torch.inference_mode(False):  # autograd does not take what is made in that mode, and these are kept
+        n = torch.tensor(counts, dtype=torch.float64, device="cpu")
+        while len(n) > 1:
+            half = len(n) // 2
+            a, b, odd = n.split([half, half, len(n) - 2 * half])
+            levels.append((b / (a + b), a * b / (a + b)))
+            n = torch.cat([a + b, odd])
+    return levels

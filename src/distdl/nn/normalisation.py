@@ -1,0 +1,253 @@
+"""Normalisation: what batch, instance, group, layer and RMS normalisation have in common.
+
+All compute ``y = (x - mean) / sqrt(variance + eps) * weight + bias``, with means over other dims. Two things move:
+
+    rows      weight and bias, from the workers at place 0 of the axes along which they do not vary, as one tensor
+    entries   what workers have measured, to those that merge it: see ``distdl.nn.moments``
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+from operator import or_
+from typing import ClassVar
+
+import torch
+
+from distdl.agreement import Agreement
+from distdl.boxes import Interval, Shape, balanced, shape
+from distdl.encoding import carries_gradients
+from distdl.exchange import Route, move
+from distdl.groups import dims
+from distdl.header import Carried, Headers
+from distdl.layout import Layout, Lookup
+from distdl.nn.module import Module, zeros_on
+from distdl.nn.moments import Moments
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.planning import broadcast, copy
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a layer sees this worker's block of x.
+
+    Attributes:
+        cells: shape of the block, in the dims that the moments have.
+        block: shape of the weights that belong to it.
+        moments: what is measured; None where running statistics stand for it.
+    """
+
+    cells: Shape
+    block: Shape
+    moments: Moments | None
+
+
+@dataclass(frozen=True)
+class Movements:
+    """What follows from the headers: routes (None where nothing has to move), and the dtypes of x and of the rows.
+
+    Attributes:
+        gather: the entries of the moments.
+        spread: the rows.
+        stored: shape of the rows that this worker has to give; None where it stores none.
+        running: whether the running statistics come along as two more rows.
+    """
+
+    arrangement: Arrangement
+    gather: Route | None
+    spread: Route | None
+    stored: Shape | None
+    running: bool
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
+class Normalisation(Module):
+    """Base of the normalisations.
+
+    Args:
+        P_x: the partition of x and y, one axis for each dim.
+        eps: what is added to the variance; None for the smallest step of the dtype in which it is used.
+        extents: global extents of x along the dims in which weight and bias vary.
+        parameters: how many of these there are: none, a weight, or both.
+        options: what else tells one layer of this class from another.
+    """
+
+    names: ClassVar[tuple[str, str]] = ("weight", "bias")
+    centred: ClassVar[bool] = True  # whether a mean is subtracted
+    published: ClassVar[bool] = False  # whether parameters have all dims of x, and none stand in where none are stored
+
+    def __init__(
+        self,
+        P_x: Partition,
+        eps: float | None,
+        extents: Mapping[int, int],
+        parameters: int,
+        options: object = (),
+    ) -> None:
+        super().__init__()
+        places = P_x.workers.shape
+        self.P_x, self.eps, self._extents = P_x, eps, dict(extents)
+        self._blocks = {dim: balanced(extent, places[dim]) for dim, extent in extents.items()}
+        self._stored = P_x[tuple(slice(None if dim in extents else 1) for dim in range(len(places)))]
+        self._name = f"{type(self).__name__} (P_x: {P_x}; {dims(list(extents.values()))})"
+        identity = (eps, self._extents, parameters, options, places)
+        self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
+        self._given = self.names[:parameters]
+        for name, value in zip(self.names, (1.0, 0.0), strict=True):
+            self.register_parameter(name, self._parameter(value) if name in self._given else None)
+
+    @abstractmethod
+    def arrange(self, owned: Layout, training: bool) -> Arrangement:
+        """What is measured on an x that is cut up so.
+
+        Raises: ValueError, a function of the layout's extents and the mode only.
+        """
+
+    def running(self) -> tuple[torch.Tensor, ...]:
+        """The running mean and variance, of this worker's balanced block of channels, if there are any."""
+        return ()
+
+    def track(self, moments: Moments, means: torch.Tensor) -> None:
+        """Take note of what a batch in training mode has brought."""
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return dict.fromkeys(self._given, self._parameter_layout)
+
+    @property
+    def _parameter_layout(self) -> Layout:
+        if self.published:
+            return self._over(self._stored, self._blocks)
+        return Layout.of(
+            self._stored.reshape([len(along) for along in self._blocks.values()]), [*self._blocks.values()]
+        )
+
+    def _parameter(self, value: float) -> torch.nn.Parameter | None:
+        layout, me = self._parameter_layout, self.P_x.comm.rank
+        if me in layout.partition:
+            return torch.nn.Parameter(torch.full(shape(layout[me]), value))
+        return None if self.published else torch.nn.Parameter(torch.empty(0))
+
+    @staticmethod
+    def _over(P: Partition, blocks: Mapping[int, Sequence[Interval]], rows: int = 0) -> Layout:
+        """A row over the workers of P: cut up in the dims in which it varies; or, in dim 0, several rows."""
+        along = [blocks.get(dim, [(0, 1)] * places) for dim, places in enumerate(P.workers.shape)]
+        return Layout.of(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.of(P, along)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.P_x.comm.rank not in self.P_x:
+            return sum((zeros_on(parameter, ()) for parameter in self.parameters()), x.clone())
+        found = (getattr(self, name) for name in self._given)
+        stored = [torch.empty(0) if one is None else one for one in found]
+        decision = self._agreement.reach((x, *stored), (int(self.training),))
+        go, carried = decision.outcome, decision.carried
+        cells = x
+        if not x.numel():  # where this worker's result has to be, and what it has to be
+            cells = x.to(next(chain(self.parameters(), self.buffers()), x).device, go.dtypes[0])
+        cells = cells.to(torch.promote_types(go.dtypes[0], torch.float32)).reshape(go.arrangement.cells)
+        rows = self._spread(go, cells, stored, reduce(or_, carried[1:], Carried(False)))
+        if go.arrangement.moments is None:
+            centre, variance = (row.to(cells.dtype) for row in rows[len(stored) :])
+            y = self._standardise(cells - centre, variance, None, rows[: len(stored)])
+        else:
+            y = self._by_moments(go.arrangement.moments, go.gather, cells, carried[0], rows)
+        return y.to(go.dtypes[0]).reshape(x.shape)
+
+    def _by_moments(
+        self, moments: Moments, gather: Route | None, x: torch.Tensor, carried: Carried, rows: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        centre = moments.centre(x) if self.centred else None
+        rest = x if centre is None else x - centre
+        entries = moments.measure(rest, centre)
+        if gather is not None:
+            entries = move(gather, entries, entries.dtype, (0,), carried)
+        means = moments.merge(entries)
+        if self.training:
+            with torch.no_grad():
+                self.track(moments, means)
+        own = moments.of(means)
+        if centre is None:
+            return self._standardise(rest, own[0], None, rows)
+        return self._standardise(rest, own[1] / max(moments.count, 1), (own[0] - centre).to(x.dtype), rows)
+
+    def _standardise(
+        self, rest: torch.Tensor, variance: torch.Tensor, offset: torch.Tensor | None, rows: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """``(rest - offset) / sqrt(variance + eps) * weight + bias``, in one pass over the block."""
+        eps = torch.finfo(rest.dtype).eps if self.eps is None else self.eps
+        scale = (variance + eps).rsqrt().to(rest.dtype)
+        for weight in rows[:1]:
+            scale = scale * weight.to(rest.dtype)
+        shifts = [bias.to(rest.dtype) for bias in rows[1:]] + ([] if offset is None else [-offset * scale])
+        return torch.addcmul(sum(shifts[1:], shifts[0]), rest, scale) if shifts else rest * scale
+
+    def _spread(
+        self, go: Movements, x: torch.Tensor, stored: Sequence[torch.Tensor], carried: Carried
+    ) -> list[torch.Tensor]:
+        """Weight, bias and, where they are used instead of moments, the running mean and variance."""
+        running = self.running() if go.arrangement.moments is None else ()
+        rows = [*stored, *running] if go.running else [*stored]
+        if go.spread is not None:
+            given = [row.reshape(-1)[:0] if go.stored is None else row.reshape(go.stored) for row in rows]
+            rows = [*move(go.spread, torch.stack(given).to(x.device, go.dtypes[1]), go.dtypes[1], (0,), carried)]
+        if not go.running:
+            rows += running
+        return [row.reshape(go.arrangement.block) for row in rows]
+
+    def _derive(self, headers: Headers) -> Movements:
+        P_x, me = self.P_x, self.P_x.comm.rank
+        owned = Layout.tiled(P_x, headers.shapes(P_x, type(self).__name__, P_x.workers.ndim))
+        if any(owned.extents[dim] != extent for dim, extent in self._extents.items()):
+            raise ValueError(
+                f"{self._name} needs an input whose extents are {dims(list(self._extents.values()))} in dims "
+                f"{', '.join(map(str, self._extents))}; the global shape of the input is {dims(owned.extents)}"
+            )
+        modes = headers.extras(P_x)
+        if modes.any() != modes.all():
+            raise ValueError(f"{self._name} needs to be in training or in evaluation mode on all workers alike")
+        arrangement = self.arrange(owned, bool(modes.all()))
+        gather = None if arrangement.moments is None else arrangement.moments.plan()
+        needed = {dim: owned.intervals[dim] for dim in self._extents}
+        running = arrangement.moments is None and needed != self._blocks
+        dtypes = self._dtypes(headers)
+        return Movements(
+            arrangement,
+            self._route(headers, gather),
+            self._route(headers, self._row_plan(needed, len(self._given) + 2 * running, me)),
+            shape(self._over(self._stored, self._blocks)[me]) if me in self._stored else None,
+            running,
+            (dtypes[0], torch.float64) if running else dtypes,
+        )
+
+    def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
+        return None if plan is None else Route(plan, self.P_x.comm, headers.members, self._name)
+
+    def _row_plan(self, needed: Mapping[int, Sequence[Interval]], rows: int, me: int) -> Plan | None:
+        if not rows or (needed == self._blocks and self._stored == self.P_x):
+            return None
+        if needed != self._blocks:
+            return copy(self._over(self._stored, self._blocks, rows), self._over(self.P_x, needed, rows), me)
+        blocks = self._over(self._stored, self._blocks)
+        return broadcast(self._stored, self.P_x, Lookup(tuple(blocks), lambda w: (rows, *shape(blocks[w]))), me)
+
+    def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
+        kind = type(self).__name__
+        dtype = headers.dtype(self.P_x, kind)
+        if not (dtype.is_floating_point and carries_gradients(dtype)):
+            raise ValueError(f"{kind} needs an input of a floating-point dtype; got {dtype}")
+        found = [headers.dtype(self._stored, kind, tensor=1 + number) for number in range(len(self._given))]
+        for name, other in zip(self._given, found, strict=True):
+            if other not in (dtype, torch.float32 if dtype.itemsize < 4 else dtype) or other != found[0]:
+                raise ValueError(
+                    f"{self._name} needs {name} of the input's dtype, {dtype}, or float32 for less; got {other}"
+                )
+        return dtype, found[0] if found else dtype
+
+    def extra_repr(self) -> str:
+        return f"P_x: {self.P_x}; eps={self.eps}"

@@ -1,0 +1,476 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from checks import forward_mode
+from helpers_layers import every_worker_raises, filled, noise, on_workers
+from properties_normalisation import CELLS, PAIRS, Published, pair, second_derivatives
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+from distdl.boxes import balanced, runs
+from distdl.layout import Layout
+from distdl.nn import (
+    DistributedBatchNorm,
+    DistributedGroupNorm,
+    DistributedInstanceNorm,
+    DistributedLayerNorm,
+    DistributedRMSNorm,
+)
+from distdl.testing import Counting, assert_matches_sequential
+from distdl.utilities.torch import zero_volume_tensor
+
+GRIDS = {
+    1: [(1, 1, 1)],
+    2: [(2, 1, 1), (1, 2, 1)],
+    3: [(1, 1, 3), (1, 3, 1)],
+    4: [(2, 2, 1), (1, 2, 2)],
+    6: [(1, 2, 3), (3, 2, 1)],
+}
+
+
+def sizes(extent, places, way):
+    """Blocks that are not the balanced split, some of them empty."""
+    none = [0] * (places - 1)
+    return runs({"first": [extent, *none], "last": [*none, extent], "uneven": [1, *none[1:], extent - 1]}[way])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("workers", GRIDS)
+def test_matches_sequential(workers, name):
+    """On permuted workers of a larger world, in both modes."""
+
+    def main(P):
+        team = P.create_partition_inclusive(range(workers, 0, -1))
+        for grid in GRIDS[workers]:
+            layer, reference = pair(PAIRS[name], team.reshape(grid))
+            assert_matches_sequential(layer, reference, noise(4, 6, 5) + 1)
+            for way in ("first", "last", "uneven") if workers > 1 else ():
+                blocks = [sizes(n, p, way) if p > 1 else runs([n]) for n, p in zip((4, 6, 5), grid, strict=True)]
+                for mode in (True, False):
+                    assert_matches_sequential(layer.train(mode), reference.train(mode), noise(4, 6, 5), blocks)
+
+    on_workers(workers + 1, main)
+
+
+@pytest.mark.parametrize(
+    "grid", [(2, 2), (4, 1), (2, 1, 2), (2, 1, 1, 2), (1, 2, 2, 1), (1, 1, 2, 1, 2), (2, 2, 1, 1, 1)]
+)
+def test_batch_norm_of_every_rank(grid):
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(grid), 3).double()
+        assert_matches_sequential(layer, filled(Published(3, len(grid))), noise(*(5, 3, 4, 2, 3)[: len(grid)]))
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize(("groups", "parts"), [(1, [3, 2, 1]), (2, [1, 4, 1]), (3, [1, 0, 5]), (6, [2, 2, 2])])
+def test_groups_need_not_respect_the_blocks(groups, parts):
+    def main(P):
+        layer = DistributedGroupNorm(P.reshape(1, 3, 2), groups, 6).double()
+        blocks = [runs([2]), runs(parts), runs([3, 1])]
+        assert_matches_sequential(layer, filled(torch.nn.GroupNorm(groups, 6)), noise(2, 6, 4), blocks)
+        second_derivatives(
+            lambda P_x: (DistributedGroupNorm(P_x, groups, 6), torch.nn.GroupNorm(groups, 6)),
+            P.reshape(1, 3, 2),
+            noise(2, 6, 4),
+            blocks,
+        )
+
+    on_workers(6, main)
+
+
+def test_trailing_dims_split_or_not():
+    def main(P):
+        for grid, extents in [
+            ((4, 1, 1), 5),
+            ((1, 1, 4), 5),
+            ((2, 1, 2), [6, 5]),
+            ((1, 4, 1), 5),
+            ((1, 2, 2), [4, 6, 5]),
+        ]:
+            for affine, bias in ((True, True), (True, False), (False, False)):
+                layer = DistributedLayerNorm(P.reshape(grid), extents, 1e-3, affine, bias).double()
+                reference = filled(torch.nn.LayerNorm(extents, 1e-3, affine, bias))
+                assert_matches_sequential(layer, reference, noise(4, 6, 5))
+                layer = DistributedRMSNorm(P.reshape(grid), extents, None, affine).double()
+                assert_matches_sequential(layer, filled(torch.nn.RMSNorm(extents, None, affine)), noise(4, 6, 5))
+
+    on_workers(4, main)
+
+
+def assert_kept(layer, reference):
+    """The running statistics are torch's, of this worker's balanced block of channels."""
+    P_x, me = layer.P_x, layer.P_x.comm.rank
+    blocks = balanced(layer.num_features, P_x.workers.shape[1])
+    start, stop = blocks[P_x.index_of(me)[1]] if me in P_x else (0, 0)
+    assert layer.num_batches_tracked == reference.num_batches_tracked
+    for key in ("running_mean", "running_var"):
+        assert torch.allclose(getattr(layer, key), getattr(reference, key)[start:stop], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None, 0.0])
+def test_running_statistics_are_those_of_torch(momentum):
+    def main(P):
+        team = P[:6]
+        layer = DistributedBatchNorm(team.reshape(2, 3, 1), 4, momentum=momentum).double()
+        reference = filled(Published(4, 3, momentum=momentum))
+        instances = DistributedInstanceNorm(
+            team.reshape(3, 2, 1), 4, momentum=momentum, track_running_stats=True
+        ).double()
+        sequential = torch.nn.InstanceNorm1d(4, momentum=momentum, track_running_stats=True).double()
+        cuts = [None, [runs([2, 1]), runs([3, 0, 1]), runs([5])], [runs([0, 3]), runs([0, 1, 3]), runs([5])]]
+        for step in range(6):
+            mode, x = step % 3 < 2, noise(3, 4, 5, seed=10 + step) * (1 + step) + step
+            assert_matches_sequential(layer.train(mode), reference.train(mode), x, cuts[step // 2])
+            assert_matches_sequential(instances.train(mode), sequential.train(mode), x)
+            assert_kept(layer, reference.inner)
+            assert_kept(instances, sequential)
+        bits = P.allgather_data(torch.stack([layer.running_mean, layer.running_var]))
+        assert all(torch.equal(bits[place], bits[place + 3]) for place in range(3))
+        layer.reset_running_stats()
+        assert not layer.running_mean.any() and (layer.running_var == 1).all() and not layer.num_batches_tracked
+
+    on_workers(7, main)
+
+
+def test_without_running_statistics_evaluation_takes_those_of_the_batch():
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(2, 2, 1), 3, affine=False, track_running_stats=False).double()
+        reference = Published(3, 3, affine=False, track_running_stats=False).double()
+        for mode in (True, False):
+            assert_matches_sequential(layer.train(mode), reference.train(mode), noise(3, 3, 4) + 2)
+        assert layer.running_mean is None and not list(layer.parameters()) and not layer.state_dict()
+
+    on_workers(4, main)
+
+
+def test_a_batch_without_samples_changes_no_statistics():
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(2, 1, 1), 3)
+        y = layer(torch.zeros(0, 3, 2, requires_grad=True))
+        y.sum().backward()
+        assert y.shape == (0, 3, 2) and not layer.running_mean.any() and (layer.running_var == 1).all()
+        assert P.rank or not layer.gamma.grad.any()
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_mean_of_a_million_in_float32(name):
+    """The error, against float64, is not larger than that of torch's float32 layer on the same numbers."""
+
+    def main(P):
+        layer, reference = PAIRS[name](P.reshape(2, 1, 2))
+        x = (noise(4, 6, 5) + 1e6).float()
+        dy = noise(4, 6, 5, seed=1).float()
+        owned = Layout.balanced(layer.P_x, x.shape)
+        exact, rounded = x.double().requires_grad_(), x.clone().requires_grad_()
+        expected = copy.deepcopy(reference).double()(exact)
+        expected.backward(dy.double())
+        theirs = reference(rounded)
+        theirs.backward(dy)
+        block = owned.block(x).clone().requires_grad_()
+        y = layer(block)
+        y.backward(owned.block(dy))
+        assert y.dtype == torch.float32
+        for ours, torchs, right in ((y, theirs, expected), (block.grad, rounded.grad, exact.grad)):
+            error, allowed = (ours - owned.block(right)).abs().max(), (torchs - right).abs().max()
+            assert error <= allowed + 1e-6 * right.abs().max(), (error, allowed)
+
+    on_workers(4, main)
+
+
+def test_workers_of_very_different_means():
+    def main(P):
+        x = noise(4, 3, 2)
+        x[2:] += 1e6
+        assert_matches_sequential(DistributedBatchNorm(P.reshape(2, 1, 1), 3).double(), filled(Published(3, 3)), x)
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PAIRS)
+def test_short_floats_are_computed_in_float32(name, dtype):
+    """The result is the nearest number of the dtype, with weights of that dtype or of float32."""
+
+    def main(P):
+        for weights in (dtype, torch.float32):
+            if name == "DistributedRMSNorm" and weights is not dtype:
+                continue  # torch warns
+            layer, reference = (module.to(weights) for module in PAIRS[name](P.reshape(2, 2, 1)))
+            x = (noise(4, 6, 5) + 3).to(dtype)
+            owned = Layout.balanced(layer.P_x, x.shape)
+            reference = reference if name != "DistributedBatchNorm" else torch.nn.BatchNorm1d(6).to(weights)
+            right = copy.deepcopy(reference).double()(x.double())
+            y, theirs = layer(owned.block(x)), reference(x)
+            assert y.dtype == theirs.dtype == dtype
+            error = (y - owned.block(right)).abs()
+            assert error.max() <= (theirs - right).abs().max()
+            assert (error <= torch.finfo(dtype).eps / 2 * owned.block(right).abs() + 1e-6).all()
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_autocast_changes_nothing_as_in_torch(name):
+    def main(P):
+        layer, reference = PAIRS[name](P.reshape(2, 2, 1))
+        for dtype in (torch.float32, torch.bfloat16):
+            x = noise(4, 6, 5).to(dtype)
+            if name == "DistributedRMSNorm" and dtype is torch.bfloat16:
+                continue  # torch warns
+            reference = reference if name != "DistributedBatchNorm" else torch.nn.BatchNorm1d(6)
+            block = Layout.balanced(layer.P_x, x.shape).block(x).clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16):
+                y, expected = layer(block), reference(x)
+            y.sum().backward()
+            assert y.dtype == expected.dtype == dtype and block.grad.dtype == dtype
+            assert torch.equal(y, layer(block))
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_checkpoint_and_running_statistics(name):
+    """torch's batch norm takes note of a batch twice under a checkpoint, and so does ours."""
+
+    def main(P):
+        layer, reference = pair(PAIRS[name], P.reshape(2, 2, 1))
+        for (parameter, layout), whole in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
+            if parameter in dict(layer.named_parameters()):
+                layer.get_parameter(parameter).data = layout.block(whole.data).clone()
+        x, owned = noise(4, 6, 5), Layout.balanced(layer.P_x, (4, 6, 5))
+        whole, block = x.clone().requires_grad_(), owned.block(x).clone().requires_grad_()
+        for network, one in ((reference, whole), (layer, block)):
+            (checkpoint(network, one, use_reentrant=False) ** 3).sum().backward()
+        assert torch.allclose(block.grad, owned.block(whole.grad), rtol=1e-9)
+        if name == "DistributedBatchNorm":
+            assert reference.inner.num_batches_tracked == 2
+            assert_kept(layer, reference.inner)
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_double_backward_with_empty_blocks(name):
+    def main(P):
+        blocks = [runs([0, 4]), runs([6]), runs([5, 0])]
+        second_derivatives(PAIRS[name], P[1:].reshape(2, 1, 2), noise(4, 6, 5), blocks)
+
+    on_workers(5, main)
+
+
+def test_messages_of_a_step():
+    """Forward: one agreement, one exchange of moments, one broadcast of gamma and beta; backward: both transposed."""
+
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        layer = DistributedBatchNorm(team.reshape(2, 1, 2), 3)
+        x = torch.randn(2, 3, 4, requires_grad=True)
+
+        def calls(step):
+            layer(x).sum().backward()  # what the members agree on anew
+            team.comm.reset()
+            step()
+            return sorted(name for name, _ in team.comm.log), dict(team.comm.sent)
+
+        others = {rank: 1 for rank in range(4) if rank != P.rank}
+        assert calls(lambda: layer(x)) == (["all_max", "broadcast", "exchange"], others)
+        y = layer(x)
+        assert calls(lambda: y.sum().backward()) == (["exchange", "sum"], others)
+        layer.eval()
+        assert calls(lambda: layer(x)) == (["all_max", "broadcast"], {})
+        with distdl.fixed_shapes():
+            assert calls(lambda: layer(x)) == (["broadcast"], {})
+        layer = DistributedBatchNorm(team.reshape(1, 4, 1), 4)
+        x = torch.randn(2, 1, 4, requires_grad=True)
+        assert calls(lambda: layer(x).sum().backward()) == (["all_max"], {})
+        layer = DistributedLayerNorm(team.reshape(2, 2), 6)
+        x = torch.randn(2, 3, requires_grad=True)
+        assert calls(lambda: layer(x))[0] == ["all_max", "broadcast", "exchange"]
+
+    on_workers(4, main)
+
+
+def test_parameters_of_the_published_interface():
+    def main(P):
+        layer = DistributedBatchNorm(P[:6].reshape(1, 3, 2), 7)
+        stores = P.rank in (0, 2, 4)
+        shapes = [list(parameter.shape) for parameter in layer.parameters()]
+        assert shapes == ([[1, [3, 2, 2][P.rank // 2], 1]] * 2 if stores else [])
+        assert [name for name, _ in layer.named_parameters()] == ["gamma", "beta"] * stores
+        assert set(layer.state_dict()) - {"gamma", "beta"} == {"running_mean", "running_var", "num_batches_tracked"}
+        x = torch.ones(4, [3, 2, 2][P.rank // 2], 5) if P.rank < 6 else zero_volume_tensor(4)
+        y = layer(x)
+        assert y.requires_grad == (P.rank < 6) and y.shape == x.shape
+        if P.rank < 6:
+            y.sum().backward()
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+
+    on_workers(7, main)
+
+
+def test_state_is_that_of_torch_where_the_whole_lives_on_one_worker():
+    def main(P):
+        line = P.reshape(1, 1, 1)
+        for layer, reference in (
+            (DistributedGroupNorm(line, 2, 4), torch.nn.GroupNorm(2, 4)),
+            (DistributedInstanceNorm(line, 4, affine=True, track_running_stats=True),
+             torch.nn.InstanceNorm1d(4, affine=True, track_running_stats=True)),
+            (DistributedLayerNorm(line, [4, 3]), torch.nn.LayerNorm([4, 3])),
+            (DistributedRMSNorm(line, 3), torch.nn.RMSNorm(3)),
+        ):  # fmt: skip
+            layer.load_state_dict(reference.state_dict())
+            assert {k: v.shape for k, v in layer.state_dict().items()} == {
+                k: v.shape for k, v in reference.state_dict().items()
+            }
+
+    on_workers(1, main)
+
+
+def test_stock_optimisers_copies_and_sequences():
+    def main(P):
+        grid = P[:4].reshape(2, 1, 2)
+        network = torch.nn.Sequential(
+            DistributedBatchNorm(grid, 3), torch.nn.Tanh(), DistributedLayerNorm(grid, [3, 4])
+        )
+        network = copy.deepcopy(network).double()
+        optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
+        x = noise(2, 3, 2, seed=P.rank) if P.rank < 4 else zero_volume_tensor(2)
+        losses = []
+        for _ in range(3):
+            optimiser.zero_grad()
+            y = network(x)
+            loss = ((y - 1) ** 2).sum()
+            loss.backward()
+            optimiser.step()
+            losses.append(sum(P.allgather_data(float(loss.detach()))))
+        assert losses[2] < losses[1] < losses[0]
+        assert all(parameter.grad is not None for parameter in network.parameters())
+
+    on_workers(5, main)
+
+
+def test_what_requires_a_gradient_may_differ_between_workers_and_calls():
+    def main(P):
+        layer, reference = pair(PAIRS["DistributedBatchNorm"], P.reshape(2, 1, 2))
+        x, owned = noise(4, 6, 5), Layout.balanced(layer.P_x, (4, 6, 5))
+        for asks in ([0], [3, 1], [], [0, 1, 2, 3]):
+            for parameter in layer.parameters():
+                parameter.data.fill_(1.5)
+            for parameter in reference.parameters():
+                parameter.data.fill_(1.5)
+            whole = x.clone().requires_grad_()
+            block = owned.block(x).clone().requires_grad_(P.rank in asks)
+            (reference(whole) ** 3).sum().backward()
+            (layer(block) ** 3).sum().backward()
+            assert (block.grad is not None) == (P.rank in asks)
+            assert P.rank not in asks or torch.allclose(block.grad, owned.block(whole.grad), rtol=1e-9)
+        layer.requires_grad_(False)
+        assert not layer(owned.block(x)).requires_grad
+        y = layer(owned.block(x).requires_grad_(P.rank == 2))
+        assert y.requires_grad  # through the moments
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_forward_mode_and_inference_mode(name):
+    def main(P):
+        layer, reference = pair(PAIRS[name], P.reshape(2, 1, 2))
+        for parameter in (*layer.parameters(), *reference.parameters()):
+            parameter.data.fill_(1.5)
+        x, t, owned = noise(4, 6, 5), noise(4, 6, 5, seed=1), Layout.balanced(layer.P_x, (4, 6, 5))
+        with torch.inference_mode():
+            expected, y = reference(x), layer(owned.block(x))
+        assert torch.allclose(y, owned.block(expected), rtol=1e-10)
+        with forward_mode(P):
+            expected = reference(forward_ad.make_dual(x, t))
+            y = layer(forward_ad.make_dual(owned.block(x), owned.block(t)))
+            ours, theirs = (forward_ad.unpack_dual(one).tangent for one in (y, expected))
+        assert torch.allclose(ours, owned.block(theirs), rtol=1e-9)
+        layer(owned.block(x).clone().requires_grad_()).sum().backward()  # what the first call kept is no obstacle
+
+    on_workers(4, main)
+
+
+def test_numbers_of_numpy():
+    def main(P):
+        n = np.int64(4)
+        for layer in (DistributedLayerNorm(P.reshape(1, 2), n), DistributedGroupNorm(P.reshape(1, 2), n, n)):
+            assert layer(torch.randn(3, 2)).shape == (3, 2)
+        assert DistributedBatchNorm(P.reshape(1, 2), n)(torch.randn(3, 2)).shape == (3, 2)
+
+    on_workers(2, main)
+
+
+def test_inputs_of_zero_volume_and_default_dtype_beside_float64():
+    def main(P):
+        layer = DistributedGroupNorm(P.reshape(2, 1, 1), 1, 3).double()
+        x = noise(2, 3, 4) if P.rank == 0 else torch.zeros(0, 3, 4)
+        x.requires_grad_()
+        y = layer(x)
+        y.sum().backward()
+        assert y.dtype == torch.float64 and y.shape == x.shape and x.grad.dtype == x.dtype
+
+    on_workers(2, main)
+
+
+def test_tensors_that_are_not_contiguous():
+    def main(P):
+        x = noise(4, 5, 6, 6).permute(0, 3, 1, 2)
+        for layer, reference in (
+            (DistributedGroupNorm(P.reshape(1, 2, 2, 1), 2, 6), torch.nn.GroupNorm(2, 6)),
+            (DistributedBatchNorm(P.reshape(1, 2, 2, 1), 6), Published(6, 4)),
+        ):
+            layer, reference = layer.double(), filled(reference)
+            owned = Layout.balanced(layer.P_x, x.shape)
+            assert_matches_sequential(layer, reference, x)
+            kept = x.clone()
+            assert torch.allclose(layer(owned.block(x)), layer(owned.block(x).contiguous()), rtol=1e-12)
+            assert torch.equal(x, kept)
+
+    on_workers(4, main)
+
+
+def batch(grid, channels=4):
+    return lambda P: DistributedBatchNorm(P.reshape(grid), channels)
+
+
+@pytest.mark.parametrize(("make", "x", "words"), [
+    (lambda P: DistributedBatchNorm(P, 3), None, "DistributedBatchNorm needs P_x: batch x channels x space; got 2"),
+    (lambda P: DistributedInstanceNorm(P.reshape(2, 1), 3), None, "needs P_x: batch x channels x space; got 2x1"),
+    (lambda P: DistributedGroupNorm(P.reshape(2, 1), 2, 3), None, "groups that divide 3 channels; got 2"),
+    (lambda P: DistributedLayerNorm(P.reshape(2, 1), [1, 2, 3]), None, "an axis for each dim; got 2x1"),
+    (lambda P: DistributedRMSNorm(P.reshape(2, 1), []), None, "at least one dim"),
+    (batch((1, 2)), (1, 2), "more than 1 value per channel when training; the global shape of the input is 1x4"),
+    (lambda P: DistributedInstanceNorm(P.reshape(1, 2, 1), 4), (3, 2, 1), "more than 1 spatial element"),
+    (lambda P: DistributedGroupNorm(P.reshape(1, 2), 4, 4), (1, 2), "more than 1 value per channel"),
+    (batch((1, 2)), (3, 3), "extents are 4 in dims 1; the global shape of the input is 3x6"),
+    (lambda P: DistributedLayerNorm(P.reshape(1, 2), 4), (3, 3), "the global shape of the input is 3x6"),
+    (batch((1, 2)), (3, 2, 1), "2 dims on all workers"),
+    (batch((1, 2)), lambda P: torch.ones(3 + P.rank, 2), "form a grid"),
+    (batch((1, 2)), lambda P: torch.ones(3, 2).double(), "got torch.float32"),
+    (batch((1, 2)), lambda P: torch.ones(3, 2).int(), "a floating-point dtype; got torch.int32"),
+    (lambda P: batch((2, 1), 2)(P).train(P.rank == 0), (3, 2), "in training or in evaluation mode on all workers"),
+    (batch((2, 1)), lambda P: None, "needs a tensor; got NoneType"),
+])  # fmt: skip
+def test_bad_input_is_the_same_error_on_every_worker(make, x, words):
+    def main(P):
+        layer = make(P)
+        layer(x(P) if callable(x) else torch.ones(x))
+
+    assert words in every_worker_raises(2, main)
+
+
+@pytest.mark.parametrize("layer", CELLS)
+def test_properties(layer):
+    def main(P):
+        found = {name: cell(P) for name, cell in CELLS[layer].items()}
+        assert list(found.values()).count("exact") == 5, found
+
+    on_workers(4, main)

@@ -1,0 +1,108 @@
+"""Moments without workers: the exchange is a product with the matrix of its plan."""
+
+import doctest
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from distdl.boxes import runs, shape, slices
+from distdl.layout import Layout
+from distdl.nn import DistributedBatchNorm, DistributedGroupNorm, DistributedInstanceNorm, DistributedLayerNorm, moments
+from distdl.nn.moments import Along, subgroup
+from distdl.partition import Partition
+from distdl.planning import copy
+from distdl.testing import Silent
+
+
+def splits(extent, parts):
+    """All ways to cut a dim into blocks, empty ones included."""
+    for cuts in itertools.combinations_with_replacement(range(extent + 1), parts - 1):
+        yield runs(np.diff([0, *cuts, extent]).tolist())
+
+
+def merged_everywhere(make, grid, blocks, x):
+    """What each worker has at the end: its box of x, and the means of its entries."""
+    workers = int(np.prod(grid))
+    layouts, found = [], []
+    for me in range(workers):
+        P_x = Partition(Silent(me, workers)).reshape(grid)
+        owned = Layout.of(P_x, blocks)
+        arranged = make(P_x).arrange(owned, True)
+        layouts.append((owned, arranged))
+        block = owned.block(x).reshape(arranged.cells)
+        centre = arranged.moments.centre(block)
+        found.append(arranged.moments.measure(block - centre, centre))
+    plan = copy(layouts[0][1].moments.owned, layouts[0][1].moments.needed)
+    sent = torch.cat([found[worker].reshape(-1) for worker in sorted(plan.inputs)]).numpy()
+    gathered, start = plan.matrix() @ sent, 0
+    for me, (owned, arranged) in enumerate(layouts):
+        extents = plan.outputs[me]
+        part = torch.from_numpy(gathered[start : start + int(np.prod(extents))].copy()).reshape(extents)
+        start += part.numel()
+        yield owned[me], arranged, arranged.moments.of(arranged.moments.merge(part))
+
+
+def check(make, grid, blocks, x, dims, groups=None):
+    """The means are torch's, and where cells have one mean, workers have the same bits."""
+    mean, squares = torch.empty_like(x), torch.empty_like(x)
+    for box, arranged, found in merged_everywhere(make, grid, blocks, x):
+        for whole, part in zip((mean, squares), found, strict=True):
+            whole[slices(box)] = part.expand(arranged.cells).reshape(shape(box))
+    cells, mean, squares = (one if groups is None else one.unflatten(1, (groups, -1)) for one in (x, mean, squares))
+    variance, expected = torch.var_mean(cells, dims, correction=0, keepdim=True)
+    count = cells.numel() // expected.numel()
+    assert torch.allclose(mean, expected.expand_as(mean), rtol=1e-12) and torch.equal(mean.amin(dims), mean.amax(dims))
+    assert torch.allclose(squares / count, variance.expand_as(mean), rtol=1e-12), blocks
+    assert torch.equal(squares.amin(dims), squares.amax(dims)), blocks
+
+
+def sample(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 5
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_groups_over_every_split_of_the_channels(groups):
+    x = sample(2, 6, 2)
+    for channels, space in itertools.product(splits(6, 3), [runs([2, 0]), runs([1, 1])]):
+        blocks = [runs([2]), channels, space]
+        check(lambda P: DistributedGroupNorm(P, groups, 6), (1, 3, 2), blocks, x, (2, 3), groups)
+
+
+def test_batch_and_space_over_every_split():
+    x = sample(3, 2, 4)
+    for batch, space in itertools.product(splits(3, 2), splits(4, 3)):
+        check(lambda P: DistributedBatchNorm(P, 2), (2, 1, 3), [batch, runs([2]), space], x, (0, 2))
+
+
+def test_the_last_dims_and_single_samples():
+    x = sample(2, 3, 4)
+    for channels, space in itertools.product(splits(3, 2), splits(4, 2)):
+        blocks = [runs([1, 1]), channels, space]
+        check(lambda P: DistributedLayerNorm(P, [3, 4]), (2, 2, 2), blocks, x, (1, 2))
+        check(lambda P: DistributedInstanceNorm(P, 3), (2, 2, 2), blocks, x, (2,))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+def test_subgroups_tile_groups_and_blocks(size):
+    for cells in splits(12, 3):
+        together = subgroup(cells, size)
+        assert size % together == 0 and all(start % together == stop % together == 0 for start, stop in cells)
+        finer = [t for t in range(together + 1, size + 1) if size % t == 0]
+        assert not any(all(start % t == 0 for start, _ in cells) for t in finer)
+
+
+def test_docstring_examples():
+    results = doctest.testmod(moments)
+    assert results.attempted and not results.failed
+
+
+def test_only_what_is_split_is_gathered():
+    P = Partition(Silent(0, 4)).reshape(1, 2, 2)
+    by_channels = P[:, :, :1]
+    whole_samples = DistributedInstanceNorm(by_channels, 8).arrange(Layout.balanced(by_channels, (2, 8, 4)), True)
+    assert whole_samples.moments.plan() is None
+    plan = DistributedGroupNorm(P, 4, 8).arrange(Layout.balanced(P, (2, 8, 4)), True).moments.plan()
+    assert {move.source for move in plan.moves if move.target == 0} == {0, 1}  # not across the channels
+    assert Along.grouped(runs([0, 4, 4]), 2).needed == ((0, 0), (0, 4), (4, 8))
