@@ -6,7 +6,7 @@ what lies there is padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
@@ -359,3 +359,20 @@ def _whole_numbers(value: Any, count: int) -> Shape:
         return tuple(index(number) for number in value)
     except TypeError:
         return ()
+
+
+def reading(outputs: Intervals, ends: Callable[[list[int]], tuple[list[int], list[int]]]) -> list[Interval]:
+    """Inputs that runs of outputs read, if later outputs read no earlier inputs. So it is in an interpolation.
+
+    Args:
+        outputs: the runs.
+        ends: from outputs to the first input that each reads, and the last. Both never decrease.
+    Returns: for each run, what lies between the first input of its first output and the last of its last.
+
+    >>> reading([(0, 3), (3, 3), (3, 6)], lambda outputs: ([o // 2 for o in outputs], [o // 2 + 1 for o in outputs]))
+    [(0, 3), (0, 0), (1, 4)]
+    """
+    filled = [run for run in outputs if run[0] < run[1]]
+    first, last = ends([start for start, _ in filled] + [stop - 1 for _, stop in filled])
+    windows = iter([(i, j + 1) for i, j in zip(first, last[len(filled) :], strict=False)])
+    return [next(windows) if start < stop else (0, 0) for start, stop in outputs]

@@ -1,5 +1,7 @@
-"""Each window against the sequential torch operator, applied piece by piece. (Those of the transposed convolution:
-test_windows_transposed.py. Interpolation has none yet.)"""
+"""Each window against the sequential torch operator, applied piece by piece.
+
+More of convolutions, pooling, transposed convolution and interpolation stands in files of their own beside this one.
+"""
 
 import itertools
 

@@ -35,6 +35,7 @@ from distdl.nn.conv_transpose import (
 )
 from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
 from distdl.nn.halo_exchange import HaloExchange
+from distdl.nn.interpolate import Interpolate
 from distdl.nn.layernorm import DistributedGroupNorm, DistributedLayerNorm, DistributedRMSNorm
 from distdl.nn.linear import DistributedLinear
 from distdl.nn.loss import (
@@ -121,6 +122,7 @@ __all__ = [
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
     "HaloExchange",
+    "Interpolate",
     "Module",
     "ReduceScatter",
     "Repartition",

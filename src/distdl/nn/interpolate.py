@@ -1,0 +1,79 @@
+"""Interpolate: one block of a tensor from another block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from distdl.boxes import Box, Shape, shape
+from distdl.nn.module import Module
+from distdl.nn.resampling import Mode, Resampler
+
+
+class Interpolate(Module):
+    r"""Interpolate one block of a tensor from another block of it, without communication.
+
+    Forward: :math:`y_o = \sum_k w_{ok} \, x_{i(o, k)}`, dim by dim: the cells of the given y block, with the indices
+    and weights that torch has for the whole tensor. A cell outside of the given x block is replaced by the nearest
+    inside.
+    Adjoint: :math:`\partial x_i = \sum_{(o, k):\, i(o, k) = i} w_{ok} \, \partial y_o`.
+
+    Args:
+        x_start, x_stop, x_global_shape: the block of x and the shape of all of it, an integer for each dim, batch and
+            channels included.
+        y_start, y_stop, y_global_shape: the block of y that is wanted, likewise.
+        scale_factor: the factor in the formula for the indices, one number or one for each dim of space, as in
+            ``torch.nn.functional.interpolate``. None: the ratio of the global shapes.
+        mode: nearest or nearest-exact, linear (any dims of space), or torch's names bilinear, trilinear, bicubic.
+        align_corners: whether the first and the last cells lie on each other, and not their outer edges.
+    Shapes: x ``x_stop - x_start``, y ``y_stop - y_start``, in elements; 1 to 3 dims of space.
+    Raises: ValueError for options that do not fit, a block outside of its tensor, or a y block with cells for an x
+        block that has none; in forward, for an input of another shape, or of a dtype that torch does not interpolate.
+    """
+
+    def __init__(
+        self,
+        x_start: Sequence[int],
+        x_stop: Sequence[int],
+        x_global_shape: Sequence[int],
+        y_start: Sequence[int],
+        y_stop: Sequence[int],
+        y_global_shape: Sequence[int],
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = False,
+    ) -> None:
+        super().__init__()
+        self._x, self._extents = _block("x", x_start, x_stop, x_global_shape)
+        self._y, self._results = _block("y", y_start, y_stop, y_global_shape)
+        self._mode = Mode.of("Interpolate", len(self._extents) - 2, mode, align_corners, scale_factor)
+        if len(self._results) != len(self._extents) or self._results[:2] != self._extents[:2]:
+            raise ValueError(
+                f"Interpolate needs x and y of one rank, batch and number of channels; got the global shapes "
+                f"{list(self._extents)} and {list(self._results)}"
+            )
+        if 0 in shape(self._x) and 0 not in shape(self._y):
+            raise ValueError(f"Interpolate needs a cell of x for its y; the x block is {self._x} and y's is {self._y}")
+        self._made: dict[bool, Resampler] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape != shape(self._x):
+            raise ValueError(f"Interpolate needs a block of shape {list(shape(self._x))}; got {list(x.shape)}")
+        self._mode.check_dtype("Interpolate", x.dtype)
+        wide = x.dtype is torch.float64
+        if wide not in self._made:
+            self._made[wide] = Resampler(self._mode.along(self._extents, self._results, x.dtype), self._x, self._y)
+        return self._made[wide](x)
+
+
+def _block(what: str, start: Sequence[int], stop: Sequence[int], extents: Sequence[int]) -> tuple[Box, Shape]:
+    numbers = [tuple(index(number) for number in numbers) for numbers in (start, stop, extents)]
+    if len({len(one) for one in numbers}) > 1 or any(not 0 <= i <= j <= n for i, j, n in zip(*numbers, strict=True)):
+        raise ValueError(
+            f"Interpolate needs 0 <= {what}_start <= {what}_stop <= {what}_global_shape in each dim; got {numbers[0]}, "
+            f"{numbers[1]} and {numbers[2]}"
+        )
+    return tuple(zip(numbers[0], numbers[1], strict=True)), numbers[2]
