@@ -67,6 +67,7 @@ from distdl.nn.reduce_scatter import ReduceScatter
 from distdl.nn.repartition import Repartition
 from distdl.nn.sum_reduce import SumReduce
 from distdl.nn.transpose import DistributedTranspose
+from distdl.nn.upsampling import DistributedUpsample
 
 __all__ = [
     "AllGather",
@@ -121,6 +122,7 @@ __all__ = [
     "DistributedRMSNorm",
     "DistributedSmoothL1Loss",
     "DistributedTranspose",
+    "DistributedUpsample",
     "HaloExchange",
     "Interpolate",
     "Module",
