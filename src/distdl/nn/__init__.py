@@ -34,6 +34,12 @@ from distdl.nn.conv_transpose import (
     DistributedConvTranspose3d,
 )
 from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
+from distdl.nn.dropout import (
+    DistributedDropout,
+    DistributedDropout1d,
+    DistributedDropout2d,
+    DistributedDropout3d,
+)
 from distdl.nn.halo_exchange import HaloExchange
 from distdl.nn.interpolate import Interpolate
 from distdl.nn.layernorm import DistributedGroupNorm, DistributedLayerNorm, DistributedRMSNorm
@@ -65,6 +71,7 @@ from distdl.nn.pooling import (
 )
 from distdl.nn.reduce_scatter import ReduceScatter
 from distdl.nn.repartition import Repartition
+from distdl.nn.repeats import repeat_calls
 from distdl.nn.sum_reduce import SumReduce
 from distdl.nn.transpose import DistributedTranspose
 from distdl.nn.upsampling import DistributedUpsample
@@ -95,6 +102,10 @@ __all__ = [
     "DistributedConvTranspose2d",
     "DistributedConvTranspose3d",
     "DistributedCrossEntropyLoss",
+    "DistributedDropout",
+    "DistributedDropout1d",
+    "DistributedDropout2d",
+    "DistributedDropout3d",
     "DistributedFeatureConv1d",
     "DistributedFeatureConv2d",
     "DistributedFeatureConv3d",
@@ -130,4 +141,5 @@ __all__ = [
     "Repartition",
     "SumReduce",
     "ZeroVolumeCorrectorFunction",
+    "repeat_calls",
 ]
