@@ -1,0 +1,107 @@
+"""Initial values of parameters that are cut up: torch's distributions, by the fans of the whole parameter.
+
+Each function is called by every worker, with its block and the parameter's layout, and fills in the values that the
+block has in the global parameter on any partition (see :func:`distdl.nn.placement.random_block`). Each returns the
+parameter::
+
+    for name, layout in parameter_layouts(network).items():
+        init.kaiming_normal_(network.get_parameter(name), layout, nonlinearity="relu")
+"""
+
+from __future__ import annotations
+
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch.nn.init import calculate_gain
+
+from distdl.groups import dims
+from distdl.layout import Layout
+from distdl.nn.placement import normal, random_block
+from distdl.nn.uniform import Value
+
+
+def constant_(parameter: torch.Tensor, layout: Layout, value: float) -> torch.Tensor:
+    """Set all elements to one value."""
+    _check(parameter, layout)
+    with torch.no_grad():
+        return parameter.fill_(value)
+
+
+def uniform_(parameter: torch.Tensor, layout: Layout, a: float = 0.0, b: float = 1.0) -> torch.Tensor:
+    """Uniform numbers from a to b."""
+    return _set(parameter, layout, lambda u: a + (b - a) * u)
+
+
+def normal_(parameter: torch.Tensor, layout: Layout, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    """Normal numbers."""
+    return _set(parameter, layout, lambda u: mean + std * normal(u))
+
+
+def trunc_normal_(
+    parameter: torch.Tensor, layout: Layout, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
+) -> torch.Tensor:
+    """Normal numbers that lie between a and b."""
+    low, high = (torch.special.ndtr(torch.tensor((end - mean) / std, dtype=torch.float64)).item() for end in (a, b))
+    return _set(parameter, layout, lambda u: (mean + std * normal(low + (high - low) * u)).clamp(a, b))
+
+
+def xavier_uniform_(parameter: torch.Tensor, layout: Layout, gain: float = 1.0) -> torch.Tensor:
+    """Uniform numbers of standard deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
+    bound = gain * sqrt(6 / sum(fans(layout)))
+    return uniform_(parameter, layout, -bound, bound)
+
+
+def xavier_normal_(parameter: torch.Tensor, layout: Layout, gain: float = 1.0) -> torch.Tensor:
+    """Normal numbers of standard deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
+    return normal_(parameter, layout, 0.0, gain * sqrt(2 / sum(fans(layout))))
+
+
+def kaiming_uniform_(
+    parameter: torch.Tensor, layout: Layout, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
+) -> torch.Tensor:
+    """Uniform numbers of standard deviation ``gain / sqrt(fan)``; the gain is that of the nonlinearity."""
+    bound = sqrt(3) * _kaiming(layout, a, mode, nonlinearity)
+    return uniform_(parameter, layout, -bound, bound)
+
+
+def kaiming_normal_(
+    parameter: torch.Tensor, layout: Layout, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
+) -> torch.Tensor:
+    """Normal numbers of standard deviation ``gain / sqrt(fan)``; the gain is that of the nonlinearity."""
+    return normal_(parameter, layout, 0.0, _kaiming(layout, a, mode, nonlinearity))
+
+
+def fans(layout: Layout) -> tuple[int, int]:
+    """Number of inputs of an output, and of outputs of an input: fan_in and fan_out of the whole parameter.
+
+    Raises: ValueError for a parameter of fewer than two dims.
+    """
+    outputs_and_inputs, taps = layout.extents[:2], prod(layout.extents[2:])
+    if len(outputs_and_inputs) < 2:
+        raise ValueError(f"fans need a parameter with at least 2 dims; got one of shape {dims(layout.extents)}")
+    return outputs_and_inputs[1] * taps, outputs_and_inputs[0] * taps
+
+
+def _kaiming(layout: Layout, a: float, mode: str, nonlinearity: Any) -> float:
+    if mode not in ("fan_in", "fan_out"):
+        raise ValueError(f"a Kaiming distribution needs mode fan_in or fan_out; got {mode!r}")
+    return float(calculate_gain(nonlinearity, a)) / sqrt(fans(layout)[mode == "fan_out"])
+
+
+def _set(parameter: torch.Tensor, layout: Layout, value: Value) -> torch.Tensor:
+    _check(parameter, layout)
+    block = random_block(layout, value, parameter.dtype)
+    with torch.no_grad():
+        return parameter.copy_(block.view_as(parameter))
+
+
+def _check(parameter: torch.Tensor, layout: Layout) -> None:
+    me = layout.partition.comm.rank
+    elements = prod(layout.shapes[me]) if me in layout.partition else 0
+    if parameter.numel() != elements:
+        raise ValueError(
+            f"worker {me} stores {elements} elements of the parameter of shape {dims(layout.extents)}; "
+            f"got one of shape {list(parameter.shape)}"
+        )
