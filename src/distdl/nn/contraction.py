@@ -35,7 +35,7 @@ from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.movements import Movements, Operator
 from distdl.nn.padding import Filling
-from distdl.nn.placement import uniform_parameter
+from distdl.nn.placement import keep_sequential_keys, uniform_parameter
 from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
 from distdl.plan import Plan
@@ -83,6 +83,7 @@ class Contraction(Module):
         bound = 1 / sqrt(max(prod(self._weights.extents[1:]), 1))
         weight = uniform_parameter(self._weights, bound)
         self.register(weight, uniform_parameter(self._biases, bound) if bias else None)
+        keep_sequential_keys(self)
 
     @abstractmethod
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:

@@ -7,6 +7,8 @@ partition begins with the same network, and no worker ever holds the whole of it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from distdl.layout import Layout
@@ -58,3 +60,36 @@ def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
         for prefix, module in network.named_modules()
         for name, layout in getattr(module, "parameter_layouts", {}).items()
     }
+
+
+def keep_sequential_keys(module: torch.nn.Module) -> None:
+    """Let a module with ``parameter_layouts`` read, and where it can write, the ``state_dict`` of its sequential layer.
+
+    The key of a parameter is the last part of its name, as in the sequential layer (``weight`` for
+    ``sublinear.weight``). It is written where one worker stores the whole parameter, and read everywhere; of a
+    parameter of the global shape, a worker reads its block.
+    """
+    module.register_state_dict_post_hook(_write_sequential_keys)
+    module.register_load_state_dict_pre_hook(_read_sequential_keys)
+
+
+def _write_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, layout in module.parameter_layouts.items():
+        if len(layout) == 1 and prefix + name in state:
+            state[_sequential_key(prefix, name)] = state.pop(prefix + name)
+
+
+def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    parameters = dict(module.named_parameters())
+    for name, layout in module.parameter_layouts.items():
+        key, sequential = prefix + name, _sequential_key(prefix, name)
+        if sequential in state and key not in state:
+            state[key] = state.pop(sequential)
+        if key in state and name not in parameters:
+            del state[key]  # of a parameter that this worker has not even in zero volume
+        elif key in state and tuple(state[key].shape) == layout.extents != tuple(parameters[name].shape):
+            state[key] = layout.block(state[key]).reshape(parameters[name].shape)
+
+
+def _sequential_key(prefix: str, name: str) -> str:
+    return prefix + name.rpartition(".")[2]
