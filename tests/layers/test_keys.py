@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers_layers import noise, on_workers
 
-from distdl.nn import DistributedConv2d, DistributedLinear
+from distdl.nn import DistributedConv2d, DistributedEmbedding, DistributedLinear
 from distdl.nn.placement import parameter_layouts
 
 
@@ -17,6 +17,8 @@ def one_worker_layers(P):
     options = {"in_channels": 2, "out_channels": 3, "kernel_size": 3}
     yield DistributedConv2d(square, **options), torch.nn.Conv2d(**options)
     yield DistributedConv2d(square, square, square, **options, bias=False), torch.nn.Conv2d(**options, bias=False)
+    column = one.reshape(1, 1)
+    yield DistributedEmbedding(one, column, column, 5, 3), torch.nn.Embedding(5, 3)
 
 
 def test_one_worker_has_the_sequential_keys_both_ways():

@@ -40,6 +40,7 @@ from distdl.nn.dropout import (
     DistributedDropout2d,
     DistributedDropout3d,
 )
+from distdl.nn.embedding import DistributedEmbedding
 from distdl.nn.halo_exchange import HaloExchange
 from distdl.nn.interpolate import Interpolate
 from distdl.nn.layernorm import DistributedGroupNorm, DistributedLayerNorm, DistributedRMSNorm
@@ -106,6 +107,7 @@ __all__ = [
     "DistributedDropout1d",
     "DistributedDropout2d",
     "DistributedDropout3d",
+    "DistributedEmbedding",
     "DistributedFeatureConv1d",
     "DistributedFeatureConv2d",
     "DistributedFeatureConv3d",
