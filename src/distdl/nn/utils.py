@@ -1,0 +1,133 @@
+"""Norms of gradients over all workers, and clipping by them: torch's functions, for parameters that are cut up.
+
+They are given the network, or its parameters. Each block of a parameter lives on one worker, so the norm of all
+gradients is the norm of the workers' norms. Every worker calls them, and every worker gets the same bits.
+
+A network may also have modules of torch between its distributed layers, whose parameters every worker has a copy of.
+Given the network, each of them counts once. Its copies have one gradient, so what the workers found has to be added up
+before (``P.allreduce_data``). A worker whose copy has no gradient, or zeros, takes no part in this. Given only
+parameters, there is no telling copies from blocks, and each counts as a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.nn.utils import clip_grad_value_ as clip_locally
+from torch.nn.utils import clip_grads_with_norm_
+from torch.nn.utils import get_total_norm as local_norm
+
+from distdl.nn.placement import parameter_layouts
+from distdl.partition import Partition
+from distdl.worlds import world
+
+Tensors = torch.Tensor | Iterable[torch.Tensor]
+_SAME = 1e-4  # how far the norms of copies may differ, relatively: sums may be rounded in another order
+
+
+def clip_grad_norm_(
+    network: torch.nn.Module | Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    P: Partition | None = None,
+) -> torch.Tensor:
+    """Scale the gradients of all workers so that their norm, taken together, is at most ``max_norm``.
+
+    Args:
+        network: a network, or parameters.
+        norm_type, error_if_nonfinite, foreach: as in torch.
+        P: the workers that take part; by default all of the world.
+    Returns: the norm before, as :func:`get_total_norm`.
+    Raises: as :func:`get_total_norm`.
+    """
+    parameters = _tensors(network)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = get_total_norm(
+        network if isinstance(network, torch.nn.Module) else gradients, norm_type, error_if_nonfinite, foreach, P=P
+    )
+    clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
+
+
+def clip_grad_value_(network: torch.nn.Module | Tensors, clip_value: float, foreach: bool | None = None) -> None:
+    """Cut off the gradients at ``-clip_value`` and ``clip_value``. Each worker does it by itself."""
+    clip_locally(_tensors(network), clip_value, foreach)
+
+
+def get_total_norm(
+    network: torch.nn.Module | Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    P: Partition | None = None,
+) -> torch.Tensor:
+    r"""The norm of the gradients of a network, or of tensors, over all workers, as if they were one vector.
+
+    .. math:: \Big( \sum_\text{workers} \sum_\text{blocks} \|g\|_p^p \Big)^{1/p}
+
+    Args:
+        network: a network, whose gradients are meant; or tensors.
+        norm_type: p, larger than 0; ``inf`` for the largest element.
+        error_if_nonfinite: whether to raise RuntimeError, on every worker, if the norm is not a finite number.
+        foreach: as in torch.
+        P: the workers that take part; by default all of the world. Every one of them calls this.
+    Returns: a 0-d tensor in float64, the same on every worker.
+    Raises: ValueError for another norm_type; on every worker, if copies of a parameter have different gradients.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"the norm of gradients needs norm_type larger than 0; got {norm_type}")
+    blocks: list[torch.Tensor] = []
+    copies: dict[str, float] = {}
+    if isinstance(network, torch.nn.Module):
+        layouts = parameter_layouts(network)
+        for name, parameter in network.named_parameters():
+            if parameter.grad is not None and name in layouts:
+                blocks.append(parameter.grad)
+            elif parameter.grad is not None:
+                copies[name] = _norm([parameter.grad], order, foreach)
+    else:
+        blocks = _tensors(network)
+    team = world() if P is None else P
+    heard = team.allgather_data((_norm(blocks, order, foreach), copies))
+    norms = [norm for norm, _ in heard] + _once([copies for _, copies in heard])
+    total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients of all workers is {total.item()}, so it cannot be "
+            "clipped; pass error_if_nonfinite=False to scale by it anyway"
+        )
+    return total
+
+
+def _norm(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> float:
+    # (the largest element of a tensor without elements is an error in torch)
+    filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+    return float(local_norm(filled, order, False, foreach)) if filled else 0.0
+
+
+def _once(heard: list[dict[str, float]]) -> list[float]:
+    """The norm of each parameter that workers have copies of, from what they heard of each other."""
+    found = []
+    for name in dict.fromkeys(name for copies in heard for name in copies):
+        norms = {worker: copies[name] for worker, copies in enumerate(heard) if copies.get(name, 0.0) != 0}
+        least, most = min(norms.values(), default=0.0), max(norms.values(), default=0.0)
+        if most - least > _SAME * most:
+            raise ValueError(
+                f"workers have copies of {name}, whose gradients have to be equal: add them up over the workers first; "
+                f"their norms are {', '.join(f'{norm:g} (rank {rank})' for rank, norm in norms.items())}"
+            )
+        found.append(math.nan if any(map(math.isnan, norms.values())) else most)
+    return found
+
+
+def _tensors(network: torch.nn.Module | Tensors) -> list[torch.Tensor]:
+    if isinstance(network, torch.nn.Module):
+        return list(network.parameters())
+    return [network] if isinstance(network, torch.Tensor) else list(network)
