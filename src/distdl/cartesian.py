@@ -62,14 +62,14 @@ class CartesianPartition(Partition):
             neighbours.append((ends[place], ends[place + 2]))
         return neighbours
 
-    def create_cartesian_subtopology_partition(self, remain_shape: Sequence[bool]) -> Any:
+    def create_cartesian_subtopology_partition(self, remain: Sequence[bool]) -> Any:
         """The sub-grid through this worker that keeps the axes marked True. (Where inactive: the one through index 0.)
 
         Raises: ValueError unless there is one mark for each axis.
         """
-        keep = [bool(mark) for mark in remain_shape]
+        keep = [bool(mark) for mark in remain]
         if len(keep) != self.workers.ndim:
-            raise ValueError(f"a sub-topology needs one mark for each axis of {self}; got {list(remain_shape)}")
+            raise ValueError(f"a sub-topology needs one mark for each axis of {self}; got {list(remain)}")
         here = self.index_of(self.comm.rank) if self._place is not None else (0,) * len(keep)
         grid = self.workers[tuple(slice(None) if mark else i for mark, i in zip(keep, here, strict=True))]
         return self._like(np.asarray(grid), cartesian=True)

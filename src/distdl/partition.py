@@ -189,27 +189,27 @@ class Partition:
         return self._like(line_of(self.workers, reduced, self.index_of(self.comm.rank)))
 
     def create_broadcast_partition_to(
-        self, P_y: Partition, transpose_src: bool = False, transpose_dest: bool = False
+        self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
-        """The two teams in which this worker takes part when this partition's tensors are broadcast to ``P_y``.
+        """The two teams in which this worker takes part when this partition's tensors are broadcast to ``P``.
 
         Returns:
             P_send: the team to which this worker copies its tensor; inactive where it is not in this partition.
-            P_recv: the team from whose root it gets its copy; inactive where it is not in ``P_y``.
+            P_recv: the team from whose root it gets its copy; inactive where it is not in ``P``.
             Both are unstructured, root first. The root receives a copy only if its P_recv is its P_send.
         Raises: ValueError if the shapes do not fit.
         """
-        return self._teams(self, P_y, transpose_src, transpose_dest, "Broadcast", ("P_x", "P_y"))
+        return self._teams(self, P, transpose_src, transpose_dest, "Broadcast", ("P_x", "P_y"))
 
     def create_reduction_partition_to(
-        self, P_y: Partition, transpose_src: bool = False, transpose_dest: bool = False
+        self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
-        """The mirror image: the teams with which this partition's tensors are sum-reduced to ``P_y``.
+        """The mirror image: the teams with which this partition's tensors are sum-reduced to ``P``.
 
         Returns: P_send, to whose root this worker contributes, and P_recv, whose sum it receives, as above.
         Raises: ValueError if the shapes do not fit.
         """
-        P_recv, P_send = self._teams(P_y, self, transpose_dest, transpose_src, "SumReduce", ("P_y", "P_x"))
+        P_recv, P_send = self._teams(P, self, transpose_dest, transpose_src, "SumReduce", ("P_y", "P_x"))
         return P_send, P_recv
 
     def _teams(
