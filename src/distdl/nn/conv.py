@@ -200,9 +200,19 @@ class GeneralConvolution(Convolution):
         super().__init__(P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
         self.P_w = P_w
 
+    @property
+    def stores_bias(self) -> bool:
+        """Whether a block of the bias, if there is one, lives on this worker."""
+        return self.P_w.comm.rank in self._biases.partition
+
 
 class ChannelConvolution(GeneralConvolution):
     """A convolution that is split over input and output channels (and the batch), not over space."""
+
+    @property
+    def conv_layer(self) -> ChannelConvolution:
+        """Where the published interface has ``weight`` and ``bias``: here."""
+        return self
 
 
 class DistributedFeatureConv1d(FeatureConvolution):
