@@ -24,8 +24,11 @@ CORE = [
     "nn.placement", "nn.padding", "nn.weights", "nn.movements", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
 ]  # fmt: skip
-NAMES = ["nn.transpose", "utilities", "utilities.slicing", "utilities.torch", "backends.mpi.buffer",
-         "backends.mpi.partition"]  # fmt: skip
+NAMES = [
+    "utilities", "utilities.debug", "utilities.dtype", "utilities.index_tricks", "utilities.slicing",
+    "utilities.tensor_decomposition", "utilities.torch", "backends.mpi.buffer",
+    "backends.mpi.partition", "nn.transpose",
+]  # fmt: skip
 TOP = ["", "nn", "testing", "__main__"]
 LAZY = {"worlds", "launch", "processes"}  # they import a back-end when a world of its kind is opened
 

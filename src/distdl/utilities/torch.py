@@ -9,6 +9,31 @@ import torch
 from numpy.typing import ArrayLike
 
 
+class TensorStructure:
+    """What one has to know of a tensor to make one like it.
+
+    Attributes:
+        shape, dtype, requires_grad: of the tensor; None without one.
+    """
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self.shape: Any = None
+        self.dtype: torch.dtype | None = None
+        self.requires_grad: bool | None = None
+        if tensor is not None:
+            self.fill_from_tensor(tensor)
+
+    def fill_from_tensor(self, tensor: torch.Tensor) -> None:
+        """Describe this tensor."""
+        self.shape, self.dtype, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorStructure) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"TensorStructure(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+
 def zero_volume_tensor(
     b: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None
 ) -> torch.Tensor:

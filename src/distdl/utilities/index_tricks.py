@@ -1,0 +1,17 @@
+"""Published helpers from the place in a flattened array to its index."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distdl.groups import IntArray
+
+
+def cartesian_index_c(shape: Sequence[int], i: int) -> IntArray:
+    """The index of element ``i`` in row-major (C) order."""
+    return np.array(np.unravel_index(i, shape))
+
+
+def cartesian_index_f(shape: Sequence[int], i: int) -> IntArray:
+    """The index of element ``i`` in column-major (Fortran) order."""
+    return np.array(np.unravel_index(i, shape, order="F"))
