@@ -27,7 +27,8 @@ CORE = [
 NAMES = [
     "utilities", "utilities.debug", "utilities.dtype", "utilities.index_tricks", "utilities.slicing",
     "utilities.tensor_decomposition", "utilities.torch", "backends.mpi.buffer",
-    "backends.mpi.partition", "nn.transpose",
+    "backends.mpi.partition", "nn.transpose", "nn.mixins",
+    "nn.mixins.conv_mixin", "nn.mixins.halo_mixin", "nn.mixins.pooling_mixin",
 ]  # fmt: skip
 TOP = ["", "nn", "testing", "__main__"]
 LAZY = {"worlds", "launch", "processes"}  # they import a back-end when a world of its kind is opened
