@@ -1,6 +1,6 @@
 """distdl: model-parallel deep learning for PyTorch, done as linear algebra."""
 
-from distdl import backends, nn, utilities
+from distdl import backend, backends, nn, utilities
 from distdl.agreement import fixed_shapes
 from distdl.bookkeeping import ledger
 from distdl.cartesian import CartesianPartition
@@ -15,6 +15,7 @@ __all__ = [
     "CartesianPartition",
     "CommunicationError",
     "Partition",
+    "backend",
     "backends",
     "fixed_shapes",
     "ledger",

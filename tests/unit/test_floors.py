@@ -26,8 +26,8 @@ CORE = [
 ]  # fmt: skip
 NAMES = [
     "utilities", "utilities.debug", "utilities.dtype", "utilities.index_tricks", "utilities.slicing",
-    "utilities.tensor_decomposition", "utilities.torch", "backends.mpi.buffer",
-    "backends.mpi.partition", "nn.transpose", "nn.mixins",
+    "utilities.tensor_decomposition", "utilities.torch", "backend", "backend.backend", "backends.mpi.buffer",
+    "backends.mpi.partition", "nn.transpose", "nn.conv_feature", "nn.conv_channel", "nn.conv_general", "nn.mixins",
     "nn.mixins.conv_mixin", "nn.mixins.halo_mixin", "nn.mixins.pooling_mixin",
 ]  # fmt: skip
 TOP = ["", "nn", "testing", "__main__"]

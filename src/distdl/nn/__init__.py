@@ -1,5 +1,6 @@
 """The distributed modules: data movement primitives, and the layers that are built on them."""
 
+from distdl.nn import loss, mixins
 from distdl.nn.adaptive_max_pooling import (
     DistributedAdaptiveMaxPool1d,
     DistributedAdaptiveMaxPool2d,
@@ -143,5 +144,7 @@ __all__ = [
     "Repartition",
     "SumReduce",
     "ZeroVolumeCorrectorFunction",
+    "loss",
+    "mixins",
     "repeat_calls",
 ]

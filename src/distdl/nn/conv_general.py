@@ -1,0 +1,5 @@
+"""The published place of the general convolutions."""
+
+from distdl.nn.conv import DistributedGeneralConv1d, DistributedGeneralConv2d, DistributedGeneralConv3d
+
+__all__ = ["DistributedGeneralConv1d", "DistributedGeneralConv2d", "DistributedGeneralConv3d"]
