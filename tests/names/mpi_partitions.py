@@ -1,4 +1,9 @@
-"""The published partition names under MPI, checked by all processes of one job; prints the name of each check."""
+"""The published partitions under MPI."""
+
+import gc
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
 
 import numpy as np
 import torch
@@ -9,6 +14,9 @@ from distdl.backends.mpi.buffer import MPIBufferManager
 from distdl.backends.mpi.partition import MPICartesianPartition, MPIPartition
 from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
+from distdl.utilities.debug import print_sequential
+from distdl.utilities.tensor_decomposition import compute_subtensor_shapes_unbalanced
+from distdl.utilities.torch import TensorStructure
 
 
 def refused(call, kind, words):
@@ -120,14 +128,123 @@ def check_large_messages_go_in_pieces():
         messages.PIECE_BYTES = whole
 
 
-def main():
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            check()
-            MPI.COMM_WORLD.Barrier()
-            if MPI.COMM_WORLD.rank == 0:
-                print(name, flush=True)
+def check_inclusive_partitions_of_every_kind():
+    P = MPIPartition(MPI.COMM_WORLD)
+    for parent in (P, P.create_partition_inclusive(np.arange(4)), P.create_cartesian_topology_partition((2, 2))):
+        for ranks in ([2, 0], np.array([2, 0])):
+            child = parent.create_partition_inclusive(ranks)
+            assert child.workers.tolist() == [2, 0] and child.active == (P.rank in (0, 2))
+            assert not child.active or child.rank == {2: 0, 0: 1}[P.rank]
+    last = P.create_partition_inclusive([3]).create_partition_inclusive([0])
+    assert last.active == (P.rank == 3)
 
 
-if __name__ == "__main__":
-    main()
+def check_topologies_are_row_major_and_independent():
+    P = MPIPartition(MPI.COMM_WORLD)
+    base = P.create_partition_inclusive([3, 0, 2])
+    base.deactivate()
+    first, second = base.create_cartesian_topology_partition([1, 3]), base.create_cartesian_topology_partition((3, 1))
+    assert first.workers.tolist() == [[3, 0, 2]] and first.active == (P.rank in (3, 0, 2))
+    if first.active:
+        assert first.index.tolist() == list(np.unravel_index(first.rank, (1, 3)))
+        first.deactivate()
+        assert second.active and second.index.tolist() == [[3, 0, 2].index(P.rank), 0]
+        assert second._comm.Get_size() == 3
+    assert not first.active and first.shape.tolist() == [1, 3]
+
+
+def check_the_attributes_of_active_and_inactive_partitions():
+    P = MPIPartition(MPI.COMM_WORLD)
+    team = P.create_partition_inclusive([1, 2])
+    grid = team.create_cartesian_topology_partition([1, 2])
+    assert isinstance(P.rank, int) and isinstance(P.size, int) and P.active is True
+    assert P.shape.tolist() == [4] and P.dim == 1 and P.index == P.rank
+    assert P._comm == P._root == MPI.COMM_WORLD and P._group.Get_size() == 4
+    for one in (team, grid):
+        assert one.active is (P.rank in (1, 2)) and one._root == MPI.COMM_WORLD
+        assert MPI.Group.Translate_ranks(one._group, [0, 1], MPI.COMM_WORLD.group) == [1, 2]
+    if grid.active:
+        assert isinstance(grid.rank, int) and grid.size == 2 and isinstance(grid.shape, np.ndarray) and grid.dim == 2
+        assert isinstance(grid.index, np.ndarray) and grid.index.dtype.kind == grid.shape.dtype.kind == "i"
+        assert len(np.where(grid.index == 0)[0]) == (2 if P.rank == 1 else 1) and grid.index[-1] == P.rank - 1
+        gathered = grid._comm.gather(torch.full((2,), float(P.rank)), root=0)
+        assert grid.rank != 0 or torch.stack(gathered).tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    else:
+        for one in (team, grid):
+            assert (one.rank, one.size, one.index) == (MPI.PROC_NULL, -1, None) and one._comm == MPI.COMM_NULL
+    assert grid.shape[0] == 1 and grid.shape[1:].tolist() == [2]
+
+
+def check_equality_is_by_value():
+    P = MPIPartition(MPI.COMM_WORLD)
+    one, same = P.create_partition_inclusive([1, 2]), P.create_partition_inclusive([1, 2])
+    assert one == same and one is not same and one != P.create_partition_inclusive([2, 1])
+    assert one.reshape(1, 2) == same.reshape(1, 2) != same.reshape(2, 1) and one != one.reshape(2)
+    grid = P.create_cartesian_topology_partition([2, 2])
+    x = torch.ones(2, 2)
+    assert torch.equal(Repartition(grid, grid)(x), x) and torch.equal(Broadcast(grid, grid)(x), x)
+
+
+def check_teams_of_broadcasts_and_reductions():
+    P = MPIPartition(MPI.COMM_WORLD)
+    few = P.create_partition_inclusive([2, 3]).create_cartesian_topology_partition([1, 2])
+    grid = P.create_cartesian_topology_partition([2, 2])
+    send, receive = few.create_broadcast_partition_to(grid)
+    assert send.active == few.active and receive.active
+    assert receive.workers.tolist()[0] == 2 + P.rank % 2  # the root comes first
+    up, down = grid.create_reduction_partition_to(few)
+    assert up.active and down.active == few.active and up.workers.tolist() == receive.workers.tolist()
+    send, receive = grid.create_broadcast_partition_to(grid, transpose_src=True)
+    assert receive.workers[0] == [0, 2, 1, 3][P.rank]
+    rows = grid.create_allreduction_partition((1,))
+    assert sorted(rows.workers.tolist()) == [[0, 1], [2, 3]][P.rank // 2]
+    assert few.create_partition_union(P.create_partition_inclusive([0, 3])).workers.tolist() == [2, 3, 0]
+
+
+def check_values_are_shared():
+    P = MPIPartition(MPI.COMM_WORLD)
+    assert P.broadcast_data({"n": P.rank}, root=2) == {"n": 2}
+    inner = P.create_partition_inclusive([3, 1])
+    assert P.broadcast_data(P.rank if inner.active else None, root=0, P_data=inner) == 3
+    assert P.allgather_data((P.rank, "x")) == [(w, "x") for w in range(4)]
+    assert P.allreduce_data(P.rank + 1) == 10 and P.allreduce_data(np.array([P.rank, 1]), op="sum").tolist() == [6, 4]
+    assert P.allreduce_data(P.rank, op="max") == 3
+
+
+def check_cartesian_methods():
+    P = MPIPartition(MPI.COMM_WORLD)
+    grid = P.create_cartesian_topology_partition([2, 2])
+    assert grid.cartesian_index(2).tolist() == [1, 0]
+    assert grid.neighbor_ranks(3) == [(1, MPI.PROC_NULL), (2, MPI.PROC_NULL)]
+    row = grid.create_cartesian_subtopology_partition([False, True])
+    assert row.shape.tolist() == [2] and row.workers.tolist() == [[0, 1], [2, 3]][P.rank // 2]
+
+
+def check_layers_end_on_some_workers_first():
+    P = MPIPartition(MPI.COMM_WORLD)
+    grid = P.create_cartesian_topology_partition([2, 2])
+    layer = Repartition(grid, grid.T)
+    layer(torch.ones(1, 1))
+    if P.rank % 2:  # no clean-up is collective
+        del layer
+        gc.collect()
+    assert MPI.COMM_WORLD.allreduce(1) == 4
+
+
+def check_values_are_printed_in_order():
+    P = distdl.backend.backend.Partition(MPI.COMM_WORLD)
+    assert isinstance(P, MPIPartition)
+    for show in (P.print_sequential, lambda value: print_sequential(P._comm, value), partial(print_sequential, P)):
+        with redirect_stdout(StringIO()) as text:
+            show(f"worker {P.rank}")
+        assert text.getvalue().split("\n")[:-1] == [f"worker {w}" for w in range(4) if P.rank == 0]
+
+
+def check_shapes_of_uneven_blocks_are_collected():
+    P = MPIPartition(MPI.COMM_WORLD)
+    P_x = P.create_partition_inclusive([2, 1]).create_cartesian_topology_partition([1, 2])
+    x = torch.ones(2, P.rank) if P_x.active else torch.zeros(0)
+    shapes = compute_subtensor_shapes_unbalanced(TensorStructure(x), P_x)
+    assert shapes.tolist() == [[[2, 2], [2, 1]]] if P_x.active else shapes is None
+    told = compute_subtensor_shapes_unbalanced(TensorStructure(x), P_x, P.create_partition_inclusive([0]))
+    assert told is None if P.rank == 3 else told.tolist() == [[[2, 2], [2, 1]]]
