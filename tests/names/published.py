@@ -230,6 +230,7 @@ MIXINS = [
 
 _POOL = "P_x, kernel_size, stride=1, padding=0, dilation=1, buffer_manager=None"
 _SIZES = (1, 2, 3)
+_NETWORKS = "check_lenet_trains_like_the_sequential_network check_a_vgg_trains_like_the_sequential_network"
 LAYERS = [
     *[
         Row(module, "DistributedLinear", "P_x, P_y, P_w, in_features, out_features, bias=True", "sublinear",
@@ -253,7 +254,7 @@ LAYERS = [
     ],
     *[
         Row("distdl.nn", f"DistributedConv{n}d", "P_x, P_y=None, P_w=None, buffer_manager=None, **options", "",
-            "check_the_kind_of_convolution")
+            f"check_the_kind_of_convolution {_NETWORKS}")
         for n in _SIZES
     ],
     *[

@@ -19,7 +19,8 @@ from distdl.backends.mpi.partition import MPIPartition
 from distdl.utilities.torch import TensorStructure
 
 FOLDER = Path(__file__).parent
-CHECKS = ["mpi_partitions", "mpi_tensors", "mpi_movements", "mpi_layers"]
+CHECKS = ["mpi_partitions", "mpi_tensors", "mpi_movements", "mpi_layers", "mpi_networks"]
+NETWORKS = ["lenet", "vgg"]
 EXAMPLES = {
     "MPIPartition": lambda P: P,
     "MPICartesianPartition": lambda P: P.reshape(1, 1),
@@ -90,6 +91,17 @@ def test_it_has_the_published_attributes(name):
     assert [word for word in HAVING[name].attributes.split() if not hasattr(example, word)] == []
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_networks_use_published_names_only(network):
+    tree = ast.parse((FOLDER / f"{network}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"numpy", "torch", "distdl.nn"}
+    used = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "dnn"
+    }
+    assert len(used) > 4 and used <= {row.name for row in ROWS if row.module == "distdl.nn"}
+
+
 def functions_of(path):
     return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
 
@@ -101,10 +113,10 @@ def test_every_behaviour_has_a_test_and_every_check_belongs_to_a_name():
     assert {name for name in defined if name.startswith("check_")} <= shown
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 def test_all_checks_under_mpi():
     command = mpirun(4, FOLDER / "run_names.py", *CHECKS)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=python_path(DISTDL_TIMEOUT="20"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=python_path(DISTDL_TIMEOUT="20"))
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [name for module in CHECKS for name in functions_of(FOLDER / f"{module}.py") if name[:6] == "check_"]
     assert done.stdout.split() == expected and {path.stem for path in FOLDER.glob("mpi_*.py")} == set(CHECKS)
