@@ -1,5 +1,10 @@
 """Networks as existing users write them, trained beside the sequential network, under MPI."""
 
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
 import lenet
 import torch
 import vgg
@@ -10,6 +15,7 @@ from distdl.nn.placement import parameter_layouts
 from distdl.utilities.torch import zero_volume_tensor
 
 STEPS = 3
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from-upstream.md"
 
 
 def agree(ours, theirs):
@@ -73,3 +79,10 @@ def check_lenet_trains_like_the_sequential_network():
 def check_a_vgg_trains_like_the_sequential_network():
     kinds = trains_like_sequential(vgg)
     assert {f"Distributed{kind}Conv2d" for kind in ("Feature", "Channel", "General")} <= kinds
+
+
+def check_the_example_of_the_docs():
+    code, printed = re.findall(r"```(?:python|text)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    with redirect_stdout(StringIO()) as text:
+        exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__"})
+    assert text.getvalue() == (printed if MPI.COMM_WORLD.rank == 0 else "")

@@ -47,7 +47,11 @@ _MIXIN = (
 )
 
 PARTITIONS = [
-    Row("distdl.backend.backend", "Partition", shown_by="check_values_are_printed_in_order"),
+    Row(
+        "distdl.backend.backend",
+        "Partition",
+        shown_by="check_values_are_printed_in_order check_the_example_of_the_docs",
+    ),
     *[
         Row(
             _PARTITION,
