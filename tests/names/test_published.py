@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from launchers import mpirun, python_path
 from mpi4py import MPI
-from published import ROWS
+from published import ROWS as FIRST
+from published_further import FURTHER
 
 import distdl.nn as dnn
 from distdl.backends.mpi.buffer import MPIBufferManager, MPIExpandableBuffer
@@ -19,8 +20,9 @@ from distdl.backends.mpi.partition import MPIPartition
 from distdl.utilities.torch import TensorStructure
 
 FOLDER = Path(__file__).parent
-CHECKS = ["mpi_partitions", "mpi_tensors", "mpi_movements", "mpi_layers", "mpi_networks"]
-NETWORKS = ["lenet", "vgg"]
+ROWS = [*FIRST, *FURTHER]
+CHECKS = ["mpi_partitions", "mpi_tensors", "mpi_movements", "mpi_layers", "mpi_networks", "mpi_further"]
+NETWORKS = ["lenet", "vgg", "resnet"]
 EXAMPLES = {
     "MPIPartition": lambda P: P,
     "MPICartesianPartition": lambda P: P.reshape(1, 1),
@@ -35,6 +37,9 @@ for n in (1, 2, 3):
     EXAMPLES[f"DistributedFeatureConv{n}d"] = lambda P, n=n, shape=shape: getattr(dnn, f"DistributedConv{n}d")(
         P.reshape(shape), in_channels=2, out_channels=3, kernel_size=1
     )
+    EXAMPLES[f"DistributedConvTranspose{n}d"] = lambda P, n=n, shape=shape: getattr(
+        dnn, f"DistributedConvTranspose{n}d"
+    )(P.reshape(shape), in_channels=2, out_channels=3, kernel_size=1)
     for kind in ("Channel", "General"):
         EXAMPLES[f"Distributed{kind}Conv{n}d"] = lambda P, name=f"Distributed{kind}Conv{n}d", shape=shape: getattr(
             dnn, name
