@@ -21,6 +21,7 @@ from distdl.comm import Calls, Communicator, Group, Message, Pending, contiguous
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
 from distdl.memory import empty, is_channels_last
+from distdl.parcels import by_worker, packed, room, unpack
 from distdl.plan import Pattern, Plan, Role, Schedule
 
 _TAGS = 32768
@@ -235,8 +236,8 @@ def _begin_moves(comm: Communicator, schedule: Schedule, x: torch.Tensor, y: tor
     sends = [(target, x[index] if index else x) for target, index in schedule.sends]
     rooms: Sequence[Message] = arrivals
     if schedule.packs:
-        sends = [(target, _packed(parts)) for target, parts in _by_worker(sends).items()]
-        rooms = [(source, _room(parts)) for source, parts in _by_worker(arrivals).items()]
+        sends = [(target, packed(parts)) for target, parts in by_worker(sends).items()]
+        rooms = [(source, room(parts)) for source, parts in by_worker(arrivals).items()]
     pending = comm.exchange(sends, rooms, tag) if sends or rooms else Pending()
     for to, own in schedule.kept:
         (y[to] if to else y).copy_(x[own] if own else x)
@@ -255,8 +256,8 @@ def _finish_moves(
 ) -> None:
     pending.wait()
     if schedule.packs:
-        for (_, room), parts in zip(rooms, _by_worker(arrivals).values(), strict=True):
-            _unpack(room, parts)
+        for (_, arrived), parts in zip(rooms, by_worker(arrivals).values(), strict=True):
+            unpack(arrived, parts)
     for to, terms in schedule.sums:
         total = y[to] if to else y
         tensors = [arrivals[term][1] if isinstance(term, int) else x[term] if term else x for term in terms]
@@ -264,28 +265,6 @@ def _finish_moves(
             total.add_(fold(tensors, torch.add))
         else:
             fold_into(total, tensors)
-
-
-def _by_worker(messages: Sequence[Message]) -> dict[int, list[torch.Tensor]]:
-    parts: dict[int, list[torch.Tensor]] = {}
-    for worker, tensor in messages:
-        parts.setdefault(worker, []).append(tensor)
-    return parts
-
-
-def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
-
-
-def _room(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = parts[0]
-    return first if len(parts) == 1 else empty((sum(part.numel() for part in parts),), first.dtype, first)
-
-
-def _unpack(room: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    if len(parts) > 1:
-        for part, piece in zip(parts, room.split([part.numel() for part in parts]), strict=True):
-            part.copy_(piece.view(part.shape))
 
 
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:

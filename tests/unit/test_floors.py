@@ -10,18 +10,22 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 CORE = [
     # floor 0: values
-    "boxes", "windows", "borders", "memory", "comm", "encoding", "groups", "sharing", "partition", "cartesian",
-    "layout",
+    "boxes", "windows", "transposed", "borders", "memory", "comm", "encoding", "groups", "sharing", "partition",
+    "cartesian", "layout",
     # floor 1: plans
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
-    "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed", "backends.mpi",
-    "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
+    "parcels", "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed",
+    "backends.mpi", "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
     # floor 3: primitives
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
-    "nn.placement", "nn.padding", "nn.weights", "nn.movements", "nn.contraction", "nn.linear", "nn.conv", "nn.pooling",
+    "nn.uniform", "nn.placement", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements", "nn.contraction",
+    "nn.linear", "nn.conv", "nn.conv_transpose",
+    "nn.window_pooling", "nn.pooling", "nn.runs", "nn.adaptive_pooling", "nn.adaptive_max_pooling",
+    "nn.moments", "nn.normalisation", "nn.batchnorm", "nn.layernorm",
+    "nn.resampling", "nn.interpolate", "nn.upsampling", "nn.repeats", "nn.dropout", "nn.embedding",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
 ]  # fmt: skip
 NAMES = [

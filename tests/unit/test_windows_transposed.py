@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from distdl.boxes import balanced
-from distdl.windows import Crop, Transposed, grouped, transposed
+from distdl.transposed import Crop, Transposed, transposed
+from distdl.windows import grouped
 
 
 def geometry(k, s, p, d, more):

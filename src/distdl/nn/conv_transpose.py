@@ -18,7 +18,8 @@ from distdl.nn.contraction import Contraction
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.movements import Operator
 from distdl.partition import Partition
-from distdl.windows import Crop, Intervals, Transposed, grouped
+from distdl.transposed import Crop, Transposed
+from distdl.windows import Intervals, grouped
 
 _FARTHEST = 2**62  # what a header can hold
 
