@@ -59,7 +59,7 @@ def check_any_rank(layer, reference, x, blocks=None):
 
     class View:
         P_x, P_y, parameter_layouts = padded(layer.P_x, x.dim()), padded(layer.P_y, x.dim()), layer.parameter_layouts
-        zero_grad, get_parameter = layer.zero_grad, layer.get_parameter
+        zero_grad, get_parameter, named_parameters = layer.zero_grad, layer.get_parameter, layer.named_parameters
 
         def __call__(self, x):
             return layer(x)

@@ -16,7 +16,8 @@ CORE = [
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
     "parcels", "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed",
-    "backends.mpi", "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch", "bookkeeping",
+    "backends.mpi", "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch",
+    "bookkeeping",
     # floor 3: primitives
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
