@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
+from torch.nn import functional
 
 from distdl.boxes import Interval, shape
 from distdl.groups import dims
@@ -21,6 +23,7 @@ class Tracking(Normalisation):
     the same order, so theirs are equal to the last bit and no message is needed for it.
     """
 
+    eps: float
     running_mean: torch.Tensor | None
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
@@ -72,6 +75,11 @@ class Tracking(Normalisation):
         mean, squares = moments.of(means, (batch, self._kept, *space)).mean(1)
         for running, new in zip(self.running(), (mean, squares / (moments.count - 1)), strict=True):
             running.mul_(1 - self.factor).add_(self.factor * new.flatten())
+
+    @property
+    def tracked(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The running statistics that torch's operator has to update, if any."""
+        return (self.running_mean, self.running_var) if self.training else (None, None)
 
     def _channels(self, owned: Layout, training: bool) -> Along:
         """A place needs the moments of its channels and, to track them, of those that it keeps."""
@@ -140,6 +148,12 @@ class DistributedBatchNorm(Tracking):
             self.num_batches_tracked.add_(1)
         return super().forward(x)
 
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        mean, variance = running or self.tracked
+        return functional.batch_norm(x, mean, variance, weight, bias, not running, self.factor, self.eps)
+
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         if self.running() and not training:
             return self._arranged(owned, [])
@@ -192,6 +206,12 @@ class DistributedInstanceNorm(Tracking):
         if P_x.workers.ndim < 3:
             raise ValueError(f"DistributedInstanceNorm needs P_x: batch x channels x space; got {P_x}")
         super().__init__(P_x, num_features, eps, momentum, affine, track_running_stats)
+
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        mean, variance = running or self.tracked
+        return functional.instance_norm(x, mean, variance, weight, bias, not running, self.factor, self.eps)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         if self.running() and not training:

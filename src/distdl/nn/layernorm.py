@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import prod
 
 import numpy as np
+import torch
+from torch.nn import functional
 
 from distdl.boxes import shape
 from distdl.groups import dims
@@ -30,6 +32,14 @@ class Trailing(Normalisation):
             )
         super().__init__(P_x, eps, {first + dim: int(extent) for dim, extent in enumerate(extents)}, parameters)
         self.normalized_shape = tuple(map(int, extents))
+
+    def trailing(
+        self, x: torch.Tensor, *rows: torch.Tensor | None
+    ) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
+        """The extents of the last dims, and weight and bias in this shape."""
+        extents = list(x.shape[-len(self.normalized_shape) :])
+        weight, bias = (None if row is None else row.reshape(extents) for row in rows)
+        return extents, weight, bias
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         cells = shape(owned[self.P_x.comm.rank])
@@ -62,6 +72,8 @@ class DistributedLayerNorm(Trailing):
     Source: Ba et al., arXiv:1607.06450.
     """
 
+    eps: float
+
     def __init__(
         self,
         P_x: Partition,
@@ -72,6 +84,11 @@ class DistributedLayerNorm(Trailing):
     ) -> None:
         super().__init__(P_x, normalized_shape, eps, (1 + bias) * elementwise_affine)
         self.elementwise_affine = elementwise_affine
+
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return functional.layer_norm(x, *self.trailing(x, weight, bias), self.eps)
 
 
 class DistributedRMSNorm(Trailing):
@@ -104,6 +121,12 @@ class DistributedRMSNorm(Trailing):
         super().__init__(P_x, normalized_shape, eps, int(elementwise_affine))
         self.elementwise_affine = elementwise_affine
 
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        extents, weight, _ = self.trailing(x, weight, bias)
+        return functional.rms_norm(x, extents, weight, self.eps)
+
 
 class DistributedGroupNorm(Normalisation):
     r"""Normalise groups of consecutive channels of every sample, over the channels of the group and space.
@@ -128,6 +151,8 @@ class DistributedGroupNorm(Normalisation):
     Source: Wu & He, arXiv:1803.08494.
     """
 
+    eps: float
+
     def __init__(
         self, P_x: Partition, num_groups: int, num_channels: int, eps: float = 1e-05, affine: bool = True
     ) -> None:
@@ -137,6 +162,12 @@ class DistributedGroupNorm(Normalisation):
             raise ValueError(f"DistributedGroupNorm needs groups that divide {num_channels} channels; got {num_groups}")
         super().__init__(P_x, eps, {1: int(num_channels)}, 2 * affine, int(num_groups))
         self.num_groups, self.num_channels, self.affine = int(num_groups), int(num_channels), affine
+
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        groups = x.shape[1] * self.num_groups // self.num_channels
+        return functional.group_norm(x, groups, weight, bias, self.eps)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         samples, _, *space = owned.extents
