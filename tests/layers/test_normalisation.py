@@ -319,17 +319,38 @@ def test_state_is_that_of_torch_where_the_whole_lives_on_one_worker():
         line = P.reshape(1, 1, 1)
         for layer, reference in (
             (DistributedGroupNorm(line, 2, 4), torch.nn.GroupNorm(2, 4)),
+            (DistributedBatchNorm(line, 4), torch.nn.BatchNorm1d(4)),
             (DistributedInstanceNorm(line, 4, affine=True, track_running_stats=True),
              torch.nn.InstanceNorm1d(4, affine=True, track_running_stats=True)),
             (DistributedLayerNorm(line, [4, 3]), torch.nn.LayerNorm([4, 3])),
             (DistributedRMSNorm(line, 3), torch.nn.RMSNorm(3)),
         ):  # fmt: skip
+            for parameter in reference.parameters():
+                parameter.data = noise(*parameter.shape).float()
             layer.load_state_dict(reference.state_dict())
+            first = next(layer.parameters()).flatten()
+            assert torch.equal(first, next(reference.parameters()).flatten()) and first.any()
+            reference.load_state_dict(layer.state_dict())
             assert {k: v.shape for k, v in layer.state_dict().items()} == {
                 k: v.shape for k, v in reference.state_dict().items()
             }
 
     on_workers(1, main)
+
+
+def test_split_channels_read_their_part_of_a_sequential_state():
+    def main(P):
+        reference = torch.nn.BatchNorm1d(5)
+        reference.running_mean, reference.weight.data = torch.arange(5.0), 7 + torch.arange(5.0)
+        layer = DistributedBatchNorm(P.reshape(2, 2, 1), 5)
+        layer.load_state_dict(reference.state_dict())
+        mine = slice(0, 3) if P.rank % 2 == 0 else slice(3, 5)
+        assert torch.equal(layer.running_mean, torch.arange(5.0)[mine])
+        assert P.rank > 1 or torch.equal(layer.gamma.flatten(), 7 + torch.arange(5.0)[mine])
+        layer.load_state_dict(layer.state_dict())
+        assert ("gamma" in layer.state_dict()) == (P.rank < 2)
+
+    on_workers(4, main)
 
 
 def test_stock_optimisers_copies_and_sequences():

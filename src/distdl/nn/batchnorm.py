@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -44,6 +45,7 @@ class Tracking(Normalisation):
         for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
             self.register_buffer(name, value if track_running_stats else None)
         self.register_buffer("num_batches_tracked", torch.tensor(0) if track_running_stats else None)
+        self.register_load_state_dict_pre_hook(_read_own_channels)  # type: ignore[no-untyped-call]
 
     @property
     def _kept(self) -> Interval:
@@ -94,6 +96,13 @@ class Tracking(Normalisation):
         return Arrangement(cells, block, Moments(self.P_x, tuple(along), centred=True) if along else None)
 
 
+def _read_own_channels(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Of running statistics of all channels, take those of this worker."""
+    for key in (prefix + "running_mean", prefix + "running_var"):
+        if key in state and len(state[key]) == module.num_features:
+            state[key] = state[key][slice(*module._kept)]
+
+
 class DistributedBatchNorm(Tracking):
     r"""Normalise every channel over batch and space.
 
@@ -122,6 +131,7 @@ class DistributedBatchNorm(Tracking):
     """
 
     names = ("gamma", "beta")
+    sequential_names: ClassVar[dict[str, str]] = {"gamma": "weight", "beta": "bias"}
     published = True
 
     def __init__(

@@ -27,6 +27,7 @@ from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, zeros_on
 from distdl.nn.moments import Moments
+from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
@@ -100,6 +101,7 @@ class Normalisation(Module):
         self._given = self.names[:parameters]
         for name, value in zip(self.names, (1.0, 0.0), strict=True):
             self.register_parameter(name, self._parameter(value) if name in self._given else None)
+        keep_sequential_keys(self)
 
     @abstractmethod
     def arrange(self, owned: Layout, training: bool) -> Arrangement:

@@ -7,6 +7,7 @@ partition begins with the same network, and no worker ever holds the whole of it
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -66,8 +67,8 @@ def keep_sequential_keys(module: torch.nn.Module) -> None:
     """Let a module with ``parameter_layouts`` read, and where it can write, the ``state_dict`` of its sequential layer.
 
     The key of a parameter is the last part of its name, as in the sequential layer (``weight`` for
-    ``sublinear.weight``). It is written where one worker stores the whole parameter, and read everywhere; of a
-    parameter of the global shape, a worker reads its block.
+    ``sublinear.weight``), or what the module's ``sequential_names`` say. It is written where one worker stores the
+    whole parameter, and read everywhere; of a parameter of the global shape, a worker reads its block.
     """
     module.register_state_dict_post_hook(_write_sequential_keys)
     module.register_load_state_dict_pre_hook(_read_sequential_keys)
@@ -76,20 +77,29 @@ def keep_sequential_keys(module: torch.nn.Module) -> None:
 def _write_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, layout in module.parameter_layouts.items():
         if len(layout) == 1 and prefix + name in state:
-            state[_sequential_key(prefix, name)] = state.pop(prefix + name)
+            value = state.pop(prefix + name)
+            one = name in getattr(
+                module, "sequential_names", {}
+            )  # published with all dims of x; sequentially it has one
+            state[prefix + _sequential_name(module, name)] = value.flatten() if one else value
 
 
 def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     parameters = dict(module.named_parameters())
     for name, layout in module.parameter_layouts.items():
-        key, sequential = prefix + name, _sequential_key(prefix, name)
+        key, sequential = prefix + name, prefix + _sequential_name(module, name)
         if sequential in state and key not in state:
             state[key] = state.pop(sequential)
         if key in state and name not in parameters:
             del state[key]  # of a parameter that this worker has not even in zero volume
-        elif key in state and tuple(state[key].shape) == layout.extents != tuple(parameters[name].shape):
-            state[key] = layout.block(state[key]).reshape(parameters[name].shape)
+        elif key in state:
+            if name in getattr(module, "sequential_names", {}) and state[key].shape == (prod(layout.extents),):
+                state[key] = state[key].reshape(layout.extents)
+            own = parameters[name].shape
+            if tuple(state[key].shape) == layout.extents != tuple(own):
+                state[key] = layout.block(state[key]).reshape(own)
 
 
-def _sequential_key(prefix: str, name: str) -> str:
-    return prefix + name.rpartition(".")[2]
+def _sequential_name(module: Any, name: str) -> str:
+    renamed: str = getattr(module, "sequential_names", {}).get(name, name.rpartition(".")[2])
+    return renamed
