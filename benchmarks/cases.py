@@ -15,10 +15,17 @@ from distdl.nn import (
     AllGather,
     AllSumReduce,
     Broadcast,
+    DistributedAdaptiveAvgPool2d,
+    DistributedBatchNorm,
     DistributedConv2d,
+    DistributedConvTranspose2d,
     DistributedCrossEntropyLoss,
+    DistributedDropout,
+    DistributedGroupNorm,
+    DistributedLayerNorm,
     DistributedLinear,
     DistributedMaxPool2d,
+    DistributedUpsample,
     HaloExchange,
     ReduceScatter,
     Repartition,
@@ -50,6 +57,7 @@ def every(P, transport, mesh):
     yield from primitives(P, transport, mesh)
     yield repartition_of_a_matrix(P, mesh)
     yield from convolutions(P)
+    yield from layers(P)
     yield lenet(P)
 
 
@@ -152,6 +160,40 @@ def convolutions(P):
         case.steps["half"] = learning(nn.Conv2d(channels, channels, 3, padding=1), half.clone(), half)
         whole = learning(nn.Conv2d(channels, channels, 3, padding=1), x.clone(), x)
         case.steps["all"] = whole if P.rank == 0 else nothing
+        yield case
+
+
+def layers(P):
+    """One of each family, split over rows (or features, or classes), beside the sequential layer on half and on all."""
+    field, features = (4, 16, 128, 128), (64, 256, 512)
+    rows, line = P.reshape(1, 1, 2, 1), P.reshape(1, 1, 2)
+    weights, first = P.reshape(2, 1), P[:1].reshape(1, 1)
+    families = {
+        "Linear": (
+            DistributedLinear(first, P.reshape(1, 2), weights, 512, 512), nn.Linear(512, 256), (2048, 512), None,
+        ),
+        "ConvTranspose": (
+            DistributedConvTranspose2d(rows, in_channels=16, out_channels=16, kernel_size=4, stride=2, padding=1),
+            nn.ConvTranspose2d(16, 16, 4, 2, 1), field, 2,
+        ),
+        "MaxPool": (DistributedMaxPool2d(rows, 3, 2, 1), nn.MaxPool2d(3, 2, 1), field, 2),
+        "AdaptiveAvgPool": (DistributedAdaptiveAvgPool2d(rows, 1), nn.AdaptiveAvgPool2d(1), field, 2),
+        "BatchNorm": (DistributedBatchNorm(rows, 16), nn.BatchNorm2d(16), field, 2),
+        "GroupNorm": (DistributedGroupNorm(rows, 4, 16), nn.GroupNorm(4, 16), field, 2),
+        "LayerNorm": (DistributedLayerNorm(P.reshape(2, 1, 1), 512), nn.LayerNorm(512), features, 0),
+        "LayerNorm split": (DistributedLayerNorm(line, 512), nn.LayerNorm(256), features, 2),
+        "Upsample": (
+            DistributedUpsample(rows, scale_factor=2, mode="linear"),
+            nn.Upsample(scale_factor=2, mode="bilinear"), field, 2,
+        ),
+        "Dropout": (DistributedDropout(rows), nn.Dropout(), field, 2),
+    }  # fmt: skip
+    for name, (ours, sequential, shape, dim) in families.items():
+        case = Case(name, "x".join(map(str, shape)), repeats=9)
+        half = shape if dim is None else tuple(n // 2 if d == dim else n for d, n in enumerate(shape))
+        given = torch.randn(*half) if dim is not None or P.rank == 0 else torch.zeros(shape[0], 0)
+        for way, layer, x in (("ours", ours, given), ("half", sequential, torch.randn(*half))):
+            case.steps[way] = learning(layer, x.clone(), layer(x).detach())
         yield case
 
 

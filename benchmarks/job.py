@@ -7,6 +7,7 @@ import time
 
 import cases
 import floors
+import torch
 
 import distdl
 
@@ -31,6 +32,7 @@ def measure(case, barrier, gather):
 def main():
     """Arguments: the back-end, the file to write, and the sizes to measure (all of them if none is given)."""
     backend, path, *sizes = sys.argv[1:]
+    torch.manual_seed(0)
     P = distdl.world()
     transport = floors.transport_of(backend)
     if transport:

@@ -307,15 +307,21 @@ def test_a_repeat_that_may_be_wrong_raises_on_every_worker(run):
         assert WRONG[run] in text
 
 
-def seeded_differently(P):
-    layer = DistributedDropout(P)
-    layer._key = None  # what it said when it was made is what counts
-    layer._marks = (1, 2 + P.rank, 3)
-    layer(torch.ones(2))
+def test_workers_with_other_seeds_follow_the_first():
+    """As processes have that never set one."""
+
+    def masks(seeds):
+        def main(P):
+            layer = DistributedDropout(P)
+            layer._marks = (1, seeds[P.rank], 1, 3)
+            return layer(torch.ones(20))
+
+        return torch.cat(distdl.run_workers(lambda: main(distdl.world()), 2))
+
+    assert torch.equal(masks([2, 2]), masks([2, 3])) and not torch.equal(masks([2, 3]), masks([3, 2]))
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (seeded_differently, "worker 0 has seed 4294967298 and place 3, worker 1 has seed 4294967299 and place 3"),
     (lambda P: DistributedDropout(P, p=1.5), "DistributedDropout needs p from 0 to 1; got 1.5"),
     (lambda P: DistributedDropout(P, inplace=True), "never writes into its input"),
     (lambda P: DistributedDropout2d(P.reshape(1, 2, 1)), "batch x channels x 2 dims of space; got 1x2x1"),

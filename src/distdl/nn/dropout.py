@@ -21,9 +21,9 @@ class Dropout(Module):
     r"""Set random parts of a tensor to zero while training, with a mask that does not depend on the partition.
 
     Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from the seed of
-    torch when the layer was made, from how many random layers were made before in this world, from how many calls this
-    layer had, and from the global index c. Nothing else goes into it: neither back-end nor partition, nor torch's
-    generators, which are not drawn from. No message is sent but the agreement.
+    torch on the first worker when the layer was made, from how many random layers were made before in this world, from
+    how many calls this layer had, and from the global index c. Nothing else goes into it: neither back-end nor
+    partition, nor torch's generators, which are not drawn from. No message is sent but the agreement.
     Adjoint: the same product. While evaluating, or with p = 0, y is x, and nothing is agreed.
 
     Args:
@@ -34,8 +34,8 @@ class Dropout(Module):
         calls.number: how many calls had a mask. Set it to go on where an earlier run ended.
     Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank or of integers, or if seeds or places differ between workers. RuntimeError in a backward whose
-        checkpoint repeats another call than the latest: see :func:`distdl.nn.repeats.repeat_calls`.
+        another rank or of integers. RuntimeError in a backward whose checkpoint repeats another call than the latest:
+        see :func:`distdl.nn.repeats.repeat_calls`.
     """
 
     leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
@@ -49,8 +49,8 @@ class Dropout(Module):
             raise ValueError(f"{name} never writes into its input, so it needs inplace=False; got {inplace}")
         self.P_x, self.p, self.inplace = P_x, float(p), False
         self.calls = CallCount()
-        self._key = next_key(P_x.comm, "layer")
-        self._marks = (self._key[0] // 2**32, self._key[0] % 2**32, self._key[-1])  # a header's integers have a sign
+        seed, kind, place = next_key(P_x.comm, "layer")
+        self._marks = (seed // 2**32, seed % 2**32, kind, place)  # a header's integers have a sign
         self._name = f"{name} (P_x: {P_x}; p: {p})"
         self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, p), self._derive)
 
@@ -59,31 +59,22 @@ class Dropout(Module):
             return x.clone()
         if not self.training or self.p == 0:
             return x
-        box, extents, dtype = self._agreement.reach((x,), self._marks).outcome
+        key, box, extents, dtype = self._agreement.reach((x,), self._marks).outcome
         number = self.calls.next()
         x = checked(x if x.numel() else x.to(dtype), number)
-        mask = uniform_block((*self._key, number), box, extents, lambda u: u >= self.p, torch.bool, x.device)
+        mask = uniform_block((*key, number), box, extents, lambda u: u >= self.p, torch.bool, x.device)
         mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
         return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
-    def _derive(self, headers: Headers) -> tuple[Box, Shape, torch.dtype]:
+    def _derive(self, headers: Headers) -> tuple[tuple[int, int, int], Box, Shape, torch.dtype]:
         name, P_x = type(self).__name__, self.P_x
-        self._check_keys(headers)
+        high, low, kind, place = headers.extras(P_x).reshape(-1, 4)[0].tolist()
         owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
         dtype = headers.dtype(P_x, name)
         if not carries_gradients(dtype):
             raise ValueError(f"{self._name} needs a tensor of floating-point or complex numbers; got {dtype}")
-        return owned[P_x.comm.rank][: self.leading], owned.extents[: self.leading], dtype
-
-    def _check_keys(self, headers: Headers) -> None:
-        keys = [(high * 2**32 + low, place) for high, low, place in headers.extras(self.P_x).reshape(-1, 3).tolist()]
-        for worker, key in zip(self.P_x.workers.flat, keys, strict=True):
-            if key != keys[0]:
-                raise ValueError(
-                    f"{self._name} needs one seed (torch.manual_seed) and one place among the random layers on all "
-                    f"workers; worker {self.P_x.workers.flat[0]} has seed {keys[0][0]} and place {keys[0][1]}, "
-                    f"worker {worker} has seed {key[0]} and place {key[1]}"
-                )
+        key = (high * 2**32 + low, kind, place)
+        return key, owned[P_x.comm.rank][: self.leading], owned.extents[: self.leading], dtype
 
     def extra_repr(self) -> str:
         return f"P_x: {self.P_x}; p={self.p}"
