@@ -53,6 +53,24 @@ def test_the_readme_example_runs_as_it_stands(tmp_path):
     assert run([sys.executable, str(script)], 50).splitlines()[3] == "worker 3 holds (2, 8, 16, 23) of (2, 8, 33, 47)"
 
 
+def printed_examples():
+    """The examples of the documentation that stand above what they print, except those that a command starts."""
+    docs = EXAMPLES.parent / "docs"
+    for page in sorted(docs.rglob("*.md")):
+        found = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page.read_text(), re.DOTALL)
+        for number, (code, output) in enumerate(found):
+            if page.stem != "launching":
+                yield pytest.param(code, output, id=f"{page.relative_to(docs)}-{number}")
+
+
+@pytest.mark.parametrize(("code", "output"), list(printed_examples()))
+def test_documented_example_prints_what_stands_below_it(code, output, tmp_path, capsys):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out == output
+
+
 LAUNCHES = {
     "threads": lambda: [sys.executable, str(LENET)],
     "mpirun": lambda: mpirun(4, LENET),
