@@ -349,3 +349,15 @@ def test_properties(layer):
         assert len(found) == 10 and set(found.values()) <= {"exact", "refused", "none"}
 
     on_workers(4, main)
+
+
+def test_channels_last_is_kept():
+    def main(P):
+        layer = DistributedMaxPool2d(P.reshape(1, 1, 2, 1), 3, 1, 1)
+        x = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+        for tensor in (y, x.grad):
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+    on_workers(2, main)

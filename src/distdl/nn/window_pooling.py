@@ -15,6 +15,7 @@ from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
+from distdl.memory import format_of
 from distdl.nn.module import Module, check_buffer_manager, local
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -137,7 +138,8 @@ class Pooling(Module):
         ]
         needed = Layout.of(P_x, [*owned.intervals[:2], *inside])
         moves = needed.intervals != owned.intervals
-        route = Route(copy(owned, needed, me), P_x.comm, headers.members, self._name) if moves else None
+        plan = copy(owned, needed, me) if moves else None
+        route = None if plan is None else Route(plan, P_x.comm, headers.members, self._name, keeps_format=True)
         computed = Layout.of(P_x, [*owned.intervals[:2], *outputs])[me]
         box = needed[me]
         piece = Piece(route, dtype, shape(computed), (0,) * self.space, (), 1, tuple(i for i, _ in box[2:]), extents)
@@ -209,7 +211,8 @@ def cut(y: torch.Tensor, result: Shape) -> torch.Tensor:
     """The first outputs in space; padding behind may have made more."""
     if y.shape[2:] == result[2:]:
         return y
-    return y[(slice(None), slice(None), *(slice(extent) for extent in result[2:]))].contiguous()
+    part = y[(slice(None), slice(None), *(slice(extent) for extent in result[2:]))]
+    return part.contiguous(memory_format=format_of(y))
 
 
 def in_space(indices: torch.Tensor, local: Shape, first: Shape, extents: Shape) -> torch.Tensor:
