@@ -13,7 +13,7 @@ from distdl.partition import Partition
 class DistributedL1Loss(DistributedLossBase):
     r"""Mean absolute error: :math:`f(x, t) = \sum |x - t|`."""
 
-    operator = functional.l1_loss
+    _operator = functional.l1_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
         super().__init__(P_x, reduction)
@@ -22,7 +22,7 @@ class DistributedL1Loss(DistributedLossBase):
 class DistributedMSELoss(DistributedLossBase):
     r"""Mean squared error: :math:`f(x, t) = \sum (x - t)^2`."""
 
-    operator = functional.mse_loss
+    _operator = functional.mse_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
         super().__init__(P_x, reduction)
@@ -35,7 +35,7 @@ class DistributedSmoothL1Loss(DistributedLossBase):
     Raises: ValueError, on every worker, for a negative beta.
     """
 
-    operator = functional.smooth_l1_loss
+    _operator = functional.smooth_l1_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
         if not beta >= 0:
@@ -50,7 +50,7 @@ class DistributedHuberLoss(DistributedLossBase):
     Raises: ValueError, on every worker, for a delta that is not positive.
     """
 
-    operator = functional.huber_loss
+    _operator = functional.huber_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
         if not delta > 0:
@@ -63,7 +63,7 @@ class DistributedPoissonNLLLoss(DistributedLossBase):
     :math:`\sum x - t \log(x + \epsilon)`; with ``full``, plus Stirling's approximation of :math:`\log t!` where t > 1.
     """
 
-    operator = functional.poisson_nll_loss
+    _operator = functional.poisson_nll_loss
 
     def __init__(
         self, P_x: Partition, reduction: str = "mean", log_input: bool = True, full: bool = False, eps: float = 1e-8
@@ -77,7 +77,7 @@ class DistributedBCELoss(DistributedLossBase):
     ``weight`` is this worker's block, as the input is, or broadcasts to it.
     """
 
-    operator = functional.binary_cross_entropy
+    _operator = functional.binary_cross_entropy
 
     def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
         super().__init__(P_x, reduction, weight)
@@ -92,7 +92,7 @@ class DistributedBCEWithLogitsLoss(DistributedLossBase):
     one axis for each dim, and each worker takes its part.
     """
 
-    operator = functional.binary_cross_entropy_with_logits
+    _operator = functional.binary_cross_entropy_with_logits
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class DistributedKLDivLoss(DistributedLossBase):
     """
 
     _valid_reductions = ("none", "mean", "sum", "batchmean")
-    operator = functional.kl_div
+    _operator = functional.kl_div
 
     def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
         super().__init__(P_x, reduction, log_target=log_target)

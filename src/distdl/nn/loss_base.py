@@ -60,7 +60,7 @@ class DistributedLossBase(Module):
     """
 
     _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
-    operator: ClassVar[Callable[..., torch.Tensor]]
+    _operator: ClassVar[Callable[..., torch.Tensor]]
     weight: torch.Tensor | None
     pos_weight: torch.Tensor | None
 
@@ -91,7 +91,7 @@ class DistributedLossBase(Module):
             keywords["weight"] = self.weight
         if self.pos_weight is not None and box is not None:
             keywords["pos_weight"] = _cut(self.pos_weight, box)
-        return type(self).operator(x, target, reduction=reduction, **keywords)
+        return type(self)._operator(x, target, reduction=reduction, **keywords)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
