@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Interval
+from distdl.boxes import Interval, balanced
 from distdl.comm import Communicator, Group, IntArray, Message, Pending
 from distdl.launch import run_workers
 from distdl.layout import Layout
@@ -121,7 +121,7 @@ def assert_matches_sequential(
     blocks: Sequence[Sequence[Interval]] | None = None,
     tolerance: float = 1e-10,
 ) -> None:
-    """Check a layer against the sequential one: y, the gradient of x, and the gradients of all parameters.
+    """Check a layer against the sequential one: y and its split, the gradient of x, and those of all parameters.
 
     Args:
         layer: a module with partitions ``P_x`` and ``P_y`` and, if it has parameters, ``parameter_layouts`` in the
@@ -150,6 +150,7 @@ def assert_matches_sequential(
     shapes = everyone.allgather_data(tuple(y.shape))
     computed = _tiling(P_y, shapes)
     assert computed.extents == tuple(expected.shape), f"y has the shape {computed.extents}, not {expected.shape}"
+    _assert_split(computed, owned)
     y.backward(computed.block(dy) if P_x.comm.rank in P_y else torch.zeros_like(y))
     _assert_close("y", y, computed.block(expected) if P_x.comm.rank in P_y else y, tolerance, expected)
     assert whole.grad is not None
@@ -165,6 +166,15 @@ def assert_matches_sequential(
 def _tiling(P: Partition, shapes: Sequence[tuple[int, ...]]) -> Layout:
     local = torch.tensor([shapes[worker] for worker in P.workers.ravel().tolist()])
     return Layout.tiled(P, local.reshape(*P.workers.shape, -1).numpy(), "y")
+
+
+def _assert_split(y: Layout, x: Layout) -> None:
+    """Check that y is split as evenly as possible, or in a dim that stays as it was, as x is."""
+    for dim, (extent, along) in enumerate(zip(y.extents, y.intervals, strict=True)):
+        same = x.intervals[dim] if dim < len(x.extents) and x.extents[dim] == extent else None
+        assert along in (balanced(extent, len(along)), same), (
+            f"dim {dim} of y is split as {along}, neither as evenly as possible nor as x is, {same}"
+        )
 
 
 def _assert_close(

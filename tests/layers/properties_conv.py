@@ -84,8 +84,8 @@ def double_backward(kind, P):
     x = owned.block(whole.detach()).clone().requires_grad_()
     penalty(layer, x).backward()
     weights = layer.parameter_layouts["weight"]
-    assert torch.allclose(x.grad, owned.block(whole.grad) if P.rank in layer.P_x else x.grad, rtol=1e-10)
-    assert torch.allclose(layer.weight.grad, weights.block(reference.weight.grad), rtol=1e-10)
+    assert torch.allclose(x.grad, owned.block(whole.grad) if P.rank in layer.P_x else x.grad, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(layer.weight.grad, weights.block(reference.weight.grad), rtol=1e-10, atol=1e-12)
     return "exact"
 
 

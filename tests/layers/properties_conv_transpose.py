@@ -84,9 +84,9 @@ def double_backward(P, dims):
     for network, tensor in ((reference, whole), (layer, x)):
         (dx,) = torch.autograd.grad((network(tensor) ** 3).sum(), tensor, create_graph=True)
         (dx**2).sum().backward()
-    assert torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10)
+    assert torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10, atol=1e-12)
     for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-        assert torch.allclose(layer.get_parameter(name).grad, layout.block(parameter.grad), rtol=1e-10)
+        assert torch.allclose(layer.get_parameter(name).grad, layout.block(parameter.grad), rtol=1e-10, atol=1e-12)
     return "exact"
 
 

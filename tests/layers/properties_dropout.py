@@ -20,7 +20,8 @@ def assert_drops(P_x, shape, blocks=None, kind=DistributedDropout):
     whole = noise(*shape)
     for number in (1, 2):
         extents = shape[: layer.leading]
-        key = (*layer._key, number)
+        high, low, *rest = layer._marks
+        key = (high * 2**32 + low, *rest, number)
         u = uniform_block(key, tuple((0, n) for n in extents), extents)
         factors = ((u >= 0.4).double() / 0.6).reshape(*extents, *[1] * (len(shape) - len(extents))).expand(shape)
         rate = (u < 0.4).double().mean().item()
