@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers_layers import every_worker_raises, noise, on_workers
 from helpers_losses import assert_loss_matches
-from properties_losses import CELLS
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -294,13 +293,3 @@ def test_the_number_of_classes_may_change_from_call_to_call():
             assert loss.item() == (0.0 if P.rank else -1.0)
 
     on_workers(3, main)
-
-
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # torch's, of its own kl_div
-@pytest.mark.parametrize("loss", CELLS)
-def test_properties(loss):
-    def main(P):
-        for name, cell in CELLS[loss].items():
-            assert cell(P) in ("exact", "none"), name
-
-    on_workers(4, main)

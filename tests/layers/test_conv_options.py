@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from helpers_layers import filled, noise, on_workers
-from properties_conv import CELLS
 
 import distdl
 from distdl.boxes import runs
@@ -168,14 +167,5 @@ def test_channels_last_is_kept(space, mode):
         for contiguous, last in zip(*outcomes, strict=True):
             assert last.is_contiguous(memory_format=form) or space == 3  # torch's operator does not keep it there
             assert torch.allclose(contiguous, last, rtol=1e-4, atol=1e-3)
-
-    on_workers(4, main)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_properties(name):
-    def main(P):
-        for cell in CELLS[name].values():
-            assert cell(P) in ("exact", "refused", "none")
 
     on_workers(4, main)

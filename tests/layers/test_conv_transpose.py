@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
-from properties_conv_transpose import CELLS, PROPERTIES
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -434,13 +433,3 @@ def test_numbers_of_any_whole_kind_are_options():
         assert layer(torch.ones(1, 2, 5, 5)).shape == (1, 4, 11, 10)
 
     on_workers(1, main)
-
-
-def test_properties_on_four_workers():
-    expected = {name: "refused" if name == "padding modes" else "exact" for name in PROPERTIES}
-
-    def main(P):
-        for cells in CELLS.values():
-            assert {name: cell(P) for name, cell in cells.items()} == expected
-
-    on_workers(4, main)

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
-from properties_linear import CELLS
 
 import distdl
 from distdl.boxes import runs
@@ -177,12 +176,3 @@ def test_bad_input_is_the_same_error_on_every_worker(make, words):
 
 def linear(P):
     return DistributedLinear(P[:2].reshape(1, 2), P[:2].reshape(1, 2), P.reshape(2, 2), 8, 8)
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_properties(name):
-    def main(P):
-        for cell in CELLS[name].values():
-            assert cell(P) in ("exact", "refused", "none")
-
-    on_workers(4, main)

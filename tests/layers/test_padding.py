@@ -1,7 +1,7 @@
 import pytest
 import torch
 from helpers_layers import every_worker_raises, noise, on_workers
-from properties_padding import CELLS, Sequential
+from properties_padding import Sequential
 from torch.nn import functional
 
 import distdl
@@ -133,12 +133,3 @@ def test_parts_that_go_to_one_worker_are_one_message():
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(3, lambda P: make(P.reshape(1, 3)))
-
-
-@pytest.mark.parametrize("name", CELLS)
-def test_properties(name):
-    def main(P):
-        for cell in CELLS[name].values():
-            assert cell(P) in ("exact", "refused", "none")
-
-    on_workers(4, main)

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from helpers_layers import every_worker_raises, gathered, noise, on_workers
-from properties_pooling import CELLS
 
 import distdl
 from distdl.boxes import runs
@@ -340,15 +339,6 @@ def test_autocast_gives_what_it_gives_sequentially():
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(2, make)
-
-
-@pytest.mark.parametrize("layer", CELLS)
-def test_properties(layer):
-    def main(P):
-        found = {name: cell(P) for name, cell in CELLS[layer].items()}
-        assert len(found) == 10 and set(found.values()) <= {"exact", "refused", "none"}
-
-    on_workers(4, main)
 
 
 def test_channels_last_is_kept():

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from helpers_layers import every_worker_raises, noise, on_workers
-from properties_upsampling import CELLS, Whole, both_corners
+from properties_upsampling import Whole, both_corners
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -243,12 +243,3 @@ def test_a_partition_without_space_is_refused():
     assert "1 to 3 dims of space; got 0" in every_worker_raises(
         2, lambda P: DistributedUpsample(P.reshape(1, 2), scale_factor=2)
     )
-
-
-def test_all_properties():
-    def main(P):
-        for layer, properties in CELLS.items():
-            for name, cell in properties.items():
-                assert cell(P) in ("exact", "refused", "none"), (layer, name)
-
-    on_workers(4, main)
