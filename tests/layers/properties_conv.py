@@ -5,9 +5,14 @@ from helpers_layers import filled, noise
 
 from distdl.boxes import runs
 from distdl.layout import Layout
-from distdl.nn import DistributedConv1d
+from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedConv3d
 from distdl.testing import assert_matches_sequential
 
+CONVOLUTIONS = (
+    (DistributedConv1d, torch.nn.Conv1d),
+    (DistributedConv2d, torch.nn.Conv2d),
+    (DistributedConv3d, torch.nn.Conv3d),
+)
 CHANNELS = {"in_channels": 4, "out_channels": 6, "kernel_size": 3}
 KINDS = ("DistributedFeatureConv", "DistributedChannelConv", "DistributedGeneralConv")
 
@@ -21,13 +26,14 @@ def partitions(kind, P):
     return P.reshape(1, 2, 2), P[1:3].reshape(1, 1, 2), P.reshape(1, 2, 2)
 
 
-def exact(team, extent=9, blocks=None, batch=2, **options):
+def exact(team, blocks=None, batch=2, **options):
+    """In 1-d, and in 2-d and 3-d with the other dims whole."""
     options = {**CHANNELS, **options}
-    layer = DistributedConv1d(*team, **options).double()
-    reference = filled(torch.nn.Conv1d(**options))
-    if blocks is not None:
-        blocks = [runs(sizes) for sizes in blocks]
-    assert_matches_sequential(layer, reference, noise(batch, options["in_channels"], extent), blocks)
+    for more, (convolution, sequential) in enumerate(CONVOLUTIONS):
+        layer = convolution(*(P.reshape(*P.workers.shape, *[1] * more) for P in team), **options).double()
+        x = noise(batch, options["in_channels"], 9, *[5] * more)
+        split = None if blocks is None else [*map(runs, blocks), *[runs([5])] * more]
+        assert_matches_sequential(layer, filled(sequential(**options)), x, split)
     return "exact"
 
 
