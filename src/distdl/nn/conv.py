@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from distdl.borders import MODES, Border
 from distdl.boxes import Interval, Shape, balanced
-from distdl.groups import dims
 from distdl.nn.contraction import Contraction
 from distdl.nn.module import check_buffer_manager
+from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
 from distdl.windows import Intervals, Sliding, group_runs, grouped
 
@@ -144,13 +144,7 @@ class FeatureConvolution(Convolution):
         buffer_manager: Any = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        shape = P_x.workers.shape
-        if len(shape) != self.space + 2 or (shape[1] != 1 and groups == 1):
-            raise ValueError(
-                f"{type(self).__name__} needs P_x: batch x 1 x {self.space} dims of space, or with groups: "
-                f"batch x channels x {self.space} dims of space; got {dims(shape)} and groups {groups}"
-            )
-        work = P_x.reshape(*shape[:2], 1, *shape[2:])
+        work = own_work(type(self).__name__, self.space, groups, P_x)
         geometry = (kernel_size, stride, padding, dilation)
         super().__init__(P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
 
@@ -184,18 +178,7 @@ class GeneralConvolution(Convolution):
         buffer_manager: Any = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        work = P_w.reshape(1, *P_w.workers.shape) if P_w.workers.ndim == self.space + 2 else P_w
-        p_x, p_y, (batch, *p_w) = (P.workers.shape for P in (P_x, P_y, work))
-        inner = p_x[1:2] if groups > 1 and p_w[1:2] == [1] else p_w[1:2]
-        fits = len(p_w) == self.space + 2 and p_x == (batch, *inner, *p_w[2:]) and p_y == (batch, p_w[0], *p_w[2:])
-        if not fits:
-            raise ValueError(
-                f"{type(self).__name__} needs P_x: batch x p_in x space, P_y: batch x p_out x space and "
-                f"P_w: batch x p_out x p_in x space (without batch if that is 1) with {self.space} dims of space; "
-                f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(P_w.workers.shape)}"
-            )
-        if groups > 1:
-            work = work[:, :, :1]  # a worker reads the channels of its own groups, wherever they are
+        work = shared_work(type(self).__name__, self.space, groups, P_x, P_y, P_w)
         geometry = (kernel_size, stride, padding, dilation)
         super().__init__(P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
         self.P_w = P_w

@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional
 
 from distdl.boxes import Box, Shape, balanced, volume
-from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.nn.contraction import Contraction
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.movements import Operator
+from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
 from distdl.transposed import Crop, Transposed
 from distdl.windows import Intervals, grouped
@@ -81,8 +81,12 @@ class TransposedConvolution(Contraction):
             raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
         self._geometry = Transposed.of(name, self.space, kernel_size, stride, padding, dilation, output_padding)
         self._group = (int(in_channels) // int(groups), int(out_channels) // int(groups))
-        work = _work_partition(name, self.space, groups, P_x, P_y, P_w)
-        P_out = P_x if P_y is None else P_y
+        if P_y is None and P_w is None:
+            P_out, work = P_x, own_work(name, self.space, groups, P_x)
+        elif P_y is None or P_w is None:
+            raise ValueError(f"{name} needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
+        else:
+            P_out, work = P_y, shared_work(name, self.space, groups, P_x, P_y, P_w)
         super().__init__(P_x, P_out, work, in_channels, out_channels, self._geometry.kernel, int(groups), bias)
         self.P_w = P_w
 
@@ -179,33 +183,6 @@ class Local:
         if any(margins):
             y = functional.pad(y, margins)
         return y + bias.to(y.dtype).reshape(-1, *[1] * len(self.crops)) if later and bias is not None else y
-
-
-def _work_partition(
-    name: str, space: int, groups: int, P_x: Partition, P_y: Partition | None, P_w: Partition | None
-) -> Partition:
-    """The partition of the work: batch, out, in, space... With groups, in is 1: see Contraction."""
-    p_x = P_x.workers.shape
-    work: Partition
-    if P_y is None and P_w is None:
-        if len(p_x) != space + 2 or (p_x[1] != 1 and groups == 1):
-            raise ValueError(
-                f"{name} needs P_x: batch x 1 x {space} dims of space, or with groups: "
-                f"batch x channels x {space} dims of space; got {dims(p_x)} and groups {groups}"
-            )
-        work = P_x.reshape(*p_x[:2], 1, *p_x[2:])
-        return work
-    if P_y is None or P_w is None:
-        raise ValueError(f"{name} needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
-    work = P_w.reshape(1, *P_w.workers.shape) if P_w.workers.ndim == space + 2 else P_w
-    batch, *p_w = work.workers.shape
-    if len(p_w) != space + 2 or p_x != (batch, *p_w[1:]) or P_y.workers.shape != (batch, p_w[0], *p_w[2:]):
-        raise ValueError(
-            f"{name} needs P_x: batch x p_in x space, P_y: batch x p_out x space and P_w: batch x p_out x p_in x "
-            f"space (without batch if that is 1) with {space} dims of space; "
-            f"got P_x: {dims(p_x)}, P_y: {dims(P_y.workers.shape)}, P_w: {dims(P_w.workers.shape)}"
-        )
-    return work if groups == 1 else work[:, :, :1]
 
 
 def _parts_of_groups(name: str, groups: int, size: int, blocks: Intervals) -> int:

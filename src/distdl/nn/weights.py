@@ -1,4 +1,4 @@
-"""Weights: where the parameters of a contraction are stored, and how they travel as one message."""
+"""Weights: where a convolution works and stores its parameters, and how they travel as one message."""
 
 from __future__ import annotations
 
@@ -7,8 +7,42 @@ from math import prod
 import torch
 
 from distdl.boxes import Shape, balanced
+from distdl.groups import dims
 from distdl.layout import Layout
 from distdl.partition import Partition
+
+
+def own_work(name: str, space: int, groups: int, P_x: Partition) -> Partition:
+    """Where a convolution works whose input and output are cut up alike.
+
+    Raises: ValueError that names the layer, if P_x does not fit.
+    """
+    shape = P_x.workers.shape
+    if len(shape) != space + 2 or (shape[1] != 1 and groups == 1):
+        raise ValueError(
+            f"{name} needs P_x: batch x 1 x {space} dims of space, or with groups: batch x channels x {space} dims of "
+            f"space; got {dims(shape)} and groups {groups}"
+        )
+    work: Partition = P_x.reshape(*shape[:2], 1, *shape[2:])
+    return work
+
+
+def shared_work(name: str, space: int, groups: int, P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
+    """Where a convolution works that has a partition for it. With groups, in is 1: a worker reads the channels of its
+    own groups, wherever they are.
+
+    Raises: ValueError that names the layer, if the partitions do not fit.
+    """
+    work: Partition = P_w.reshape(1, *P_w.workers.shape) if P_w.workers.ndim == space + 2 else P_w
+    p_x, p_y, (batch, *p_w) = (P.workers.shape for P in (P_x, P_y, work))
+    inner = p_x[1:2] if groups > 1 and p_w[1:2] == [1] else p_w[1:2]
+    if len(p_w) != space + 2 or p_x != (batch, *inner, *p_w[2:]) or p_y != (batch, p_w[0], *p_w[2:]):
+        raise ValueError(
+            f"{name} needs P_x: batch x p_in x space, P_y: batch x p_out x space and P_w: batch x p_out x p_in x space "
+            f"(without batch if that is 1) with {space} dims of space; "
+            f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(P_w.workers.shape)}"
+        )
+    return work if groups == 1 else work[:, :, :1]
 
 
 def stored_on(work: Partition, lead: int) -> Partition:
