@@ -99,8 +99,8 @@ class Agreement(Generic[Outcome]):
         members: all workers that take part, the same tuple on each.
         name: the layer and its partitions, for messages to people.
         identity: bytes that are equal on all members and differ from layer to layer.
-        derive: what follows from the headers, a pure function. What it raises is raised on every member, so its checks
-            must not depend on the worker.
+        derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
+            on the worker.
         grid: a Cartesian partition of all members; a large group's headers come together along its axes.
         parts: for each tensor the partition whose headers ``derive`` looks up; all members if not given.
     """
@@ -241,10 +241,10 @@ class Agreement(Generic[Outcome]):
         rows = bring_together(self._comm, self._members, mine, np.array([*read, *extra], dtype=bool), self._grid)
         key = rows.key
         if key not in self._outcomes:
-            outcome = self._derive(Headers(self._members, rows, len(structure[0]), dims))
-            while len(self._outcomes) >= _PLANS_KEPT:
+            with torch.inference_mode(False):  # the outcome serves calls that record gradients, too
+                self._outcomes[key] = self._derive(Headers(self._members, rows, len(structure[0]), dims))
+            if len(self._outcomes) > _PLANS_KEPT:
                 self._outcomes.pop(next(iter(self._outcomes)))
-            self._outcomes[key] = outcome
         return self._outcomes[key]
 
     def _check_fixed(
