@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from distdl.boxes import Shape
+from distdl.boxes import Shape, shape
 from distdl.comm import Group
 from distdl.encoding import DTYPES
 from distdl.groups import IntArray
-from distdl.layout import Lookup
+from distdl.layout import Layout, Lookup
 from distdl.partition import Partition
 from distdl.rows import Rows
 
@@ -101,6 +101,18 @@ class Headers:
                 f"worker {P.workers[at]} has one with {ranks[at]} dims"
             )
         return rows[..., 2 : 2 + expected]
+
+    def check_blocks(self, layout: Layout, what: str, tensor: int) -> None:
+        """Check that each worker of a layout has its block, by the shape of one of its tensors.
+
+        Raises: ValueError that names the first worker that has another.
+        """
+        for worker, box in layout.items():
+            if self.shape(worker, tensor) != shape(box):
+                raise ValueError(
+                    f"{what} of worker {worker} has to be of the shape {list(shape(box))}; it is "
+                    f"{list(self.shape(worker, tensor))}"
+                )
 
     def check_alike(self, P: Partition, what: str, *names: str) -> None:
         """Check that the first two tensors of each worker of P have one shape.

@@ -33,13 +33,13 @@ def on_workers(workers, main):
     assert distdl.run_workers(lambda: main(distdl.world()) or "done", workers) == ["done"] * workers
 
 
-def every_worker_raises(workers, main):
-    """The texts of the ValueError that ``main`` raises on every worker: they have to be equal."""
+def every_worker_raises(workers, main, kind=ValueError):
+    """The text of the error that ``main`` raises on every worker: it has to be the same."""
 
     def catch():
         try:
             main(distdl.world())
-        except ValueError as error:
+        except kind as error:
             return str(error)
         return None
 

@@ -318,7 +318,7 @@ def test_autocast_on_some_workers_only_is_an_agreed_error():
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=P.rank == 1):
             feature(P)(torch.ones(1, 2, 4, 4))
 
-    assert "autocast to be on or off on all workers alike" in every_worker_raises(4, main)
+    assert "autocast to be on or off, and of one dtype" in every_worker_raises(4, main)
 
 
 def test_numbers_of_any_whole_kind_are_options():

@@ -15,7 +15,7 @@ from distdl.exchange import Route, move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
 from distdl.nn.adaptive_pooling import AdaptivePooling, parts_of
-from distdl.nn.module import local
+from distdl.nn.module import local, stay
 from distdl.nn.runs import Runs
 from distdl.nn.window_pooling import in_space
 from distdl.partition import Partition
@@ -85,7 +85,7 @@ class AdaptiveMaxPooling(AdaptivePooling):
         if self.P_x.comm.rank not in self.P_x:
             return (x.clone(), torch.zeros_like(x, dtype=torch.int64)) if self.return_indices else x.clone()
         go, carried = self._reach(x)
-        y = x = x.to(go.dtype)
+        y = x = stay(x.to(go.dtype), carried)
         found: torch.Tensor | None = None
         if go.whole:
             y, chosen = _choose(lambda block: self.operator(block, go.result[2:], True), go.result, x)

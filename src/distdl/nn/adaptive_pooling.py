@@ -21,7 +21,7 @@ from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
-from distdl.nn.module import Module, local
+from distdl.nn.module import Module, local, stay
 from distdl.nn.runs import Runs, along
 from distdl.nn.window_pooling import HALVES, ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
@@ -151,7 +151,7 @@ class AdaptiveAveragePooling(AdaptivePooling):
         if self.P_x.comm.rank not in self.P_x:
             return x.clone()
         go, carried = self._reach(x)
-        x = x.to(go.dtype)
+        x = stay(x.to(go.dtype), carried)
 
         def pool(block: torch.Tensor) -> torch.Tensor:
             y: torch.Tensor = self.operator(block, go.parts[2:]) if go.whole else _part_sums(block, go)

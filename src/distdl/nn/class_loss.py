@@ -19,7 +19,7 @@ from distdl.exchange import Route, move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.loss_base import HALVES, check_reduction, differentiable, outside, sum_to_root
-from distdl.nn.module import Module, zeros_on
+from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
@@ -79,7 +79,8 @@ class ClassLoss(Module):
         self._root = P_x.create_partition_inclusive([0])
         self._name = f"{name} (P_x: {P_x}; {reduction})"
         self._classes = 0  # how many the members last agreed on; before that none, and nothing is said of class numbers
-        identity = (P_x.workers.shape, self.ignore_index, reduction, *options)
+        weighted = None if weight is None else tuple(weight.shape)
+        identity = (P_x.workers.shape, self.ignore_index, reduction, weighted, *options)
         self._agreement = Agreement.among(P_x, self._name, identity, self._derive, parts=(P_x, self._places))
 
     @abstractmethod
@@ -98,7 +99,7 @@ class ClassLoss(Module):
         target = target if holds else _ignored(target, x)
         decision = self._agree(x, target)
         go, carried = decision.outcome, reduce(or_, decision.carried)
-        x, target = x.to(go.dtypes[0]), target.to(go.dtypes[1])
+        x, target = stay(x.to(go.dtypes[0]), carried), target.to(go.dtypes[1])
         if go.spread is not None:
             target = move(go.spread, target, go.dtypes[1], (0,), decision.carried[1])
         shares = self.shares(x, target, go, carried)
@@ -243,7 +244,7 @@ def filled(x: torch.Tensor, value: float) -> torch.Tensor:
 def _ignored(target: Any, x: torch.Tensor) -> torch.Tensor:
     """In place of a target that is not read: nothing, which hangs on the target if that requires a gradient."""
     hangs = isinstance(target, torch.Tensor) and target.requires_grad
-    return zeros_on(target, (0,)) if hangs else torch.empty(0, device=x.device)
+    return zeros_on(target, (0,)) if hangs else torch.empty(0, device=getattr(x, "device", None))
 
 
 def _range(numbers: torch.Tensor) -> tuple[int, int]:

@@ -28,6 +28,7 @@ import torch
 from distdl.agreement import Agreement
 from distdl.borders import Border
 from distdl.boxes import Box, Shape, balanced, shape
+from distdl.encoding import dtype_code
 from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Headers
@@ -155,8 +156,9 @@ class Contraction(Module):
         parameters = (weight,) if bias is None else (weight, bias)
         if self._work.comm.rank not in self._everyone:
             return sum((zeros_on(parameter, ()) for parameter in parameters), x.clone())
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        decision = self._agreement.reach((x, *parameters), (int(autocast), *asked))
+        kind = weight.device.type
+        autocast = 1 + dtype_code(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else 0
+        decision = self._agreement.reach((x, *parameters), (autocast, *asked))
         go, carried = decision.outcome, decision.carried
         blank = blank_shape(x, preserve_batch=True)
         if not x.numel():
@@ -261,11 +263,13 @@ class Contraction(Module):
     def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
         kind = type(self).__name__
         found = [headers.dtype(self.P_x, kind), headers.dtype(self._stored, kind, tensor=1)]
+        headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
         if self.blocks()[1] is not None:
+            headers.check_blocks(self._biases, f"{self._name}: bias", tensor=2)
             found.append(headers.dtype(self._biases.partition, kind, tensor=2))
         autocast = headers.extras(self._everyone)[..., 0]
-        if autocast.any() != autocast.all():
-            raise ValueError(f"{self._name} needs autocast to be on or off on all workers alike")
+        if (autocast != autocast.flat[0]).any():
+            raise ValueError(f"{self._name} needs autocast to be on or off, and of one dtype, on all workers alike")
         if len(set(found[1:] if autocast.any() else found)) > 1:
             listed = ", ".join(map(str, found))
             raise ValueError(f"{self._name} needs input, weight and bias of one dtype; got {listed}")

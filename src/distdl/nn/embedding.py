@@ -170,6 +170,7 @@ class DistributedEmbedding(Module):
                 raise ValueError(
                     f"{self._name} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
                 )
+        headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
         p_x = P_x.workers.shape
         P_along_both, P_along_rows = P_x.reshape(*p_x, 1, 1), self.P_y.reshape(*p_x, 1, len(columns))
         plans: dict[str, Plan | None] = {

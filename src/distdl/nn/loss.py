@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -81,6 +83,10 @@ class DistributedBCELoss(DistributedLossBase):
 
     def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
         super().__init__(P_x, reduction, weight)
+
+    def is_out_of_range(self, x: Any, target: Any) -> bool:
+        tensors = [one.detach() for one in (x, target) if isinstance(one, torch.Tensor) and not one.is_meta]
+        return any(one.numel() and not bool(((one >= 0) & (one <= 1)).all()) for one in tensors if not one.is_complex())
 
 
 class DistributedBCEWithLogitsLoss(DistributedLossBase):

@@ -12,10 +12,11 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape
+from distdl.encoding import carries_gradients
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.layout import Layout, Lookup
-from distdl.nn.module import Module, zeros_on
+from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.planning import broadcast
 
@@ -98,9 +99,10 @@ class DistributedLossBase(Module):
             return outside(x, target, self.reduction)
         if self.reduction == "none" and self.pos_weight is None:
             return self.elements(x, target, "none", None)
-        decision = self._agreement.reach((x, target) if self.weight is None else (x, target, self.weight))
+        tensors = (x, target) if self.weight is None else (x, target, self.weight)
+        decision = self._agreement.reach(tensors, (int(self.is_out_of_range(x, target)),))
         go, carried = decision.outcome, reduce(or_, decision.carried)
-        x, target = x.to(go.dtypes[0]), target.to(go.dtypes[1])
+        x, target = stay(x.to(go.dtypes[0]), carried), target.to(go.dtypes[1])
         if self.reduction == "none":
             return self.elements(x, target, "none", go.box)
         half = x.dtype in HALVES  # whose sums overflow, or stop growing, long before the mean does
@@ -121,13 +123,27 @@ class DistributedLossBase(Module):
             owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
             box = owned[P_x.comm.rank]
             self._check_pos_weight(owned.extents)
+        dtypes = (headers.dtype(P_x, name), headers.dtype(P_x, name, tensor=1))
+        self._check_values(headers, dtypes)
         divisor = 1.0
         if self.reduction == "mean":
             divisor = float(shapes.prod(axis=-1).sum())
         elif self.reduction == "batchmean":
             divisor = float(owned.extents[0])
-        dtypes = (headers.dtype(P_x, name), headers.dtype(P_x, name, tensor=1))
         return Decided(sum_to_root(headers, self._root, P_x, (), self._name), dtypes, divisor, box)
+
+    def is_out_of_range(self, x: Any, target: Any) -> bool:
+        """Whether torch's loss takes other values only than these."""
+        return False
+
+    def _check_values(self, headers: Headers, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+        name = type(self).__name__
+        for worker, out in zip(self.P_x.workers.flat, headers.extras(self.P_x)[..., 0].flat, strict=True):
+            if out:
+                raise ValueError(f"{name} needs input and target from 0 to 1; on worker {worker} they are not")
+        result = torch.promote_types(*dtypes)
+        if self.reduction not in ("none", "sum") and not carries_gradients(result):
+            raise ValueError(f"{name} needs floating-point numbers for the reduction {self.reduction}; got {result}")
 
     def _check_weight(self, headers: Headers) -> None:
         for worker in self.P_x.workers.ravel().tolist():

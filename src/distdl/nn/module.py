@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.encoding import can_be_added
+from distdl.encoding import can_be_added, carries_gradients
 from distdl.exchange import Route, move
-from distdl.header import Headers
+from distdl.header import Carried, Headers
 from distdl.partition import Partition
 from distdl.plan import Plan
 
@@ -91,6 +91,35 @@ def check_buffer_manager(buffer_manager: Any) -> None:
     """
     if buffer_manager is not None and not callable(getattr(buffer_manager, "request_buffers", None)):
         raise ValueError(f"buffer_manager must be None or have request_buffers; got {type(buffer_manager).__name__}")
+
+
+def stay(x: torch.Tensor, carried: Carried) -> torch.Tensor:
+    """x, where a layer moves nothing. Inside an activation checkpoint it is recorded all the same, on every member.
+
+    A checkpoint computes its forward again as far as to what it saved last. So every member saves something behind the
+    layer's agreement, or some would come past it again and wait for others that do not.
+    """
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not (hooked and carried.gradient and carries_gradients(x.dtype)):
+        return x
+    y: torch.Tensor = _Stays.apply(x, torch.empty(0, device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Stays(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(anchor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (anchor,) = ctx.saved_tensors
+        return dy, torch.zeros_like(anchor)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+        return tangent
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from distdl.boxes import Shape
 from distdl.exchange import Load, Route, move_together
 from distdl.header import Carried
+from distdl.nn.module import stay
 from distdl.nn.padding import Filling
 from distdl.nn.weights import pack, unpack
 
@@ -62,6 +63,8 @@ class Movements:
             moved = move_together(*zip(*first, strict=True))
             x = moved[0] if loads else x
             w, b = (w, b) if self.parameters is None else unpack(moved[-1], *self.blocks)
+        if not any(load.recorded for load, _ in first):
+            x = stay(x, reduce(or_, carried))
         for load in loads[1:]:
             (x,) = move_together((load,), (x,))
         return x, w, b

@@ -25,7 +25,7 @@ from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
-from distdl.nn.module import Module, zeros_on
+from distdl.nn.module import Module, stay, zeros_on
 from distdl.nn.moments import Moments
 from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
@@ -164,6 +164,8 @@ class Normalisation(Module):
             cells = x.to(next(chain(self.parameters(), self.buffers()), x).device, go.dtypes[0])
         cells = cells.to(torch.promote_types(go.dtypes[0], torch.float32)).reshape(go.arrangement.cells)
         rows = self._spread(go, cells, stored, reduce(or_, carried[1:], Carried(False)))
+        if go.gather is None:
+            cells = stay(cells, reduce(or_, carried))
         if go.gather is None and cells.numel() and all(row.dtype is cells.dtype for row in self.running()):
             y = self._by_torch(cells.reshape(x.shape), rows)
         elif go.arrangement.moments is None:
@@ -263,6 +265,8 @@ class Normalisation(Module):
         if not (dtype.is_floating_point and carries_gradients(dtype)):
             raise ValueError(f"{kind} needs an input of a floating-point dtype; got {dtype}")
         found = [headers.dtype(self._stored, kind, tensor=1 + number) for number in range(len(self._given))]
+        for number, name in enumerate(self._given):
+            headers.check_blocks(self._parameter_layout, f"{self._name}: {name}", tensor=1 + number)
         for name, other in zip(self._given, found, strict=True):
             if other not in (dtype, torch.float32 if dtype.itemsize < 4 else dtype) or other != found[0]:
                 raise ValueError(

@@ -85,7 +85,8 @@ class DistributedPad(Module):
         self._first = P_x.workers.ndim - len(pairs)
         self._border = Border("zeros" if mode == "constant" and value == 0 else mode, widths)
         self._name = f"DistributedPad (P_x: {P_x}; padding {self.padding}, {mode})"
-        self._agreement = Agreement.among(P_x, self._name, (widths, mode, P_x.workers.shape), self._derive)
+        options = (widths, mode, value, P_x.workers.shape)
+        self._agreement = Agreement.among(P_x, self._name, options, self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:

@@ -181,7 +181,7 @@ class PowerPooling(Averaging):
         super().__init__(P_x, kernel_size, stride, ceil_mode=ceil_mode, options=(norm_type,))
         if not isinstance(norm_type, (int, float)) or isnan(norm_type) or norm_type == 0:
             raise ValueError(f"{type(self).__name__} needs norm_type to be a number other than 0; got {norm_type!r}")
-        self.norm_type = norm_type
+        self.norm_type = float(norm_type)
 
     def sample(self, x: torch.Tensor) -> torch.Tensor:
         lp_pool = getattr(functional, f"lp_pool{self.space}d")

@@ -12,7 +12,7 @@ from distdl.boxes import Shape, balanced
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.nn.module import Module, check_buffer_manager
+from distdl.nn.module import Module, check_buffer_manager, stay
 from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -66,7 +66,8 @@ class DistributedUpsample(Module):
             return x.clone()
         decision = self._agreement.reach((x,))
         route, dtype, resampler = decision.outcome
-        x = x.to(dtype) if route is None else move(route, x, dtype, (0,), decision.carried[0])
+        carried = decision.carried[0]
+        x = stay(x.to(dtype), carried) if route is None else move(route, x, dtype, (0,), carried)
         return resampler(x)
 
     def _derive(self, headers: Headers) -> tuple[Route | None, torch.dtype, Resampler]:

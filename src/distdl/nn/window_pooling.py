@@ -16,7 +16,7 @@ from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.memory import format_of
-from distdl.nn.module import Module, check_buffer_manager, local
+from distdl.nn.module import Module, check_buffer_manager, local, stay
 from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.windows import PoolSliding
@@ -120,7 +120,7 @@ class Pooling(Module):
         decision = self._agreement.reach((x,), (int(self._results.of(x) is not None),))
         piece = decision.outcome
         if piece.route is None:
-            return x.to(piece.dtype), piece
+            return stay(x.to(piece.dtype), decision.carried[0]), piece
         return move(piece.route, x, piece.dtype, (0,), decision.carried[0]), piece
 
     def _local(self, operator: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -180,7 +180,7 @@ class ResultTypes:
 
     def of(self, x: Any) -> torch.dtype | None:
         """The dtype of the result, found out on zeros, once for each dtype and device, with autocast and without."""
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or x.is_meta:
             return None
         key = (x.dtype, x.device, torch.is_autocast_enabled(x.device.type))
         if key not in self._known:

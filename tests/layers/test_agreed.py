@@ -1,0 +1,175 @@
+"""What all layers have to survive: other input on one worker, checkpoints, inference mode."""
+
+import pytest
+import torch
+from helpers_layers import every_worker_raises, noise, on_workers
+from torch.utils.checkpoint import checkpoint
+
+from distdl.nn import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveMaxPool1d,
+    DistributedAvgPool1d,
+    DistributedBatchNorm,
+    DistributedBCELoss,
+    DistributedBCEWithLogitsLoss,
+    DistributedCrossEntropyLoss,
+    DistributedEmbedding,
+    DistributedFeatureConv1d,
+    DistributedFeatureConv2d,
+    DistributedGroupNorm,
+    DistributedInstanceNorm,
+    DistributedL1Loss,
+    DistributedLayerNorm,
+    DistributedLinear,
+    DistributedLPPool1d,
+    DistributedMaxPool1d,
+    DistributedPad,
+    DistributedUpsample,
+)
+
+
+def line(P):
+    return P.reshape(1, 1, 4)
+
+
+STILL = {
+    "max": lambda P: DistributedMaxPool1d(line(P), 2, 2),
+    "average": lambda P: DistributedAvgPool1d(line(P), 2, 2),
+    "power": lambda P: DistributedLPPool1d(line(P), 2, 2, 2),
+    "adaptive average": lambda P: DistributedAdaptiveAvgPool1d(line(P), 8),
+    "adaptive maximum": lambda P: DistributedAdaptiveMaxPool1d(line(P), 8),
+    "nearest": lambda P: DistributedUpsample(line(P), scale_factor=2, mode="nearest"),
+    "layer norm": lambda P: DistributedLayerNorm(P.reshape(4, 1, 1), (1, 4), elementwise_affine=False),
+    "instance norm": lambda P: DistributedInstanceNorm(P.reshape(4, 1, 1), 1),
+    "group norm": lambda P: DistributedGroupNorm(P.reshape(4, 1, 1), 1, 1, affine=False),
+    "batch norm": lambda P: DistributedBatchNorm(P.reshape(4, 1, 1), 1, affine=False).eval(),
+    "frozen convolution": lambda P: DistributedFeatureConv1d(P.reshape(4, 1, 1), 1, 1, 1).requires_grad_(False),
+    "logits": lambda P: lambda x: DistributedBCEWithLogitsLoss(line(P), "none", pos_weight=torch.ones(1))(x, x * 0),
+}
+
+
+@pytest.mark.parametrize("layer", STILL)
+def test_a_checkpoint_around_a_layer_that_moves_nothing(layer):
+    """A gradient is wanted on one worker only, so on the others nothing is there to save."""
+
+    def main(P):
+        module = STILL[layer](P)
+        x = noise(1, 1, 4, seed=P.rank).float()
+        x.requires_grad_(P.rank == 0)
+        expected = None
+        if P.rank == 0:
+            (expected,) = torch.autograd.grad(module(x).square().sum(), x)
+        else:
+            y = module(x)
+            if y.requires_grad:
+                y.square().sum().backward()
+        y = checkpoint(module, x, use_reentrant=False)
+        if y.requires_grad:
+            y.square().sum().backward()
+        assert P.rank or torch.equal(x.grad, expected)
+
+    on_workers(4, main)
+
+
+def test_a_checkpoint_where_one_worker_has_an_empty_block():
+    def main(P):
+        P_x = P.reshape(4, 1, 1, 1)
+        network = torch.nn.Sequential(DistributedFeatureConv2d(P_x, 2, 2, 1), DistributedAdaptiveAvgPool2d(P_x, 1))
+        x = torch.ones(1 if P.rank < 3 else 0, 2, 4, 4)  # the last batch has 3 samples
+        checkpoint(network, x, use_reentrant=False).sum().backward()
+        assert network[0].weight.grad is not None
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("make", [
+    lambda P: DistributedUpsample(line(P), scale_factor=2.0),
+    lambda P: DistributedPad(line(P), (1, 1), "reflect"),
+    lambda P: DistributedAvgPool1d(line(P), 3, 1, 1, count_include_pad=False),
+    lambda P: DistributedAdaptiveAvgPool1d(line(P), 5),
+    lambda P: DistributedLPPool1d(line(P), 2, 3, 2, ceil_mode=True),
+    lambda P: DistributedFeatureConv1d(line(P), 1, 1, 3, padding=1, padding_mode="reflect"),
+])  # fmt: skip
+def test_training_after_inference_mode_on_the_same_shape(make):
+    def main(P):
+        layer, x = make(P), torch.ones(1, 1, 3)
+        with torch.inference_mode():
+            layer(x)
+        layer(x.requires_grad_()).sum().backward()
+        assert x.grad.shape == x.shape
+
+    on_workers(4, main)
+
+
+def swapped(P, layer, name="weight", shape=(2, 3, 3)):
+    if P.rank == 0:
+        layer.get_parameter(name).data = torch.zeros(shape)
+    return layer
+
+
+def linear(P):
+    return DistributedLinear(P[:2].reshape(1, 2), P[2:].reshape(1, 2), P.reshape(2, 2), 4, 6)
+
+
+def embedding(P):
+    return DistributedEmbedding(P.reshape(4), P.reshape(4, 1), P.reshape(4, 1, 1), 5, 3)
+
+
+HALF = torch.full((1, 1, 2), 0.5)
+REFUSED = {
+    "class weights on some workers": (
+        lambda P: DistributedCrossEntropyLoss(P.reshape(4, 1), torch.ones(2) if P.rank else None)(
+            torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+        ), "different calls",
+    ),
+    "a probability above 1": (
+        lambda P: DistributedBCELoss(line(P))(HALF + P.rank // 3, HALF), "from 0 to 1; on worker 3",
+    ),
+    "no scores": (
+        lambda P: DistributedCrossEntropyLoss(P.reshape(1, 4))(
+            None if P.rank == 3 else torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64)
+        ), "worker 3: DistributedCrossEntropyLoss",
+    ),
+    "a tensor without data": (
+        lambda P: DistributedMaxPool1d(line(P), 2)(torch.zeros(1, 1, 3, device="meta" if P.rank == 1 else "cpu")),
+        "one that is meta",
+    ),
+    "a swapped weight": (
+        lambda P: swapped(P, DistributedFeatureConv1d(line(P), 2, 3, 3))(torch.ones(1, 2, 4)),
+        "weight of worker 0 has to be of the shape [3, 2, 3]; it is [2, 3, 3]",
+    ),
+    "another number of biases": (
+        lambda P: swapped(P, linear(P), "sublinear.bias", (4,))(torch.ones(2, 2) if P.rank < 2 else torch.zeros(2, 0)),
+        "bias of worker 0",
+    ),
+    "rows of an embedding": (
+        lambda P: swapped(P, embedding(P), shape=(6, 3))(torch.zeros(2, dtype=torch.int64)), "weight of worker 0",
+    ),
+    "scales of a norm": (
+        lambda P: swapped(P, DistributedLayerNorm(line(P), 8), shape=(3,))(torch.ones(1, 1, 2)), "weight of worker 0",
+    ),
+    "another value around": (
+        lambda P: DistributedPad(line(P), (1, 1), value=float(P.rank))(torch.ones(1, 1, 2)), "different calls",
+    ),
+    "a mean of integers": (
+        lambda P: DistributedL1Loss(line(P))(torch.ones(1, 1, 2).long(), torch.ones(1, 1, 2).long()),
+        "floating-point numbers for the reduction mean; got torch.int64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_one_worker_has_wrong_is_the_same_error_on_every_worker(what):
+    call, words = REFUSED[what]
+    with_errors = {"different calls": RuntimeError}.get(words, ValueError)
+    assert words in every_worker_raises(4, call, with_errors)
+
+
+def test_power_pooling_takes_whole_powers_as_numbers():
+    def main(P):
+        x = torch.arange(16).reshape(1, 1, 16)[..., 4 * P.rank : 4 * P.rank + 4].float()
+        y = DistributedLPPool1d(line(P), 2, 2, 2)(x)
+        assert torch.equal(y, torch.nn.LPPool1d(2, 2, 2)(x))
+
+    on_workers(4, main)
