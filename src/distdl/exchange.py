@@ -9,7 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,12 @@ def move(route: Route, x: torch.Tensor, dtype: torch.dtype, blank: tuple[int, ..
         dtype, blank, carried: see :class:`Load`.
     Returns: a new tensor, in the shape of ``plan.outputs``; connected to x wherever a gradient is recorded.
     """
-    return move_together((Load(route, dtype, blank, carried),), (x,))[0]
+    load = Load(route, dtype, blank, carried)
+    if not load.recorded:
+        return execute((load,), (x.detach(),))[0]
+    bare = (carried.gradient and not x.requires_grad) or (carried.tangent and not Carried.by(x, False).tangent)
+    y: torch.Tensor = Apply.apply((load,), _anchor(x, carried) if bare else None, x)[0]  # type: ignore[no-untyped-call]
+    return y
 
 
 def move_together(loads: tuple[Load, ...], xs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -116,17 +122,18 @@ def move_together(loads: tuple[Load, ...], xs: tuple[torch.Tensor, ...]) -> tupl
     recorded = [load.recorded for load in loads]
     if not any(recorded):
         return execute(loads, tuple(x.detach() for x in xs))
-    gradient = any(load.carried.gradient for load, noted in zip(loads, recorded, strict=True) if noted)
-    tangent = any(load.carried.tangent for load, noted in zip(loads, recorded, strict=True) if noted)
-    anchor = None
-    if (gradient and not any(x.requires_grad for x in xs)) or (
-        tangent and not any(Carried.by(x, False).tangent for x in xs)
-    ):
-        anchor = torch.empty(0, device=xs[0].device, requires_grad=gradient)
-        if tangent:
-            anchor = forward_ad.make_dual(anchor, torch.empty(0, device=anchor.device))
+    carried = reduce(or_, [load.carried for load, noted in zip(loads, recorded, strict=True) if noted])
+    bare = (carried.gradient and not any(x.requires_grad for x in xs)) or (
+        carried.tangent and not any(Carried.by(x, False).tangent for x in xs)
+    )
+    anchor = _anchor(xs[0], carried) if bare else None
     ys: tuple[torch.Tensor, ...] = Apply.apply(loads, anchor, *xs)  # type: ignore[no-untyped-call]
     return ys
+
+
+def _anchor(beside: torch.Tensor, carried: Carried) -> torch.Tensor:
+    anchor = torch.empty(0, device=beside.device, requires_grad=carried.gradient)
+    return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if carried.tangent else anchor
 
 
 class Apply(torch.autograd.Function):
@@ -149,7 +156,7 @@ class Apply(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint computes its forward again
         mode, forward_mode = torch.is_grad_enabled(), _differentiates_forward()
-        carried = Carried(mode, forward_mode, mode and forward_mode)
+        carried = Carried(mode, forward_mode, mode and forward_mode) if mode or forward_mode else _NOTHING_CARRIED
         places = [place for place, load in enumerate(ctx.loads) if load.recorded and load.carried.gradient]
         loads = tuple(
             Load(ctx.loads[place].route.T, ctx.loads[place].dtype, ctx.sources[place][0], carried) for place in places
@@ -185,6 +192,7 @@ def _or_zeros(dy: torch.Tensor | None, load: Load, source: tuple[Any, ...]) -> t
 
 
 _NOTHING = torch.empty(0)
+_NOTHING_CARRIED = Carried(False)
 
 
 def _differentiates_forward() -> bool:
@@ -201,6 +209,10 @@ def execute(loads: Sequence[Load], xs: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def _execute(loads: Sequence[Load], xs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    if len(loads) == 1:  # as nearly always
+        y, pending = _begin(loads[0], xs[0])
+        pending.wait()
+        return (y,)
     begun = [_begin(load, x) for load, x in zip(loads, xs, strict=True)]
     for _, pending in begun:
         pending.wait()
