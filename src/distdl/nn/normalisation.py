@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from math import prod
 from operator import or_
 from typing import ClassVar
 
@@ -202,13 +203,16 @@ class Normalisation(Module):
     def _standardise(
         self, rest: torch.Tensor, variance: torch.Tensor, offset: torch.Tensor | None, rows: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """``(rest - offset) / sqrt(variance + eps) * weight + bias``, in one pass over the block."""
+        """``(rest - offset) / sqrt(variance + eps) * weight + bias``, in one pass over the block, or in two."""
         eps = torch.finfo(rest.dtype).eps if self.eps is None else self.eps
         scale = (variance + eps).rsqrt().to(rest.dtype)
-        for weight in rows[:1]:
-            scale = scale * weight.to(rest.dtype)
-        shifts = [bias.to(rest.dtype) for bias in rows[1:]] + ([] if offset is None else [-offset * scale])
-        return torch.addcmul(sum(shifts[1:], shifts[0]), rest, scale) if shifts else rest * scale
+        rows = [row.to(rest.dtype) for row in rows]
+        if rows and prod(torch.broadcast_shapes(scale.shape, rows[0].shape)) < rest.numel():
+            scale = scale * rows[0]
+            shifts = rows[1:] + ([] if offset is None else [-offset * scale])
+            return _affine(rest, scale, *([sum(shifts[1:], shifts[0])] if shifts else []))
+        standard = _affine(rest, scale, *([] if offset is None else [-offset * scale]))
+        return _affine(standard, *rows) if rows else standard
 
     def _spread(
         self, go: Movements, x: torch.Tensor, stored: Sequence[torch.Tensor], carried: Carried
@@ -276,3 +280,7 @@ class Normalisation(Module):
 
     def extra_repr(self) -> str:
         return f"P_x: {self.P_x}; eps={self.eps}"
+
+
+def _affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    return x * scale if shift is None else torch.addcmul(shift, x, scale)
