@@ -21,6 +21,7 @@ DTYPES = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool, torch.uint16, torch.uint32,
     torch.uint64, torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
+HALVES = (torch.float16, torch.bfloat16)  # torch adds these up in float32
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MOVED_ONLY = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 _ARRAY_KINDS = "biufcSUmM"

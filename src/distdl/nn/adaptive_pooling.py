@@ -17,13 +17,14 @@ from torch.nn import functional
 
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, balanced, shape
+from distdl.encoding import HALVES
 from distdl.exchange import Route, move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
 from distdl.nn.module import Module, local, stay
 from distdl.nn.runs import Runs, along
-from distdl.nn.window_pooling import HALVES, ResultTypes, check_axes_of, taken_dtype
+from distdl.nn.window_pooling import ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import copy

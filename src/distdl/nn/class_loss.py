@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from distdl.agreement import Agreement, Decision
 from distdl.boxes import Shape, shape
+from distdl.encoding import HALVES
 from distdl.exchange import Route, move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
-from distdl.nn.loss_base import HALVES, check_reduction, differentiable, outside, sum_to_root
+from distdl.nn.loss_base import check_reduction, differentiable, outside, sum_to_root
 from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan

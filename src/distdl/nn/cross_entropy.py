@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 from distdl.boxes import balanced
+from distdl.encoding import HALVES
 from distdl.exchange import move
 from distdl.header import Carried
 from distdl.layout import Layout
 from distdl.nn.class_loss import ClassLoss, Movements, filled
-from distdl.nn.loss_base import HALVES
 from distdl.nn.module import local
 from distdl.partition import Partition
 from distdl.plan import Plan

@@ -12,15 +12,13 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape
-from distdl.encoding import carries_gradients
+from distdl.encoding import HALVES, carries_gradients
 from distdl.exchange import Route, move
 from distdl.header import Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.planning import broadcast
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

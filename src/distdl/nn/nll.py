@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from distdl.encoding import HALVES
 from distdl.header import Carried
 from distdl.nn.class_loss import ClassLoss, Movements
-from distdl.nn.loss_base import HALVES
 from distdl.partition import Partition
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from distdl.boxes import Box, Shape
-from distdl.nn.window_pooling import HALVES, Piece, Pooling, cut, in_space
+from distdl.encoding import HALVES
+from distdl.nn.window_pooling import Piece, Pooling, cut, in_space
 from distdl.partition import Partition
 
 

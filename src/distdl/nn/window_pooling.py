@@ -21,8 +21,6 @@ from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.windows import PoolSliding
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:
