@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ class Tracking(Normalisation):
     the same order, so theirs are equal to the last bit and no message is needed for it.
     """
 
+    _operator: ClassVar[Callable[..., torch.Tensor]]
     eps: float
     running_mean: torch.Tensor | None
     running_var: torch.Tensor | None
@@ -45,7 +46,7 @@ class Tracking(Normalisation):
         for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
             self.register_buffer(name, value if track_running_stats else None)
         self.register_buffer("num_batches_tracked", torch.tensor(0) if track_running_stats else None)
-        self.register_load_state_dict_pre_hook(_read_own_channels)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_read_own_channels)  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def _kept(self) -> Interval:
@@ -78,10 +79,12 @@ class Tracking(Normalisation):
         for running, new in zip(self.running(), (mean, squares / (moments.count - 1)), strict=True):
             running.mul_(1 - self.factor).add_(self.factor * new.flatten())
 
-    @property
-    def tracked(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The running statistics that torch's operator has to update, if any."""
-        return (self.running_mean, self.running_var) if self.training else (None, None)
+    def operate(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        tracked = (self.running_mean, self.running_var) if self.training else (None, None)
+        mean, variance = running or tracked
+        return type(self)._operator(x, mean, variance, weight, bias, not running, self.factor, self.eps)
 
     def _channels(self, owned: Layout, training: bool) -> Along:
         """A place needs the moments of its channels and, to track them, of those that it keeps."""
@@ -130,6 +133,7 @@ class DistributedBatchNorm(Tracking):
     Source: Ioffe & Szegedy, arXiv:1502.03167.
     """
 
+    _operator = functional.batch_norm
     names = ("gamma", "beta")
     sequential_names: ClassVar[dict[str, str]] = {"gamma": "weight", "beta": "bias"}
     published = True
@@ -157,12 +161,6 @@ class DistributedBatchNorm(Tracking):
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return super().forward(x)
-
-    def operate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        mean, variance = running or self.tracked
-        return functional.batch_norm(x, mean, variance, weight, bias, not running, self.factor, self.eps)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         if self.running() and not training:
@@ -204,6 +202,8 @@ class DistributedInstanceNorm(Tracking):
     Source: Ulyanov et al., arXiv:1607.08022.
     """
 
+    _operator = functional.instance_norm
+
     def __init__(
         self,
         P_x: Partition,
@@ -216,12 +216,6 @@ class DistributedInstanceNorm(Tracking):
         if P_x.workers.ndim < 3:
             raise ValueError(f"DistributedInstanceNorm needs P_x: batch x channels x space; got {P_x}")
         super().__init__(P_x, num_features, eps, momentum, affine, track_running_stats)
-
-    def operate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        mean, variance = running or self.tracked
-        return functional.instance_norm(x, mean, variance, weight, bias, not running, self.factor, self.eps)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         if self.running() and not training:
