@@ -16,7 +16,26 @@ from distdl.partition import Partition
 from distdl.windows import Intervals, Sliding, group_runs, grouped
 
 
-class Convolution(Contraction):
+class Kernels(Contraction):
+    """What convolution and transposed convolution have in common: parameters of their own, and groups of channels."""
+
+    space: ClassVar[int]
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    _group: tuple[int, int]  # input and output channels of one group
+
+    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        return self.weight, self.bias
+
+    def input_channels(self, outputs: Intervals) -> Intervals:
+        return [grouped(run, *self._group) for run in outputs]
+
+
+class Convolution(Kernels):
     r"""A convolution over input blocks that each worker first completes by the cells around them.
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
@@ -32,10 +51,6 @@ class Convolution(Contraction):
         does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
-
-    space: ClassVar[int]
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -60,13 +75,6 @@ class Convolution(Contraction):
         self._runs = _own_runs(work, int(out_channels), self._group[1])
         super().__init__(P_x, P_y, work, in_channels, out_channels, self._sliding.kernel, groups, bias)
 
-    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        self.weight = weight
-        self.register_parameter("bias", bias)
-
-    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-        return self.weight, self.bias
-
     def options(self) -> tuple[object, ...]:
         return (self._sliding, self.padding_mode)
 
@@ -85,9 +93,6 @@ class Convolution(Contraction):
         inputs, produced = self._group
         first, stop = grouped((self._runs[0][0], self._runs[-1][1]), inputs, produced)
         return stop - first, self._runs[-1][1] - self._runs[0][0], inputs
-
-    def input_channels(self, outputs: Intervals) -> Intervals:
-        return [grouped(run, *self._group) for run in outputs]
 
     def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
         name = type(self).__name__

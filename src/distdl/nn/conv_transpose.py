@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,18 +13,18 @@ from torch.nn import functional
 from distdl.boxes import Box, Shape, balanced, volume
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.nn.contraction import Contraction
+from distdl.nn.conv import Kernels
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.movements import Operator
 from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
 from distdl.transposed import Crop, Transposed
-from distdl.windows import Intervals, grouped
+from distdl.windows import Intervals
 
 _FARTHEST = 2**62  # what a header can hold
 
 
-class TransposedConvolution(Contraction):
+class TransposedConvolution(Kernels):
     r"""A transposed convolution: each worker gets the inputs that add to its outputs, however many blocks that touches.
 
     Forward: :math:`y_o = b_o + \sum_i w_{io} \star^T x_i`, sequentially the same as torch's: input j of a dim adds to
@@ -50,10 +50,6 @@ class TransposedConvolution(Contraction):
         does not: its rank, channels, dtype, or no output.
     Source: the adjoint of the convolution in Hewett & Grady, arXiv:2006.03108.
     """
-
-    space: ClassVar[int]
-    weight: torch.nn.Parameter
-    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -90,13 +86,6 @@ class TransposedConvolution(Contraction):
         super().__init__(P_x, P_out, work, in_channels, out_channels, self._geometry.kernel, int(groups), bias)
         self.P_w = P_w
 
-    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        self.weight = weight
-        self.register_parameter("bias", bias)
-
-    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-        return self.weight, self.bias
-
     def options(self) -> tuple[object, ...]:
         return (self._geometry,)
 
@@ -113,9 +102,6 @@ class TransposedConvolution(Contraction):
             rows = self.input_channels(outputs)[::parts]
         weights = Layout.of(grid.reshape(*grid.workers.shape, *[1] * len(taps)), [rows, columns, *kernel])
         return weights, Layout.of(stored[:, :1].reshape(out), [outputs])
-
-    def input_channels(self, outputs: Intervals) -> Intervals:
-        return [grouped(run, *self._group) for run in outputs]
 
     @property
     def least_space(self) -> Shape:
