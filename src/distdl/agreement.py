@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -45,8 +44,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-@contextmanager
-def fixed_shapes() -> Iterator[None]:
+class fixed_shapes:
     """Leave out the agreements: the caller promises that no worker's shapes, dtypes or requires_grad change inside.
 
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
@@ -54,10 +52,11 @@ def fixed_shapes() -> Iterator[None]:
     worker. Messages between two workers still bear the number of the exchange and a mark of the layer, so that crossed
     calls of different layers wait instead of delivering to each other; collectives over a group bear neither.
     """
-    _local.fixed += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _local.fixed += 1
+
+    def __exit__(self, *error: object) -> None:
         _local.fixed -= 1
 
 
@@ -181,7 +180,7 @@ class Agreement(Generic[Outcome]):
             return agreed.decision
         changed = agreed is None or agreed.structure != structure
         dims = max((len(shape) for _, shape in structure[0]), default=0)
-        marks = [mark for one in carried for mark in one.marks]
+        marks = [mark for one in carried for mark in one]
         words = np.zeros(WORDS, dtype=np.int64)
         said = [changed, dims, len(problem), mode, -mode, 0, 0, self._identity, -self._identity, *marks]
         words[: len(said)] = said

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distdl.comm import Communicator, Group, IntArray, Message, Pending
+from distdl.comm import Communicator, Group, IntArray, Message, Pending, Traffic
 from distdl.worlds import world
 
 
@@ -21,8 +21,9 @@ class Entry:
 
     Attributes:
         layer: path of the layer in the model, if it was given, and its name and partitions.
-        operation: ``agreement`` (also values that a partition gathers), ``exchange`` (point-to-point), ``broadcast``,
-            ``sum`` or ``all_sum``; backward counts under what it does (the backward of a broadcast is a sum).
+        operation: ``agreement`` (also values that a partition gathers), ``exchange`` (point-to-point, and what moves
+            whole between two workers), ``broadcast``, ``sum`` or ``all_sum`` (in larger teams); backward counts under
+            what it does (the backward of a broadcast is a sum).
         calls: how often.
         messages: point-to-point messages that this worker has sent.
         sent: bytes in them.
@@ -103,7 +104,7 @@ def ledger(model: torch.nn.Module | None = None, comm: Communicator | None = Non
 class _Recorder:
     """Methods that stand in for those of a communicator, and note before they pass on."""
 
-    methods = ("exchange", "broadcast", "sum", "all_sum", "all_gather", "all_max")
+    methods = ("exchange", "exchange_parts", "broadcast", "sum", "all_sum", "all_gather", "all_max")
 
     def __init__(self, comm: Communicator, book: Ledger) -> None:
         self._comm = comm
@@ -119,6 +120,10 @@ class _Recorder:
         entry.sent += sum(tensor.nbytes for _, tensor in sends)
         pending: Pending = self._passed["exchange"](sends, receives, tag)
         return pending if inside else self._timed(entry, pending)
+
+    def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        sends, receives = traffic.messages(tensors)
+        return self.exchange(sends, receives, tag)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         return self._collective("broadcast", tensor.nbytes, lambda: self._passed["broadcast"](group, tensor))

@@ -14,7 +14,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -93,6 +93,58 @@ def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
     return pairs + list(items[len(items) - len(items) % 2 :])
 
 
+class Part(NamedTuple):
+    """What one message holds: a part of one of several tensors, which are there only when the message is sent.
+
+    Attributes:
+        worker: the other end.
+        place: which of the tensors.
+        slices: what of it; none stand for all.
+        offset: from the first element of that tensor to the first of the part, in bytes.
+        shape, strides, dtype: of the part.
+    """
+
+    worker: int
+    place: int
+    slices: tuple[slice, ...]
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, worker: int, place: int, slices: tuple[slice, ...], laid: torch.Tensor) -> Part:
+        """The part of a tensor that will be laid out as the given one is, which begins its memory."""
+        part = laid[slices]
+        offset = int(part.storage_offset()) * laid.element_size()
+        return cls(worker, place, slices, offset, tuple(part.shape), part.stride(), laid.dtype)
+
+    def message(self, tensors: Sequence[torch.Tensor]) -> Message:
+        """The message, now that the tensors are there."""
+        tensor = tensors[self.place]
+        return self.worker, tensor[self.slices] if self.slices else tensor
+
+
+class Traffic:
+    """The messages of an exchange, made once for tensors of some layouts and used again and again.
+
+    Attributes:
+        sends, receives: as for :meth:`Communicator.exchange`.
+        prepared: what a back-end wants to remember about them.
+    """
+
+    __slots__ = ("prepared", "receives", "sends")
+
+    def __init__(self, sends: Sequence[Part], receives: Sequence[Part]) -> None:
+        self.sends = sends
+        self.receives = receives
+        self.prepared: Any = None
+
+    def messages(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Message], list[Message]]:
+        """What is sent and what is received, now that the tensors are there."""
+        return [part.message(tensors) for part in self.sends], [part.message(tensors) for part in self.receives]
+
+
 class Calls:
     """A count.
 
@@ -141,6 +193,11 @@ class Communicator(ABC):
             tag: a number from 0 to 32767 that must be the same at both ends. Messages of a pair of workers that have
                 equal tags arrive in the order they were sent.
         """
+
+    def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        """The same for parts of tensors: a back-end that reads memory by address needs no views of them."""
+        sends, receives = traffic.messages(tensors)
+        return self.exchange(sends, receives, tag)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         """Copy the root's tensor into the (contiguous) tensor of every other member."""

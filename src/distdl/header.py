@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +20,7 @@ from distdl.partition import Partition
 from distdl.rows import Rows
 
 
-@dataclass(frozen=True)
-class Carried:
+class Carried(NamedTuple):
     """What tensors carry along for differentiation, on any member.
 
     Attributes:
@@ -41,11 +41,7 @@ class Carried:
         return cls(gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad)
 
     def __or__(self, other: Carried) -> Carried:
-        return Carried(*map(operator.or_, self.marks, other.marks))
-
-    @property
-    def marks(self) -> tuple[bool, bool, bool]:
-        return (self.gradient, self.tangent, self.tangent_gradient)
+        return Carried(*map(operator.or_, self, other))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from operator import or_
 import torch
 
 from distdl.boxes import Shape
-from distdl.exchange import Load, Route, move_together
+from distdl.exchange import Route, move_together
 from distdl.header import Carried
 from distdl.nn.module import stay
 from distdl.nn.padding import Filling
@@ -55,10 +55,10 @@ class Movements:
             blank: shape of x on workers that get none.
         """
         routes = [route for route in (self.align, self.spread) if route is not None]
-        loads = [Load(route, self.dtypes[0], blank, carried[0]) for route in routes]
+        loads = [route.load(self.dtypes[0], blank, carried[0]) for route in routes]
         first = [(load, x) for load in loads[:1]]
         if self.parameters is not None:
-            first.append((Load(self.parameters, self.dtypes[1], (0,), reduce(or_, carried[1:])), pack(w, b)))
+            first.append((self.parameters.load(self.dtypes[1], (0,), reduce(or_, carried[1:])), pack(w, b)))
         if first:
             moved = move_together(*zip(*first, strict=True))
             x = moved[0] if loads else x

@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
-from distdl.backends.mpi.messages import TYPES, Messages, lies_in_runs, pieces
+from distdl.backends.mpi.messages import TYPES, Messages, Places, lies_in_runs, pieces
 from distdl.comm import (
     SMALL_SUM,
     CommunicationError,
@@ -31,13 +31,14 @@ from distdl.comm import (
     IntArray,
     Message,
     Pending,
+    Traffic,
     begin_with,
     contiguous,
     deliver,
     empty,
 )
 
-_ASK, _ANSWER, _GROUP_TAG = 32768, 32769, 32770  # beyond the tags of exchanges
+_ASK, _ANSWER, _GROUP_TAG, _WORDS_TAG = 32768, 32769, 32770, 32771  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
@@ -90,7 +91,22 @@ class MPICommunicator(Communicator):
             requests += [world.Irecv(piece, source, tag) for piece in pieces(room)]
         for target, tensor in ready:
             requests += [world.Isend(piece, target, tag) for piece in pieces(tensor)]
-        return Messages(self.finish, requests, receives, rooms, ready)
+        workers = [worker for worker, _ in (*rooms, *ready)]
+        deliveries = [(tensor, room) for (_, tensor), (_, room) in zip(receives, rooms, strict=True)]
+        return Messages(self.finish, requests, workers, (rooms, ready), deliveries)
+
+    def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        places = traffic.prepared
+        if places is None:
+            places = traffic.prepared = Places(traffic)
+        if not (places.direct and tensors[0].is_cpu):
+            return super().exchange_parts(traffic, tensors, tag)
+        if self.released:
+            self._check_released()
+        receive, send = self._world.Irecv, self._world.Isend
+        requests = [receive(where.at(tensors), where.worker, tag) for where in places.receives]
+        requests += [send(where.at(tensors), where.worker, tag) for where in places.sends]
+        return Messages(self.finish, requests, places.workers, tensors)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         comm, root = self._team(group)
@@ -134,12 +150,26 @@ class MPICommunicator(Communicator):
         return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
 
     def all_max(self, group: Group, words: IntArray) -> IntArray:
-        highest = words.copy()
         if len(group) == 1:
-            return highest
+            return words.copy()
+        if len(group) == 2:
+            return self._higher(group[0] if group[1] == self.rank else group[1], words)
+        highest = words.copy()
         comm, _ = self._team(group)
         self.finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)], group)
         return highest
+
+    def _higher(self, other: int, words: IntArray) -> IntArray:
+        """The maximum with the words of one other worker: a message each way."""
+        self._check_released()
+        heard = np.empty_like(words)
+        requests = [
+            self._world.Irecv([heard, len(heard), MPI.INT64_T], other, _WORDS_TAG),
+            self._world.Isend([words, len(words), MPI.INT64_T], other, _WORDS_TAG),
+        ]
+        if not MPI.Request.Testall(requests):
+            self.finish(requests, (other, other), heard, words)
+        return np.maximum(heard, words, out=heard)
 
     def lend(self, workers: Group) -> MPI.Intracomm:
         """An MPI communicator over these workers, in this order, for others than distdl. Collective over them, once."""

@@ -1,0 +1,82 @@
+"""Programs: executed on tensors of any layout and dtype they apply the plan's matrix. No worker runs."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from plans import NAMES, plans
+
+from distdl import program
+from distdl.comm import Communicator, Pending
+from distdl.program import Program
+
+
+class Post(Communicator):
+    """Workers that take turns in one thread: what one sends lies ready when another begins to wait."""
+
+    def __init__(self, rank, letters):
+        super().__init__()
+        self.rank, self.size, self.letters = rank, 12, letters
+
+    def exchange(self, sends, receives, tag=0):
+        for target, tensor in sends:
+            self.letters[self.rank, target, tag].append(tensor.clone())
+
+        def finish():
+            for source, tensor in receives:
+                letter = self.letters[source, self.rank, tag].pop(0)
+                assert letter.shape == tensor.shape and letter.dtype == tensor.dtype
+                tensor.copy_(letter)
+
+        return Pending(finish)
+
+
+def laid_out(layout, extents, dtype, numbers):
+    """A tensor of small whole numbers that is laid out in some way in memory."""
+    dims = len(extents)
+    if layout == "expanded":
+        return torch.full([1] * dims, 3).to(dtype).expand(extents)
+    x = torch.from_numpy(numbers.integers(1, 4, extents)).to(dtype)
+    if layout == "reversed":
+        return x.permute(*reversed(range(dims))).contiguous().permute(*reversed(range(dims)))
+    if layout == "apart":
+        space = torch.zeros([2 * n + 1 for n in extents], dtype=dtype)
+        view = space[tuple(slice(1, 1 + 2 * n, 2) for n in extents)]
+        view.copy_(x)
+        return view
+    return x
+
+
+@pytest.mark.parametrize("short", [0, 24, 1 << 15])
+@pytest.mark.parametrize("layout", ["contiguous", "reversed", "apart", "expanded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_applies_the_matrix_of_its_plan(world, monkeypatch, name, layout, short):
+    """Whether it copies short parts by address, some of them, or none."""
+    monkeypatch.setattr(program, "_SHORT_COPY", short)
+    forward, numbers = plans(world)[name](None), np.random.default_rng(0)
+    for plan in (forward, forward.T):
+        for dtype in (torch.float32, torch.int64, torch.complex128, torch.bfloat16, torch.uint8):
+            xs = {w: laid_out(layout, extents, dtype, numbers) for w, extents in plan.inputs.items()}
+            before = {worker: x.clone() for worker, x in xs.items()}
+            letters, begun, programs = defaultdict(list), {}, {}
+            for worker in range(12):
+                x = xs.get(worker, torch.zeros(0, dtype=dtype))
+                extents = plan.outputs.get(worker)
+                programs[worker] = Program(
+                    Post(worker, letters), plan.pattern, plan.schedule(worker), x, (0,) if extents is None else extents,
+                    extents is None, dtype, False,
+                )  # fmt: skip
+            for _ in range(2):
+                begun = {w: one.begin(xs.get(w, torch.zeros(0, dtype=dtype)), 5) for w, one in programs.items()}
+                for _, pending in begun.values():
+                    pending.wait()
+                assert not any(letters.values())
+                given = flat({worker: x.to(torch.complex128) for worker, x in xs.items()})
+                found = flat({worker: begun[worker][0].to(torch.complex128) for worker in plan.outputs})
+                assert np.array_equal(plan.matrix() @ given, found), dtype
+            assert all(torch.equal(x, before[worker]) for worker, x in xs.items())
+
+
+def flat(tensors):
+    return np.concatenate([tensors[worker].numpy().ravel() for worker in sorted(tensors)] or [np.zeros(0)])
