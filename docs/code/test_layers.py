@@ -90,8 +90,8 @@ AGREE = ["all_max"]
 def test_affine_moves_its_two_parameters_and_nothing_else(layer, forward):
     def main():
         P = distdl.Partition(Counting(distdl.world().comm))
-        network = layer(P.reshape(1, 2, 2), channels=3)
-        x = torch.ones(1, 2 if P.rank < 2 else 1, 5)
+        network = layer(P.reshape(2, 1, 2), channels=3)
+        x = torch.ones(1, 3, 5)
         network(x)
         P.comm.reset()
         network(x).sum().backward()

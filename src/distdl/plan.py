@@ -22,6 +22,8 @@ from distdl.boxes import Box, Shape, around, hull, meet, shape, slices, volume, 
 from distdl.comm import Group
 from distdl.groups import IntArray, root_first
 
+_LARGE_SUM = 1 << 16  # elements of which two workers add up one half each, instead of all of them twice
+
 Shapes = Mapping[int, Shape]
 Index = tuple[slice, ...]
 
@@ -101,6 +103,10 @@ class Role:
         """All workers of the team, root first."""
         return self.team.group
 
+    def writes(self, pattern: Pattern) -> bool:
+        """Whether this worker's y comes from the team."""
+        return self.root if pattern is Pattern.SUM else self.member
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -114,8 +120,9 @@ class Schedule:
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
         packs: several entries go to, or come from, the same worker; they are one message, in their order.
         adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
-        roles: the teams of which this worker is part and that have something to move, in the order in which all workers
-            turn to them: by root, which no two teams have in common.
+        roles: the teams of more than two of which this worker is part and that have something to move, in the order in
+            which all workers turn to them: by root, which no two teams have in common. What moves in smaller teams
+            stands among the sends, receives and sums, but for large all-sums, of which each of two adds up one half.
     """
 
     sends: tuple[tuple[int, Index], ...]
@@ -178,7 +185,11 @@ class Plan:
 
     def _schedule(self, worker: int) -> Schedule:
         x, y = (whole(shapes.get(worker, ())) for shapes in (self.inputs, self.outputs))
-        incoming = [move for move in self.moves if move.target == worker]
+        roles, moves = list(self._roles(worker)), list(self.moves)
+        for role in [role for role in roles if self._is_few(role.team)]:
+            roles.remove(role)
+            moves += role.team.moves(self.pattern)
+        incoming = [move for move in moves if move.target == worker]
         landings = Counter(move.dst for move in incoming)
         adds = not _disjoint(list(landings))
         receives: list[tuple[int, Index | None, Shape]] = []
@@ -195,17 +206,24 @@ class Plan:
             elif alone:
                 kept.append((slices(move.dst, y), slices(move.src, x)))
                 written.add(move.dst)
-        sends = [(m.target, slices(m.src, x)) for m in self.moves if m.source == worker and m.target != worker]
+        sends = [(m.target, slices(m.src, x)) for m in moves if m.source == worker and m.target != worker]
+        unwritten = () if any(role.writes(self.pattern) for role in roles) else _unwritten(written, y)
         return Schedule(
             sends=tuple(sends),
             receives=tuple(receives),
-            blank=tuple(slices(box, y) for box in _unwritten(written, y)),
+            blank=tuple(slices(box, y) for box in unwritten),
             kept=tuple(kept),
             sums=tuple((slices(box, y), tuple(terms)) for box, terms in sums.items()),
             adds=adds,
             packs=any(len({worker for worker, *_ in ends}) < len(ends) for ends in (sends, receives)),
-            roles=tuple(sorted(self._roles(worker), key=lambda role: role.team.root)),
+            roles=tuple(sorted(roles, key=lambda role: role.team.root)),
         )
+
+    def _is_few(self, team: Team) -> bool:
+        """Whether messages between the members are at least as fast as any collective."""
+        if team.members.size > 2 or (self.pattern is Pattern.ALL_SUM and volume(whole(team.shape)) > _LARGE_SUM):
+            return False
+        return len(team.group) <= 2
 
     def _roles(self, worker: int) -> Iterator[Role]:
         for team in self.teams:

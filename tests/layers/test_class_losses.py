@@ -220,13 +220,13 @@ def calls_of(P, kind, grid, **options):
 def test_calls():
     def main(P):
         split = ["all_max", "broadcast", "exchange", "sum", "broadcast", "exchange"]
-        assert calls_of(P, DistributedCrossEntropyLoss, (1, 2)) == split
-        assert calls_of(P, DistributedCrossEntropyLoss, (1, 2), reduction="none") == split
-        assert calls_of(P, DistributedCrossEntropyLoss, (2, 1)) == ["all_max", "sum", "broadcast"]
-        assert calls_of(P, DistributedNLLLoss, (1, 2)) == ["all_max", "broadcast", "sum", "broadcast"]
-        assert calls_of(P, DistributedNLLLoss, (2, 1), reduction="none") == ["all_max"]
+        assert calls_of(P, DistributedCrossEntropyLoss, (1, 3)) == split
+        assert calls_of(P, DistributedCrossEntropyLoss, (1, 3), reduction="none") == split
+        assert calls_of(P, DistributedCrossEntropyLoss, (3, 1)) == ["all_max", "sum", "broadcast"]
+        assert calls_of(P, DistributedNLLLoss, (1, 3)) == ["all_max", "broadcast", "sum", "broadcast"]
+        assert calls_of(P, DistributedNLLLoss, (3, 1), reduction="none") == ["all_max"]
 
-    on_workers(2, main)
+    on_workers(3, main)
 
 
 def test_scores_stay_where_they_are():

@@ -101,7 +101,7 @@ def test_groups_with_channels_and_space_split_and_more_workers_than_blocks(group
     on_workers(8, main)
 
 
-def test_a_depthwise_convolution_moves_nothing_but_halos():
+def test_a_depthwise_convolution_moves_nothing_but_halos_and_weights():
     def main(P):
         team = distdl.Partition(Counting(P.comm))
         options = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding": 1, "groups": 4}
@@ -116,7 +116,8 @@ def test_a_depthwise_convolution_moves_nothing_but_halos():
         layer(x)
         team.comm.reset()
         layer(x).sum().backward()
-        assert team.comm.sent == {P.rank ^ 1: 2} and layer.weight.shape == ((2, 1, 3, 3) if P.rank % 2 == 0 else (0,))
+        # a halo and its gradient; the weights, or their gradient
+        assert team.comm.sent == {P.rank ^ 1: 3} and layer.weight.shape == ((2, 1, 3, 3) if P.rank % 2 == 0 else (0,))
 
     on_workers(4, main)
 

@@ -69,7 +69,7 @@ def test_initial_values_are_normal_and_do_not_depend_on_the_partition():
 
 
 def test_messages():
-    """Rows and columns: the indices to the three others, partial results to the root of each column, one agreement."""
+    """Rows and columns: the indices to the three others, partial results to the other of each column, one agreement."""
 
     def main(P):
         team = distdl.Partition(Counting(P.comm))
@@ -78,10 +78,10 @@ def test_messages():
         layer(x)
         team.comm.reset()
         y = layer(x)
-        assert [name for name, _ in team.comm.log] == ["all_max", "broadcast", "sum"]
+        assert [name for name, _ in team.comm.log] == ["all_max", "broadcast", "exchange"]
         team.comm.reset()
         y.sum().backward()
-        assert [name for name, _ in team.comm.log] == ["broadcast"]
+        assert [name for name, _ in team.comm.log] == ["exchange"]
         alone = DistributedEmbedding(team.reshape(4), team.reshape(4, 1), team.reshape(4, 1, 1), 8, 4)
         alone(indices(3))
         team.comm.reset()

@@ -291,7 +291,8 @@ def test_messages_of_a_step():
         assert calls(lambda: layer(x).sum().backward()) == (["all_max"], {})
         layer = DistributedLayerNorm(team.reshape(2, 2), 6)
         x = torch.randn(2, 3, requires_grad=True)
-        assert calls(lambda: layer(x))[0] == ["all_max", "broadcast", "exchange"]
+        # two workers share features: gamma and beta are a message from one to the other
+        assert calls(lambda: layer(x))[0] == ["all_max", "exchange", "exchange"]
 
     on_workers(4, main)
 
