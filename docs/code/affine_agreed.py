@@ -4,7 +4,7 @@ import torch
 
 import distdl
 from distdl.agreement import Agreement
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
@@ -13,6 +13,7 @@ from distdl.nn.module import zeros_on
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
 from distdl.planning import broadcast
+from distdl.route import Route
 
 
 # [layer]

@@ -19,7 +19,7 @@ import distdl
 from distdl.boxes import runs
 from distdl.comm import SMALL_SUM, CommunicationError
 from distdl.encoding import DTYPES
-from distdl.exchange import Load, Route, move_together
+from distdl.exchange import move_together
 from distdl.header import Carried
 from distdl.layout import Layout
 from distdl.nn import (
@@ -35,6 +35,7 @@ from distdl.nn import (
 )
 from distdl.planning import broadcast as broadcast_plan
 from distdl.planning import copy as copy_plan
+from distdl.route import Load, Route
 from distdl.rows import along_axes
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor

@@ -15,7 +15,7 @@ CORE = [
     # floor 1: plans
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
-    "parcels", "program", "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed",
+    "parcels", "program", "route", "exchange", "backends.serial", "backends.threaded", "backends.torch_distributed",
     "backends.mpi", "backends.mpi.messages", "backends.mpi.communicator", "worlds", "backends", "processes", "launch",
     "bookkeeping",
     # floor 3: primitives

@@ -18,7 +18,7 @@ from torch.nn import functional
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, balanced, shape
 from distdl.encoding import HALVES
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
@@ -28,6 +28,7 @@ from distdl.nn.window_pooling import ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import copy
+from distdl.route import Route
 from distdl.windows import adaptive
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from distdl.agreement import Agreement, Decision
 from distdl.boxes import Shape, shape
 from distdl.encoding import HALVES
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.loss_base import check_reduction, differentiable, outside, sum_to_root
@@ -24,6 +24,7 @@ from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
+from distdl.route import Route
 
 CLASS_NUMBERS = (torch.int64, torch.uint8)
 

@@ -29,7 +29,7 @@ from distdl.agreement import Agreement
 from distdl.borders import Border
 from distdl.boxes import Box, Shape, balanced, shape
 from distdl.encoding import dtype_code
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout, Lookup
@@ -41,6 +41,7 @@ from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
+from distdl.route import Route
 from distdl.windows import Intervals
 
 
@@ -201,7 +202,7 @@ class Contraction(Module):
             **self._routes(headers, work, owned, windows, computed),
             filling=Filling() if window is None else Filling.of(self.border, window, owned.extents),
             dtypes=self._dtypes(headers),
-            blocks=self._blocks(me) if me in work else (None, None),
+            parts=self._parts(me) if me in work else ((0,),),
             operator=self.operate if window is None or result is None else self.operator(window, result),
             result=None if result is None else shape(result),
         )
@@ -253,12 +254,12 @@ class Contraction(Module):
             return None
         return broadcast(self._stored, self._work, Lookup(tuple(self._weights), size), me)
 
-    def _blocks(self, me: int) -> tuple[Shape, Shape | None]:
+    def _parts(self, me: int) -> tuple[Shape, ...]:
         out, inner = self._work.index_of(me)[self._lead : self._lead + 2]
         adds = inner == 0 and self.blocks()[1] is not None
         stored = self._stored.workers.reshape(self._work.workers.shape[self._lead], -1)[out, inner]
         weight = shape(self._weights[int(stored)])
-        return weight, shape(self._biases.at((out,))) if adds else None
+        return (weight, shape(self._biases.at((out,)))) if adds else (weight,)
 
     def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
         kind = type(self).__name__

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, shape
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
@@ -19,6 +19,7 @@ from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast
+from distdl.route import Route
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import torch
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape
 from distdl.encoding import HALVES, carries_gradients
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, stay, zeros_on
 from distdl.partition import Partition
 from distdl.planning import broadcast
+from distdl.route import Route
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.encoding import can_be_added, carries_gradients
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.header import Carried, Headers
 from distdl.partition import Partition
 from distdl.plan import Plan
+from distdl.route import Route
 
 
 class Module(torch.nn.Module):

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import torch
 
 from distdl.boxes import Shape
-from distdl.exchange import Route, move_together
+from distdl.exchange import move, move_together
 from distdl.header import Carried
 from distdl.nn.module import stay
 from distdl.nn.padding import Filling
-from distdl.nn.weights import pack, unpack
+from distdl.route import Load, Route
 
 Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -30,7 +31,7 @@ class Movements:
         add: y along in, to P_y.
         filling: how the window is filled from the cells that have come.
         dtypes: of x and of the parameters.
-        blocks: shapes of the weight and the bias of which this worker's vector consists; None where it has none.
+        parts: shapes of this worker's weight and bias (if it has one), which move as one vector.
         operator: the local operator.
         result: shape of its result; None on workers outside the work partition.
     """
@@ -41,7 +42,7 @@ class Movements:
     add: Route | None
     filling: Filling
     dtypes: tuple[torch.dtype, torch.dtype]
-    blocks: tuple[Shape | None, Shape | None]
+    parts: tuple[Shape, ...]
     operator: Operator
     result: Shape | None
 
@@ -56,15 +57,17 @@ class Movements:
         """
         routes = [route for route in (self.align, self.spread) if route is not None]
         loads = [route.load(self.dtypes[0], blank, carried[0]) for route in routes]
-        first = [(load, x) for load in loads[:1]]
+        first: list[tuple[Load, Any]] = [(load, x) for load in loads[:1]]
         if self.parameters is not None:
-            first.append((self.parameters.load(self.dtypes[1], (0,), reduce(or_, carried[1:])), pack(w, b)))
+            both = self.parameters.load(self.dtypes[1], (0,), reduce(or_, carried[1:]), self.parts)
+            first.append((both, (w,) if b is None else (w, b)))
         if first:
-            moved = move_together(*zip(*first, strict=True))
+            moved: list[Any] = move_together(*zip(*first, strict=True))
             x = moved[0] if loads else x
-            w, b = (w, b) if self.parameters is None else unpack(moved[-1], *self.blocks)
+            if self.parameters is not None:
+                w, b = (*moved[-1], None)[:2]
         if not any(load.recorded for load, _ in first):
             x = stay(x, reduce(or_, carried))
         for load in loads[1:]:
-            (x,) = move_together((load,), (x,))
+            x = move(load.route, x, load.dtype, load.blank, load.carried)
         return x, w, b

@@ -22,7 +22,7 @@ import torch
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, balanced, shape
 from distdl.encoding import carries_gradients
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
@@ -32,6 +32,7 @@ from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
+from distdl.route import Route
 
 
 @dataclass(frozen=True)

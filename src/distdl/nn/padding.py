@@ -13,13 +13,14 @@ from torch.nn import functional
 from distdl.agreement import Agreement
 from distdl.borders import Border
 from distdl.boxes import Box, Shape, balanced
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.memory import is_channels_last
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.planning import copy
+from distdl.route import Route
 
 MODES = ("constant", "reflect", "replicate", "circular")
 

@@ -9,13 +9,14 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Shape, balanced
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.nn.module import Module, check_buffer_manager, stay
 from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
 from distdl.planning import copy
+from distdl.route import Route
 from distdl.windows import reading
 
 

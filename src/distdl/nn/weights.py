@@ -1,10 +1,6 @@
-"""Weights: where a convolution works and stores its parameters, and how they travel as one message."""
+"""Weights: where a convolution works and stores its parameters."""
 
 from __future__ import annotations
-
-from math import prod
-
-import torch
 
 from distdl.boxes import Shape, balanced
 from distdl.groups import dims
@@ -65,22 +61,3 @@ def weight_layouts(stored: Partition, out: int, inputs: int, outputs: int, taps:
         Layout.of(grid.reshape(*grid.workers.shape, *[1] * len(taps)), weights),
         Layout.of(grid[:, 0].reshape(out), [balanced(outputs, out)]),
     )
-
-
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What this worker stores of the parameters, as one vector."""
-    if bias is None:
-        return weight.reshape(-1)
-    if bias.numel():
-        return torch.cat([weight.reshape(-1), bias])
-    return weight.reshape(-1) + bias.sum()
-
-
-def unpack(vector: torch.Tensor, weight: Shape | None, bias: Shape | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of these shapes, as views; None where there is no shape."""
-    if weight is None:
-        return vector, None
-    if bias is None:
-        return vector.view(weight), None
-    w, b = vector.split([prod(weight), prod(bias)])
-    return w.view(weight), b

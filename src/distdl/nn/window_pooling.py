@@ -11,7 +11,7 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape, shape
-from distdl.exchange import Route, move
+from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
@@ -19,6 +19,7 @@ from distdl.memory import format_of
 from distdl.nn.module import Module, check_buffer_manager, local, stay
 from distdl.partition import Partition
 from distdl.planning import copy
+from distdl.route import Route
 from distdl.windows import PoolSliding
 
 
