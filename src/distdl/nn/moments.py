@@ -39,6 +39,7 @@ import torch
 
 from distdl.boxes import Box, Interval, runs, shape, within
 from distdl.layout import Layout
+from distdl.nn.affine import mean_and_square
 from distdl.nn.module import local, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan
@@ -159,10 +160,9 @@ class Moments:
         cells = prod(x.shape[dim] for dim in self._dims)
 
         def entries(block: torch.Tensor) -> torch.Tensor:
-            squares = block.square().mean(self._dims, keepdim=True).double()
+            offset, squares = (one.double() for one in mean_and_square(block, self._dims))
             if centre is None:
                 return squares[None]
-            offset = block.mean(self._dims, keepdim=True).double()
             return torch.stack([offset, cells * (squares - offset.square()).clamp_min(0)])
 
         measured = local(entries, shape(self._own), (x, [1] * x.dim()))

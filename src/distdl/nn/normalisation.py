@@ -26,6 +26,7 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
+from distdl.nn.affine import affine, less
 from distdl.nn.module import Module, stay, zeros_on
 from distdl.nn.moments import Moments
 from distdl.nn.placement import keep_sequential_keys
@@ -188,7 +189,7 @@ class Normalisation(Module):
         self, moments: Moments, gather: Route | None, x: torch.Tensor, carried: Carried, rows: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         centre = moments.centre(x) if self.centred else None
-        rest = x if centre is None else x - centre
+        rest = x if centre is None else less(x, centre)
         entries = moments.measure(rest, centre)
         if gather is not None:
             entries = move(gather, entries, entries.dtype, (0,), carried)
@@ -211,9 +212,9 @@ class Normalisation(Module):
         if rows and prod(torch.broadcast_shapes(scale.shape, rows[0].shape)) < rest.numel():
             scale = scale * rows[0]
             shifts = rows[1:] + ([] if offset is None else [-offset * scale])
-            return _affine(rest, scale, *([sum(shifts[1:], shifts[0])] if shifts else []))
-        standard = _affine(rest, scale, *([] if offset is None else [-offset * scale]))
-        return _affine(standard, *rows) if rows else standard
+            return affine(rest, scale, *([sum(shifts[1:], shifts[0])] if shifts else []))
+        standard = affine(rest, scale, *([] if offset is None else [-offset * scale]))
+        return affine(standard, *rows) if rows else standard
 
     def _spread(
         self, go: Movements, x: torch.Tensor, stored: Sequence[torch.Tensor], carried: Carried
@@ -281,7 +282,3 @@ class Normalisation(Module):
 
     def extra_repr(self) -> str:
         return f"P_x: {self.P_x}; eps={self.eps}"
-
-
-def _affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    return x * scale if shift is None else torch.addcmul(shift, x, scale)
