@@ -114,7 +114,7 @@ class DistributedBatchNorm(Tracking):
     (mean, M2) once; in evaluation mode the running ones, for which nothing moves. :math:`\gamma, \beta` are copied from
     the workers that store them, as one message. Running statistics move by ``momentum`` towards the batch's mean and
     unbiased variance.
-    Adjoint: the same exchanges transposed around torch's derivatives.
+    Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.
@@ -183,7 +183,7 @@ class DistributedInstanceNorm(Tracking):
     for which workers with the same samples and channels exchange (mean, M2) once; in evaluation mode, if there are
     running ones, with those, for which nothing moves. Weight and bias are copied from the workers that store them, as
     one message. To track statistics, which are averages over the batch, the exchange goes along the batch, too.
-    Adjoint: the same exchanges transposed around torch's derivatives.
+    Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.

@@ -57,7 +57,7 @@ class DistributedLayerNorm(Trailing):
     Forward: :math:`y = (x - \mu) / \sqrt{v + \epsilon} \cdot w + b`, with mean and variance over the dims of
     ``normalized_shape``, for which workers at one place of the other axes exchange (mean, M2) once; nothing moves where
     these dims are not split. Weight and bias are copied along the other axes, as one message.
-    Adjoint: the same exchanges transposed around torch's derivatives.
+    Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, one axis for each dim; any axis may be split.
@@ -97,7 +97,7 @@ class DistributedRMSNorm(Trailing):
     Forward: :math:`y = x / \sqrt{r + \epsilon} \cdot w`, r being the mean of :math:`x^2` over the dims of
     ``normalized_shape``, which workers at one place of the other axes exchange once; nothing moves where these dims are
     not split. The weight is copied along the other axes.
-    Adjoint: the same exchanges transposed around torch's derivatives.
+    Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, one axis for each dim; any axis may be split.
@@ -135,7 +135,7 @@ class DistributedGroupNorm(Normalisation):
     and space, for which workers that have cells of a group exchange (mean, M2) once. Blocks need not respect the
     groups: a worker measures the largest runs of channels of which all groups and blocks are made, and gathers those of
     the groups in which it has a part. Weight and bias are copied along batch and space, as one message.
-    Adjoint: the same exchanges transposed around torch's derivatives.
+    Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.
