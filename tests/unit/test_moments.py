@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.autograd import gradcheck, gradgradcheck
 
 from distdl.boxes import runs, shape, slices
 from distdl.layout import Layout
@@ -106,3 +107,41 @@ def test_only_what_is_split_is_gathered():
     plan = DistributedGroupNorm(P, 4, 8).arrange(Layout.balanced(P, (2, 8, 4)), True).moments.plan()
     assert {move.source for move in plan.moves if move.target == 0} == {0, 1}  # not across the channels
     assert Along.grouped(runs([0, 4, 4]), 2).needed == ((0, 0), (0, 4), (4, 8))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("dims", [[0], [1, 2], [0, 1, 2]])
+def test_entries_are_differentiated_in_both_modes_and_twice(dims, centred):
+    x = sample(2, 3, 4)
+    centre = x.mean(dims, keepdim=True) if centred else None
+    rest = (x - centre if centred else x).requires_grad_()
+
+    def measure(rest):
+        return moments._Measure.apply(rest, centre, dims)
+
+    expected = x.square().mean(dims, keepdim=True)[None]
+    if centred:
+        variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+        expected = torch.stack([mean, variance * (x.numel() // mean.numel())])
+    assert torch.allclose(measure(rest), expected, rtol=1e-12)
+    for given in (rest, (rest.detach() + 0.25).requires_grad_()):  # also where the centre is not the mean
+        assert gradcheck(measure, given, check_forward_ad=True)
+        assert gradgradcheck(measure, given, check_fwd_over_rev=True)
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("counts", [(1, 1), (3, 2), (4, 1, 2), (1, 5, 2, 2, 7)])
+def test_merged_entries_are_differentiated_in_both_modes_and_twice(counts, kinds):
+    states = sample(len(counts), kinds, 2, 1).requires_grad_()
+
+    def merge(states):
+        return moments._Merge.apply(states, counts)
+
+    n = torch.tensor(counts).double().view(-1, 1, 1)
+    mean = (n * states[:, 0]).sum(0) / n.sum()
+    expected = mean[None]
+    if kinds == 2:
+        expected = torch.stack([mean, (states[:, 1] + n * (states[:, 0] - mean).square()).sum(0)])
+    assert torch.allclose(merge(states), expected, rtol=1e-12)
+    assert gradcheck(merge, states, check_forward_ad=True)
+    assert gradgradcheck(merge, states, check_fwd_over_rev=True)

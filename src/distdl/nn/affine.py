@@ -1,4 +1,4 @@
-"""What normalisations compute on a block, in few passes over it and in memory that is used again.
+"""What normalisations compute on a block, in few passes over it and in recycled memory.
 
 *Rows* are tensors that broadcast to the block. Each function is differentiable in both modes and twice: where a
 derivative is itself differentiated, it is computed by torch's operators, and otherwise in place.
@@ -6,7 +6,6 @@ derivative is itself differentiated, it is computed by torch's operators, and ot
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -27,31 +26,25 @@ def less(x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def mean_and_square(x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The means of x and of its square over some dims, which remain with the extent 1."""
-    both: tuple[torch.Tensor, torch.Tensor] = _Means.apply(x, dims)  # type: ignore[no-untyped-call]
-    return both
-
-
 class _Affine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, scale)
         ctx.save_for_forward(x, scale)
         ctx.shift = None if shift is None else shift.shape
-        return _combine(x, scale, shift)
+        return combine(x, scale, shift)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         needs_x, needs_scale, needs_shift = ctx.needs_input_grad
         dx = dscale = None
-        if _is_differentiated():
+        if is_differentiated():
             dx = dy * scale if needs_x else None
             dscale = (dy * x).sum_to_size(scale.shape) if needs_scale else None
         else:
-            dx = _combine(dy, scale) if needs_x else None
-            dscale = _combine(dy, x).sum_to_size(scale.shape) if needs_scale else None
+            dx = combine(dy, scale) if needs_x else None
+            dscale = combine(dy, x).sum_to_size(scale.shape) if needs_scale else None
         return dx, dscale, dy.sum_to_size(ctx.shift) if needs_shift else None
 
     @staticmethod
@@ -76,28 +69,8 @@ class _Less(torch.autograd.Function):
         return dx.clone()
 
 
-class _Means(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(x)
-        ctx.dims = dims
-        return x.mean(dims, keepdim=True), _combine(x, x).mean(dims, keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, dmean: torch.Tensor, dsquare: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        count = prod(x.shape[dim] for dim in ctx.dims)
-        rows = dsquare * (2 / count), dmean / count
-        return x * rows[0] + rows[1] if _is_differentiated() else _combine(x, *rows), None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: torch.Tensor, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        (x,) = ctx.saved_tensors
-        return dx.mean(ctx.dims, keepdim=True), 2 * (x * dx).mean(ctx.dims, keepdim=True)
-
-
-def _combine(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+def combine(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
+    """``x * factor + shift``, of which no derivative is asked."""
     y = torch.mul(x, factor, out=_like(x))
     return y if shift is None else y.add_(shift)  # (torch.addcmul takes twice as long where rows broadcast)
 
@@ -106,5 +79,6 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     return empty(x.shape, x.dtype, x, is_channels_last(x))
 
 
-def _is_differentiated() -> bool:
+def is_differentiated() -> bool:
+    """Whether derivatives are computed of what is computed now."""
     return torch.is_grad_enabled() or forward_ad._current_level >= 0
