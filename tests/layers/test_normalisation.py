@@ -442,6 +442,28 @@ def test_inputs_of_zero_volume_and_default_dtype_beside_float64():
     on_workers(2, main)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grid", [(4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 2, 2)])
+def test_channels_last_with_one_sample_on_each_worker(grid, training):
+    def main(P):
+        batch = grid[0]
+        x = noise(batch, 8, 6, 5).to(memory_format=torch.channels_last)
+        reference = torch.nn.BatchNorm2d(8).double().train(training)
+        whole = x.clone().requires_grad_()
+        expected = reference(whole)
+        dy = noise(*expected.shape)
+        expected.backward(dy)
+        layer = DistributedBatchNorm(P.reshape(*grid), 8).double().train(training)
+        owned = Layout.balanced(layer.P_x, x.shape)
+        mine = owned.block(x).to(memory_format=torch.channels_last).requires_grad_()
+        y = layer(mine)
+        y.backward(owned.block(dy))
+        assert torch.allclose(y, owned.block(expected), atol=1e-12)
+        assert torch.allclose(mine.grad, owned.block(whole.grad), atol=1e-12)
+
+    on_workers(4, main)
+
+
 def test_tensors_that_are_not_contiguous():
     def main(P):
         x = noise(4, 5, 6, 6).permute(0, 3, 1, 2)

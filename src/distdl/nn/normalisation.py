@@ -162,15 +162,17 @@ class Normalisation(Module):
         stored = [torch.empty(0) if one is None else one for one in found]
         decision = self._agreement.reach((x, *stored), (int(self.training),))
         go, carried = decision.outcome, decision.carried
-        cells = x
+        block = x
         if not x.numel():  # where this worker's result has to be, and what it has to be
-            cells = x.to(next(chain(self.parameters(), self.buffers()), x).device, go.dtypes[0])
-        cells = cells.to(torch.promote_types(go.dtypes[0], torch.float32)).reshape(go.arrangement.cells)
-        rows = self._spread(go, cells, stored, reduce(or_, carried[1:], Carried(False)))
+            block = x.to(next(chain(self.parameters(), self.buffers()), x).device, go.dtypes[0])
+        block = block.to(torch.promote_types(go.dtypes[0], torch.float32))
+        rows = self._spread(go, block, stored, reduce(or_, carried[1:], Carried(False)))
         if go.gather is None:
-            cells = stay(cells, reduce(or_, carried))
-        if go.gather is None and cells.numel() and all(row.dtype is cells.dtype for row in self.running()):
-            y = self._by_torch(cells.reshape(x.shape), rows)
+            block = stay(block, reduce(or_, carried))
+        cells = block.reshape(go.arrangement.cells)
+        if go.gather is None and block.numel() and all(row.dtype is block.dtype for row in self.running()):
+            # not of the cells: where a reshape changes the strides of dims of extent 1, torch's derivative goes wrong
+            y = self._by_torch(block, rows)
         elif go.arrangement.moments is None:
             centre, variance = (row.to(cells.dtype) for row in rows[len(stored) :])
             y = self._standardise(cells - centre, variance, None, rows[: len(stored)])
