@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -44,13 +45,13 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class fixed_shapes:
+class fixed_shapes(ContextDecorator):
     """Leave out the agreements: the caller promises that no worker's shapes, dtypes or requires_grad change inside.
 
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
     layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
     worker. Messages between two workers still bear the number of the exchange and a mark of the layer, so that crossed
-    calls of different layers wait instead of delivering to each other; collectives over a group bear neither.
+    calls of different layers wait instead of delivering to each other; collectives over a larger group bear neither.
     """
 
     def __enter__(self) -> None:

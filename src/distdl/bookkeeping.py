@@ -121,6 +121,7 @@ class _Recorder:
         pending: Pending = self._passed["exchange"](sends, receives, tag)
         return pending if inside else self._timed(entry, pending)
 
+    # (views of the parts, so that the exchange can be counted; what a wait takes is the same)
     def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
         sends, receives = traffic.messages(tensors)
         return self.exchange(sends, receives, tag)

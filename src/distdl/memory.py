@@ -43,7 +43,7 @@ class Pool:
             if block is not None:
                 self.idle -= capacity
         if block is None:
-            block = torch.empty(capacity, dtype=torch.uint8).numpy()
+            block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
         lease = block.view(_Lease)
         lease.home = (self, block)
         return lease
@@ -91,7 +91,7 @@ def empty(
     if SMALLEST <= nbytes <= pool.limit and (beside is None or beside.device.type == "cpu"):
         storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
         # set_, because a view could not be written in place once an autograd Function has returned it
-        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape, channels_last))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), _strides(shape, channels_last))
     device = None if beside is None else beside.device
     if channels_last:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from distdl.plan import Index, Pattern, Role, Schedule
 
 _SHORT_COPY = 1 << 15  # bytes; up to here torch takes longer to make views than to copy
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+_CPU = torch.device("cpu")
 _X, _Y, _ROOMS = 0, 1, 2  # where a program's tensors stand: x, y, and rooms of their own for what is to be added
 
 
@@ -57,40 +59,45 @@ class Program:
         self._plain = x.is_cpu and not channels_last and largest < SMALLEST
         self._zeros: tuple[Index, ...] = ((),) if blank else schedule.blank
         self._packs, self._moves = schedule.packs, bool(schedule.sends or schedule.receives)
-        place, places = _ROOMS, []
-        for _, index, _ in schedule.receives:
-            places.append(_Y if index is not None else place)
-            place += index is None
         given = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
         made = empty(shape, dtype, given, channels_last)
+        places = _places(schedule)
         laid = (given, made, *[empty(extents, dtype, given) for extents in self._rooms])
         self._traffic = Traffic(
             [Part.of(worker, _X, index, given) for worker, index in schedule.sends],
             [
-                Part.of(worker, place, index or (), laid[place])
-                for place, (worker, index, _) in zip(places, schedule.receives, strict=True)
+                Part.of(worker, at, index or (), laid[at])
+                for at, (worker, index, _) in zip(places, schedule.receives, strict=True)
             ],
         )
-        copies = [(to, own, _Copy.of(made[to], given[own])) for to, own in schedule.kept]
-        self._sums: list[tuple[Index, list[tuple[int, Index]], bool]] = []
-        for to, terms in schedule.sums:
-            addends = [(places[term], ()) if isinstance(term, int) else (_X, term) for term in terms]
-            in_place = schedule.adds
-            own = next((index for place, index in addends if place == _X), ())
-            if own and len(addends) == 2 and not in_place:
-                copy = _Copy.of(made[to], given[own])
-                if x.is_cpu and copy.is_short:  # a copy and a sum in place are faster than a sum with a view
-                    copies.append((to, own, copy))
-                    addends, in_place = [(place, index) for place, index in addends if place != _X], True
-            self._sums.append((to, addends, in_place))
-        self._short = [copy for _, _, copy in copies if x.is_cpu and copy.is_short]
-        self._long = [(to, own) for to, own, copy in copies if not (x.is_cpu and copy.is_short)]
+        self._short: list[_Copy] = []
+        self._long: list[tuple[Index, Index]] = []
+        for to, own in schedule.kept:
+            copy = _Copy.of(made[to], given[own])
+            if x.is_cpu and copy.is_short:
+                self._short.append(copy)
+            else:
+                self._long.append((to, own))
+        sums = [_Sum(to, [_addend(term, places) for term in terms], schedule.adds) for to, terms in schedule.sums]
+        self._sums = [self._begun(one, made, given) if x.is_cpu else one for one in sums]
+
+    def _begun(self, one: _Sum, made: torch.Tensor, given: torch.Tensor) -> _Sum:
+        """A sum of a short part of x and something that arrives: a copy and a sum in place, without a view of x."""
+        own = [index for place, index in one.addends if place == _X]
+        arrived = [addend for addend in one.addends if addend[0] != _X]
+        if one.in_place or len(own) != 1 or len(arrived) != 1 or own == [()]:
+            return one
+        copy = _Copy.of(made[one.to], given[own[0]])
+        if not copy.is_short:
+            return one
+        self._short.append(copy)
+        return _Sum(one.to, arrived, in_place=True)
 
     def begin(self, x: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
         """Do all that needs no message. The result, which is there after the wait; x is only read."""
         if self._plain:  # ``empty`` comes to the same, more slowly
-            y = torch.empty(self._shape, dtype=self._dtype)
-            rooms = [torch.empty(extents, dtype=self._dtype) for extents in self._rooms] if self._rooms else ()
+            y = torch.empty(self._shape, dtype=self._dtype, device=_CPU)
+            rooms = [torch.empty(extents, dtype=self._dtype, device=_CPU) for extents in self._rooms]
         else:
             y = empty(self._shape, self._dtype, x, self._channels_last)
             rooms = [empty(extents, self._dtype, x) for extents in self._rooms]
@@ -116,13 +123,37 @@ class Program:
 
     def _add(self, pending: Pending, tensors: Sequence[torch.Tensor]) -> None:
         pending.wait()
-        for to, terms, in_place in self._sums:
+        for to, addends, in_place in self._sums:
             total = tensors[_Y][to] if to else tensors[_Y]
-            addends = [tensors[place][index] if index else tensors[place] for place, index in terms]
+            terms = [tensors[place][index] if index else tensors[place] for place, index in addends]
             if in_place:
-                total.add_(fold(addends, torch.add))
+                total.add_(fold(terms, torch.add))
             else:
-                fold_into(total, addends)
+                fold_into(total, terms)
+
+
+class _Sum(NamedTuple):
+    """A sum into a part of y.
+
+    Attributes:
+        to: where in y.
+        addends: which tensor, and where in it.
+        in_place: whether they are added to what y has there, instead of written.
+    """
+
+    to: Index
+    addends: list[tuple[int, Index]]
+    in_place: bool
+
+
+def _places(schedule: Schedule) -> list[int]:
+    """The tensor in which each receive arrives: y, or the next room."""
+    rooms = count(_ROOMS)
+    return [next(rooms) if index is None else _Y for _, index, _ in schedule.receives]
+
+
+def _addend(term: int | Index, places: Sequence[int]) -> tuple[int, Index]:
+    return (places[term], ()) if isinstance(term, int) else (_X, term)
 
 
 class _Copy(NamedTuple):

@@ -102,7 +102,7 @@ class Load:
             start += prod(part)
 
     def cut(self, y: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The results, as views of the vector that they moved as."""
+        """The results, as views of the vector that they moved as, which begins its memory."""
         return (y,) if self.parts is None else [y.as_strided(*cut) for cut in self._cuts]
 
     def execute(self, x: torch.Tensor) -> torch.Tensor:

@@ -333,6 +333,23 @@ def check_any_tensor_moves():
                 assert torch.equal(y, z) and y.dtype == dtype, (layer, name, dtype, shape)
 
 
+def check_tensors_stay_where_they_are_whatever_the_default_device():
+    P = distdl.world()
+    layers = [Repartition(P.reshape(P.size, 1), P.reshape(1, P.size)), AllSumReduce(P.reshape(1, P.size), [1])]
+    for layer in layers:
+        for rows in (2, 1 << 16):  # in new memory, and in recycled memory
+            x = torch.arange(4.0 * P.size * rows).reshape(rows, 4 * P.size) + P.rank
+            expected, gradients = layer(x), []
+            for device in ("meta", "cpu"):
+                given = x.clone().requires_grad_()
+                with torch.device(device):
+                    y = layer(given)
+                    y.backward(expected)
+                assert y.device.type == "cpu" and torch.equal(y, expected)
+                gradients.append(given.grad)
+            assert torch.equal(*gradients)
+
+
 def check_views_that_are_conjugated_or_negated_when_they_are_read():
     P = distdl.world()
     z = torch.tensor([1 + 2j, 3 - 4j]) * (P.rank + 1)
@@ -511,6 +528,17 @@ def check_steady_state_is_one_agreement_and_the_payload():
     assert P.comm.log == payload
     layer(x)
     assert P.comm.log[len(payload)][0] == "all_max"
+
+
+def check_fixed_shapes_may_decorate_a_function():
+    P = distdl.Partition(Counting(distdl.world().comm))
+    layer = AllSumReduce(P.reshape(1, P.size), [1])
+    step = distdl.fixed_shapes()(layer)
+    x = torch.ones(2, 3)
+    layer(x)
+    P.comm.reset()
+    assert torch.equal(step(x), x * P.size)
+    assert "all_max" not in [name for name, _ in P.comm.log]
 
 
 def check_fixed_shapes_still_agrees_the_first_time():

@@ -25,6 +25,8 @@ def plans(world):
     around = Layout.of(line, [[sliding(run, 5, padding=2) for run in balanced(10, 4)]])
     pair = P.create_partition_inclusive([5, 2]).reshape(1, 2)
     block, ring = Layout.balanced(pair, (3, 5)), Layout.of(pair, [[(-3, 6)], [(-2, 3), (1, 7)]])
+    single = P.create_partition_inclusive([4]).reshape(1)
+    alone = Layout.balanced(single, (3,)), Layout.of(single, [[(0, 6)]])
     gathered = Layout.balanced(grid, (3, 4, 5))
     corners = P.create_partition_inclusive(range(9)).reshape(3, 3)
     return {
@@ -42,6 +44,7 @@ def plans(world):
         "circular windows": lambda me: copy(tensor, around, me, {0: (0, 10)}),
         "circular windows that are cut": lambda me: copy(tensor, deep, me, {0: (2, 9)}),
         "circular windows of two workers": lambda me: copy(block, ring, me, {0: (0, 3), 1: (0, 5)}),
+        "circular windows of one worker": lambda me: copy(*alone, me, {0: (0, 3)}),
         "all-gather": lambda me: copy(gathered, gathered.gathered((0, 2)), me),
         "reduce-scatter": lambda me: copy(gathered, gathered.gathered((0, 2)), me).T,
         "padded halo": lambda me: padded_halo(corners, *halos(corners, (4, 3), 1), me),
@@ -63,6 +66,7 @@ def halos(P, bulk, width):
 NAMES = [
     "broadcast", "broadcast to itself", "broadcast transposed", "sum-reduce", "all-sum", "all-sum over nothing",
     "repartition", "repartition back", "repartition of an empty tensor", "windows", "windows over several neighbours",
-    "circular windows", "circular windows that are cut", "circular windows of two workers", "all-gather",
-    "reduce-scatter", "padded halo", "padded halo over several neighbours",
+    "circular windows", "circular windows that are cut", "circular windows of two workers",
+    "circular windows of one worker", "all-gather", "reduce-scatter", "padded halo",
+    "padded halo over several neighbours",
 ]  # fmt: skip

@@ -246,7 +246,8 @@ class _Merge(torch.autograd.Function):
     def forward(ctx: Any, states: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
         ctx.save_for_backward(states)
         ctx.save_for_forward(states)
-        ctx.counts = torch.tensor(counts, dtype=torch.float64).view(-1, *[1] * (states.dim() - 2)).to(states.device)
+        n = torch.tensor(counts, dtype=torch.float64, device=states.device)
+        ctx.counts = n.view(-1, *[1] * (states.dim() - 2))
         for share, weight in _levels(counts):
             states = _merge_halves(states, share.to(states.device), weight.to(states.device))
         return states[0].clone()
