@@ -14,7 +14,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from distdl.boxes import balanced
 from distdl.memory import empty as empty
+from distdl.traffic import Message as Message
+from distdl.traffic import Part as Part
+from distdl.traffic import Traffic as Traffic
 
 Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
-Message = tuple[int, torch.Tensor]
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 600.0
@@ -91,58 +93,6 @@ def fold_into(y: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
 def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
     pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
     return pairs + list(items[len(items) - len(items) % 2 :])
-
-
-class Part(NamedTuple):
-    """What one message holds: a part of one of several tensors, which are there only when the message is sent.
-
-    Attributes:
-        worker: the other end.
-        place: which of the tensors.
-        slices: what of it; none stand for all.
-        offset: from the first element of that tensor to the first of the part, in bytes.
-        shape, strides, dtype: of the part.
-    """
-
-    worker: int
-    place: int
-    slices: tuple[slice, ...]
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, worker: int, place: int, slices: tuple[slice, ...], laid: torch.Tensor) -> Part:
-        """The part of a tensor that will be laid out as the given one is, which begins its memory."""
-        part = laid[slices]
-        offset = int(part.storage_offset()) * laid.element_size()
-        return cls(worker, place, slices, offset, tuple(part.shape), part.stride(), laid.dtype)
-
-    def message(self, tensors: Sequence[torch.Tensor]) -> Message:
-        """The message, now that the tensors are there."""
-        tensor = tensors[self.place]
-        return self.worker, tensor[self.slices] if self.slices else tensor
-
-
-class Traffic:
-    """The messages of an exchange, made once for tensors of some layouts and used again and again.
-
-    Attributes:
-        sends, receives: as for :meth:`Communicator.exchange`.
-        prepared: what a back-end wants to remember about them.
-    """
-
-    __slots__ = ("prepared", "receives", "sends")
-
-    def __init__(self, sends: Sequence[Part], receives: Sequence[Part]) -> None:
-        self.sends = sends
-        self.receives = receives
-        self.prepared: Any = None
-
-    def messages(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Message], list[Message]]:
-        """What is sent and what is received, now that the tensors are there."""
-        return [part.message(tensors) for part in self.sends], [part.message(tensors) for part in self.receives]
 
 
 class Calls:

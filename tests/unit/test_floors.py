@@ -10,8 +10,8 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 CORE = [
     # floor 0: values
-    "boxes", "windows", "transposed", "borders", "memory", "comm", "encoding", "groups", "sharing", "partition",
-    "cartesian", "layout",
+    "boxes", "windows", "transposed", "borders", "memory", "traffic", "comm", "encoding", "groups", "sharing",
+    "partition", "cartesian", "layout",
     # floor 1: plans
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
@@ -25,7 +25,7 @@ CORE = [
     "nn.uniform", "nn.placement", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements", "nn.contraction",
     "nn.linear", "nn.conv", "nn.conv_transpose",
     "nn.window_pooling", "nn.pooling", "nn.runs", "nn.adaptive_pooling", "nn.adaptive_max_pooling",
-    "nn.affine", "nn.moments", "nn.normalisation", "nn.batchnorm", "nn.layernorm",
+    "nn.affine", "nn.merging", "nn.moments", "nn.normalisation", "nn.batchnorm", "nn.layernorm",
     "nn.resampling", "nn.interpolate", "nn.upsampling", "nn.repeats", "nn.dropout", "nn.embedding",
     "nn.loss_base", "nn.loss", "nn.class_loss", "nn.nll", "nn.cross_entropy",
 ]  # fmt: skip

@@ -10,7 +10,14 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from distdl.boxes import runs, shape, slices
 from distdl.layout import Layout
-from distdl.nn import DistributedBatchNorm, DistributedGroupNorm, DistributedInstanceNorm, DistributedLayerNorm, moments
+from distdl.nn import (
+    DistributedBatchNorm,
+    DistributedGroupNorm,
+    DistributedInstanceNorm,
+    DistributedLayerNorm,
+    merging,
+    moments,
+)
 from distdl.nn.moments import Along, subgroup
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -117,7 +124,7 @@ def test_entries_are_differentiated_in_both_modes_and_twice(dims, centred):
     rest = (x - centre if centred else x).requires_grad_()
 
     def measure(rest):
-        return moments._Measure.apply(rest, centre, dims)
+        return merging.Measure.apply(rest, centre, dims)
 
     expected = x.square().mean(dims, keepdim=True)[None]
     if centred:
@@ -135,7 +142,7 @@ def test_merged_entries_are_differentiated_in_both_modes_and_twice(counts, kinds
     states = sample(len(counts), kinds, 2, 1).requires_grad_()
 
     def merge(states):
-        return moments._Merge.apply(states, counts)
+        return merging.Merge.apply(states, counts)
 
     n = torch.tensor(counts).double().view(-1, 1, 1)
     mean = (n * states[:, 0]).sum(0) / n.sum()
