@@ -8,13 +8,10 @@ staged through pinned memory.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,6 +20,7 @@ from mpi4py import MPI
 
 from distdl.backends.mpi import messages
 from distdl.backends.mpi.messages import TYPES, Messages, Places, lies_in_runs, pieces
+from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
 from distdl.comm import (
     SMALL_SUM,
     CommunicationError,
@@ -66,9 +64,9 @@ class MPICommunicator(Communicator):
         self._teams: dict[Group, tuple[MPI.Intracomm, int]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
-        self._cuda_aware = _is_cuda_aware()
+        self._cuda_aware = is_cuda_aware()
         if self.size > 1:
-            _abort_on_uncaught_exceptions()
+            abort_on_uncaught_exceptions()
 
     @classmethod
     def over(cls, parent: MPI.Intracomm) -> MPICommunicator:
@@ -293,30 +291,3 @@ class MPICommunicator(Communicator):
 def comm_world() -> MPICommunicator:
     """The communicator over all processes of the job."""
     return MPICommunicator.over(MPI.COMM_WORLD)
-
-
-def _is_cuda_aware() -> bool:
-    told = os.environ.get("DISTDL_CUDA_AWARE_MPI")
-    if told is not None:
-        return told not in ("", "0")
-    try:
-        return torch.cuda.is_available() and bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
-    except AttributeError:
-        return False
-
-
-def _abort_on_uncaught_exceptions() -> None:
-    """End the whole job when this process dies of an exception: the others would wait for it."""
-    if getattr(sys.excepthook, "aborts", False):
-        return
-    show: Callable[..., Any] = sys.excepthook
-
-    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show(kind, error, trace)
-        sys.stderr.flush()
-        sys.stdout.flush()
-        if MPI.Is_initialized() and not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(1)
-
-    abort.aborts = True  # type: ignore[attr-defined]
-    sys.excepthook = abort
