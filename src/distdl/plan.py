@@ -221,9 +221,10 @@ class Plan:
 
     def _is_few(self, team: Team) -> bool:
         """Whether messages between the members are at least as fast as any collective."""
-        if team.members.size > 2 or (self.pattern is Pattern.ALL_SUM and volume(whole(team.shape)) > _LARGE_SUM):
+        if team.members.size > 2:
             return False
-        return len(team.group) <= 2
+        large = self.pattern is Pattern.ALL_SUM and volume(whole(team.shape)) > _LARGE_SUM
+        return len(team.group) == 1 or (len(team.group) == 2 and not large)
 
     def _roles(self, worker: int) -> Iterator[Role]:
         for team in self.teams:

@@ -215,13 +215,10 @@ def _exchange_packed(comm: Communicator, traffic: Traffic, tensors: Sequence[tor
 def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:
     group = role.group
     if pattern is Pattern.BROADCAST:
-        pending = Pending() if len(group) == 1 else comm.broadcast(group, contiguous(x) if role.root else y)
+        pending = comm.broadcast(group, contiguous(x) if role.root else y)
         if role.root and role.member:
             y.copy_(x)
         return pending
-    if len(group) == 1:
-        y.copy_(x)
-        return Pending()
     if pattern is Pattern.ALL_SUM:
         return comm.all_sum(group, contiguous(x), y)
     return comm.sum(group, contiguous(x) if role.member else None, y if role.root else None)

@@ -38,13 +38,9 @@ class _Affine(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         needs_x, needs_scale, needs_shift = ctx.needs_input_grad
-        dx = dscale = None
-        if is_differentiated():
-            dx = dy * scale if needs_x else None
-            dscale = (dy * x).sum_to_size(scale.shape) if needs_scale else None
-        else:
-            dx = combine(dy, scale) if needs_x else None
-            dscale = combine(dy, x).sum_to_size(scale.shape) if needs_scale else None
+        times = torch.mul if is_differentiated() else combine
+        dx = times(dy, scale) if needs_x else None
+        dscale = times(dy, x).sum_to_size(scale.shape) if needs_scale else None
         return dx, dscale, dy.sum_to_size(ctx.shift) if needs_shift else None
 
     @staticmethod
