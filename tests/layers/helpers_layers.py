@@ -1,5 +1,8 @@
 """What several tests of layers need."""
 
+import copy
+
+import pytest
 import torch
 
 import distdl
@@ -46,3 +49,15 @@ def every_worker_raises(workers, main, kind=ValueError):
     texts = distdl.run_workers(catch, workers)
     assert texts[0] is not None and len(set(texts)) == 1, texts
     return texts[0]
+
+
+def assert_options(layer, **options):
+    """The layer has these options and no others can be set; its copies are the same."""
+    for name, value in options.items():
+        for one in (layer, copy.deepcopy(layer)):
+            assert getattr(one, name) == value, name
+            with pytest.raises(AttributeError, match=rf"{type(layer).__name__} keeps the {name} .* build a new layer"):
+                setattr(one, name, value)
+            with pytest.raises(AttributeError, match=name):
+                delattr(one, name)
+            assert getattr(one, name) == value

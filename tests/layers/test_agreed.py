@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_layers import assert_options, every_worker_raises, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
 from distdl.nn import (
@@ -27,6 +27,7 @@ from distdl.nn import (
     DistributedPad,
     DistributedUpsample,
 )
+from distdl.nn.module import Module, Option
 
 
 def line(P):
@@ -171,5 +172,36 @@ def test_power_pooling_takes_whole_powers_as_numbers():
         x = torch.arange(16).reshape(1, 1, 16)[..., 4 * P.rank : 4 * P.rank + 4].float()
         y = DistributedLPPool1d(line(P), 2, 2, 2)(x)
         assert torch.equal(y, torch.nn.LPPool1d(2, 2, 2)(x))
+
+    on_workers(4, main)
+
+
+def test_an_option_is_set_once():
+    class Scale(Module):
+        factor = Option[int]()
+
+        def __init__(self, factor=None):
+            super().__init__()
+            if factor is not None:
+                self.factor = factor
+
+    assert_options(Scale(2), factor=2)
+    assert isinstance(Scale.factor, Option) and not hasattr(Scale(), "factor")
+    with pytest.raises(AttributeError, match="'Scale' object has no attribute 'factor'"):
+        _ = Scale().factor
+
+
+OPTIONS = {
+    "adaptive average": (lambda P: DistributedAdaptiveAvgPool1d(line(P), 8), {"output_size": (8,)}),
+}
+
+
+@pytest.mark.parametrize("layer", OPTIONS)
+def test_options_of_a_layer_cannot_be_changed(layer):
+    """Set-ups are kept, so a change would be ignored in silence, or end in different layers on different workers."""
+    make, options = OPTIONS[layer]
+
+    def main(P):
+        assert_options(make(P), **options)
 
     on_workers(4, main)

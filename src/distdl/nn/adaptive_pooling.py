@@ -22,7 +22,7 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
-from distdl.nn.module import Module, local, stay
+from distdl.nn.module import Module, Option, local, stay
 from distdl.nn.runs import Runs, along
 from distdl.nn.window_pooling import ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
@@ -50,6 +50,8 @@ class AdaptivePooling(Module):
 
     space: ClassVar[int]
     kind: ClassVar[str]
+    P_x = Option[Partition]()
+    output_size = Option[tuple[int | None, ...]]()
 
     def __init__(self, P_x: Partition, output_size: Any, options: tuple[object, ...] = ()) -> None:
         super().__init__()

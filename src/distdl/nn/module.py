@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import torch
 
@@ -17,9 +17,55 @@ from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.route import Route
 
+Value = TypeVar("Value")
+
 
 class Module(torch.nn.Module):
     """A torch module whose workers act together: every worker of the world builds it and calls it, in one order."""
+
+
+class Option(Generic[Value]):
+    """A public attribute of a module that its constructor sets, once.
+
+    What a module sets up follows from its options and is kept, and the workers agree on tensors at each call, not on
+    options. A change would be ignored in silence, or would hold on one worker only. So it is an error::
+
+        class DistributedPad(Module):
+            mode = Option[str]()
+
+    Raises: AttributeError where it is set again or deleted.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, module: None, owner: type) -> Option[Value]: ...
+
+    @overload
+    def __get__(self, module: torch.nn.Module, owner: type) -> Value: ...
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        try:
+            return module.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None  # which torch turns into its own sentence
+
+    def __set__(self, module: torch.nn.Module, value: Value) -> None:
+        if self._name in module.__dict__:
+            raise self._refusal(module)
+        module.__dict__[self._name] = value
+
+    def __delete__(self, module: torch.nn.Module) -> None:
+        raise self._refusal(module)
+
+    def _refusal(self, module: torch.nn.Module) -> AttributeError:
+        return AttributeError(
+            f"{type(module).__name__} keeps the {self._name} that it was built with, because what its workers have set "
+            f"up follows from it; build a new layer with another {self._name}"
+        )
 
 
 class Primitive(Module):
