@@ -1,5 +1,7 @@
 """What all layers have to survive: other input on one worker, checkpoints, inference mode."""
 
+import re
+
 import pytest
 import torch
 from helpers_layers import assert_options, every_worker_raises, noise, on_workers
@@ -24,8 +26,10 @@ from distdl.nn import (
     DistributedLinear,
     DistributedLPPool1d,
     DistributedMaxPool1d,
+    DistributedMaxPool2d,
     DistributedPad,
     DistributedUpsample,
+    Interpolate,
 )
 from distdl.nn.module import Module, Option
 
@@ -40,7 +44,7 @@ STILL = {
     "power": lambda P: DistributedLPPool1d(line(P), 2, 2, 2),
     "adaptive average": lambda P: DistributedAdaptiveAvgPool1d(line(P), 8),
     "adaptive maximum": lambda P: DistributedAdaptiveMaxPool1d(line(P), 8),
-    "nearest": lambda P: DistributedUpsample(line(P), scale_factor=2, mode="nearest"),
+    "nearest": lambda P: DistributedUpsample(line(P), scale_factor=(2.0,), mode="nearest"),
     "layer norm": lambda P: DistributedLayerNorm(P.reshape(4, 1, 1), (1, 4), elementwise_affine=False),
     "instance norm": lambda P: DistributedInstanceNorm(P.reshape(4, 1, 1), 1),
     "group norm": lambda P: DistributedGroupNorm(P.reshape(4, 1, 1), 1, 1, affine=False),
@@ -186,22 +190,71 @@ def test_an_option_is_set_once():
                 self.factor = factor
 
     assert_options(Scale(2), factor=2)
+    assert repr(Scale(2)) == "Scale(factor=2)" and repr(Scale()) == "Scale()"
     assert isinstance(Scale.factor, Option) and not hasattr(Scale(), "factor")
     with pytest.raises(AttributeError, match="'Scale' object has no attribute 'factor'"):
         _ = Scale().factor
 
 
+def maximum(P):
+    return DistributedMaxPool2d(P.reshape(1, 1, 2, 2), 3, (2, 1), 1, 1, ceil_mode=True, return_indices=True)
+
+
+def average(P):
+    return DistributedAvgPool1d(line(P), 2, None, count_include_pad=False, divisor_override=3)
+
+
+def reflected(P):
+    return DistributedPad(P.reshape(2, 2), [1, -1], "reflect")
+
+
+def interpolated(P):
+    return Interpolate((0, 0, 0), (1, 1, 2), (1, 1, 4), (0, 0, 0), (1, 1, 3), (1, 1, 8), 2, "linear", False)
+
+
 OPTIONS = {
-    "adaptive average": (lambda P: DistributedAdaptiveAvgPool1d(line(P), 8), {"output_size": (8,)}),
-}
+    "maximum": (
+        maximum, "DistributedMaxPool2d(P_x: 1x1x2x2@; kernel_size=(3, 3), stride=(2, 1), "
+        "padding=(1, 1), dilation=(1, 1), ceil_mode=True, return_indices=True)",
+    ),
+    "average": (
+        average, "DistributedAvgPool1d(P_x: 1x1x4@; kernel_size=(2,), stride=(2,), padding=(0,), dilation=(1,), "
+        "ceil_mode=False, count_include_pad=False, divisor_override=3)",
+    ),
+    "power": (
+        lambda P: DistributedLPPool1d(line(P), 2, 2), "DistributedLPPool1d(P_x: 1x1x4@; kernel_size=(2,), stride=(1,), "
+        "padding=(0,), dilation=(1,), ceil_mode=False, norm_type=2.0)",
+    ),
+    "adaptive average": (
+        lambda P: DistributedAdaptiveAvgPool2d(P.reshape(1, 1, 2, 2), (8, None)),
+        "DistributedAdaptiveAvgPool2d(P_x: 1x1x2x2@; output_size=(8, None))",
+    ),
+    "adaptive maximum": (
+        lambda P: DistributedAdaptiveMaxPool1d(line(P), 8),
+        "DistributedAdaptiveMaxPool1d(P_x: 1x1x4@; output_size=(8,), return_indices=False)",
+    ),
+    "padding": (
+        reflected, "DistributedPad(P_x: 2x2@; padding=(1, -1), mode='reflect', value=0.0)",
+    ),
+    "upsampling": (
+        lambda P: DistributedUpsample(line(P), scale_factor=2),
+        "DistributedUpsample(P_x: 1x1x4@; size=None, scale_factor=(2.0,), mode='linear', align_corners=False)",
+    ),
+    "interpolation": (
+        interpolated, "Interpolate(x_start=(0, 0, 0), x_stop=(1, 1, 2), x_global_shape=(1, 1, 4), y_start=(0, 0, 0), "
+        "y_stop=(1, 1, 3), y_global_shape=(1, 1, 8), scale_factor=(2.0,), mode='linear', align_corners=False)",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", OPTIONS)
-def test_options_of_a_layer_cannot_be_changed(layer):
+def test_options_of_a_layer_are_shown_and_cannot_be_changed(layer):
     """Set-ups are kept, so a change would be ignored in silence, or end in different layers on different workers."""
-    make, options = OPTIONS[layer]
+    make, shown = OPTIONS[layer]
 
     def main(P):
-        assert_options(make(P), **options)
+        module = make(P)
+        assert repr(module) == shown.replace("@", " on workers 0..3")
+        assert_options(module, **{name: getattr(module, name) for name in re.findall(r"(\w+)[:=]", shown)})
 
     on_workers(4, main)

@@ -15,7 +15,7 @@ from distdl.exchange import move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
 from distdl.nn.adaptive_pooling import AdaptivePooling, parts_of
-from distdl.nn.module import local, stay
+from distdl.nn.module import Option, local, stay
 from distdl.nn.runs import Runs
 from distdl.nn.window_pooling import in_space
 from distdl.partition import Partition
@@ -77,6 +77,7 @@ class AdaptiveMaxPooling(AdaptivePooling):
     """
 
     kind = "max"
+    return_indices = Option[bool]()
 
     def __init__(self, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
         super().__init__(P_x, output_size, (return_indices,))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distdl.boxes import Box, Shape, shape
-from distdl.nn.module import Module
+from distdl.nn.module import Module, Option
 from distdl.nn.resampling import Mode, Resampler
 
 
@@ -34,6 +34,16 @@ class Interpolate(Module):
         block that has none; in forward, for an input of another shape, or of a dtype that torch does not interpolate.
     """
 
+    x_start = Option[Shape]()
+    x_stop = Option[Shape]()
+    x_global_shape = Option[Shape]()
+    y_start = Option[Shape]()
+    y_stop = Option[Shape]()
+    y_global_shape = Option[Shape]()
+    scale_factor = Option[tuple[float, ...] | None]()
+    mode = Option[str]()
+    align_corners = Option[bool]()
+
     def __init__(
         self,
         x_start: Sequence[int],
@@ -47,13 +57,15 @@ class Interpolate(Module):
         align_corners: bool | None = False,
     ) -> None:
         super().__init__()
-        self._x, self._extents = _block("x", x_start, x_stop, x_global_shape)
-        self._y, self._results = _block("y", y_start, y_stop, y_global_shape)
-        self._mode = Mode.of("Interpolate", len(self._extents) - 2, mode, align_corners, scale_factor)
-        if len(self._results) != len(self._extents) or self._results[:2] != self._extents[:2]:
+        self.x_start, self.x_stop, self.x_global_shape = _block("x", x_start, x_stop, x_global_shape)
+        self.y_start, self.y_stop, self.y_global_shape = _block("y", y_start, y_stop, y_global_shape)
+        self._mode = Mode.of("Interpolate", len(self.x_global_shape) - 2, mode, align_corners, scale_factor)
+        self.scale_factor, self.mode, self.align_corners = self._mode.factors, mode, self._mode.align_corners
+        self._x, self._y = _box(self.x_start, self.x_stop), _box(self.y_start, self.y_stop)
+        if len(self._y) != len(self._x) or self.y_global_shape[:2] != self.x_global_shape[:2]:
             raise ValueError(
                 f"Interpolate needs x and y of one rank, batch and number of channels; got the global shapes "
-                f"{list(self._extents)} and {list(self._results)}"
+                f"{list(self.x_global_shape)} and {list(self.y_global_shape)}"
             )
         if 0 in shape(self._x) and 0 not in shape(self._y):
             raise ValueError(f"Interpolate needs a cell of x for its y; the x block is {self._x} and y's is {self._y}")
@@ -65,15 +77,20 @@ class Interpolate(Module):
         self._mode.check_dtype("Interpolate", x.dtype)
         wide = x.dtype is torch.float64
         if wide not in self._made:
-            self._made[wide] = Resampler(self._mode.along(self._extents, self._results, x.dtype), self._x, self._y)
+            along = self._mode.along(self.x_global_shape, self.y_global_shape, x.dtype)
+            self._made[wide] = Resampler(along, self._x, self._y)
         return self._made[wide](x)
 
 
-def _block(what: str, start: Sequence[int], stop: Sequence[int], extents: Sequence[int]) -> tuple[Box, Shape]:
-    numbers = [tuple(index(number) for number in numbers) for numbers in (start, stop, extents)]
-    if len({len(one) for one in numbers}) > 1 or any(not 0 <= i <= j <= n for i, j, n in zip(*numbers, strict=True)):
+def _block(what: str, start: Sequence[int], stop: Sequence[int], extents: Sequence[int]) -> tuple[Shape, Shape, Shape]:
+    block = [tuple(index(number) for number in numbers) for numbers in (start, stop, extents)]
+    if len({len(one) for one in block}) > 1 or any(not 0 <= i <= j <= n for i, j, n in zip(*block, strict=True)):
         raise ValueError(
-            f"Interpolate needs 0 <= {what}_start <= {what}_stop <= {what}_global_shape in each dim; got {numbers[0]}, "
-            f"{numbers[1]} and {numbers[2]}"
+            f"Interpolate needs 0 <= {what}_start <= {what}_stop <= {what}_global_shape in each dim; got {block[0]}, "
+            f"{block[1]} and {block[2]}"
         )
-    return tuple(zip(numbers[0], numbers[1], strict=True)), numbers[2]
+    return block[0], block[1], block[2]
+
+
+def _box(start: Shape, stop: Shape) -> Box:
+    return tuple(zip(start, stop, strict=True))

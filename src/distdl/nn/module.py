@@ -23,6 +23,15 @@ Value = TypeVar("Value")
 class Module(torch.nn.Module):
     """A torch module whose workers act together: every worker of the world builds it and calls it, in one order."""
 
+    def extra_repr(self) -> str:
+        """Its partitions and its other options (see :class:`Option`), in the order in which they were set."""
+        options = {
+            name: value for name, value in vars(self).items() if isinstance(getattr(type(self), name, 0), Option)
+        }
+        partitions = [f"{name}: {P}" for name, P in options.items() if isinstance(P, Partition)]
+        others = [f"{name}={value!r}" for name, value in options.items() if not isinstance(value, Partition)]
+        return "; ".join([*partitions, ", ".join(others)] if others else partitions)
+
 
 class Option(Generic[Value]):
     """A public attribute of a module that its constructor sets, once.

@@ -17,7 +17,7 @@ from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.memory import is_channels_last
-from distdl.nn.module import Module
+from distdl.nn.module import Module, Option
 from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.route import Route
@@ -74,6 +74,11 @@ class DistributedPad(Module):
         left), or where nothing would be left.
     """
 
+    P_x = Option[Partition]()
+    padding = Option[Shape]()
+    mode = Option[str]()
+    value = Option[float]()
+
     def __init__(self, P_x: Partition, padding: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
         pairs = _pairs(padding, P_x.workers.ndim)
@@ -81,7 +86,8 @@ class DistributedPad(Module):
             raise ValueError(f"DistributedPad has the modes {', '.join(MODES)}; got {mode!r}")
         if mode != "constant" and value:
             raise ValueError(f"DistributedPad has a value in the mode 'constant' only; got {value} and mode {mode!r}")
-        self.P_x, self.padding, self.mode, self.value = P_x, tuple(padding), mode, value
+        self.P_x, self.padding = P_x, tuple(number for pair in pairs for number in pair)
+        self.mode, self.value = mode, value
         widths = ((0, 0),) * (P_x.workers.ndim - len(pairs)) + tuple(reversed(pairs))
         self._first = P_x.workers.ndim - len(pairs)
         self._border = Border("zeros" if mode == "constant" and value == 0 else mode, widths)
@@ -110,9 +116,6 @@ class DistributedPad(Module):
         filling = Filling.of(border, Layout.of(P_x, windows)[me], owned.extents)
         route = Route(plan, P_x.comm, headers.members, self._name, keeps_format=True)
         return route, headers.dtype(P_x, "DistributedPad"), filling
-
-    def extra_repr(self) -> str:
-        return f"P_x: {self.P_x}; padding {self.padding}, {self.mode}"
 
 
 def _pairs(padding: Any, axes: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from distdl.boxes import Box, Shape
 from distdl.encoding import HALVES
+from distdl.nn.module import Option
 from distdl.nn.window_pooling import Piece, Pooling, cut, in_space
 from distdl.partition import Partition
 
@@ -22,6 +23,8 @@ class MaxPooling(Pooling):
         return_indices: return also where in space each cell stands, as torch does: its number in the flattened global
             space.
     """
+
+    return_indices = Option[bool]()
 
     def __init__(
         self,
@@ -35,8 +38,8 @@ class MaxPooling(Pooling):
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> None:
-        self.return_indices = bool(return_indices)
         super().__init__(P_x, kernel_size, stride, padding, dilation, buffer_manager, ceil_mode, (return_indices,))
+        self.return_indices = bool(return_indices)
 
     def sample(self, x: torch.Tensor) -> torch.Tensor:
         found: Any = self._pool(x, (0,) * self.space)
@@ -79,15 +82,10 @@ def _lowest(x: torch.Tensor, behind: Shape) -> torch.Tensor:
 
 
 class Averaging(Pooling):
-    """Base of the layers that average each window. Cells outside the tensor are zeros.
+    """Base of the layers that average each window. Cells outside the tensor are zeros, and those of the padding count.
 
-    Attributes:
-        count_include_pad: whether those zeros count. What a window has beyond the padding (``ceil_mode``) never does.
-        divisor_override: divides the sums, whatever counts.
+    What a window has beyond the padding (``ceil_mode``) never does.
     """
-
-    count_include_pad: bool = True
-    divisor_override: int | None = None
 
     def sample(self, x: torch.Tensor) -> torch.Tensor:
         return _average(x, self._sliding.kernel, self._sliding.stride, (0,) * self.space, 1)
@@ -105,11 +103,11 @@ class Averaging(Pooling):
         return means if wide is x else means.to(self._results.of(x) or x.dtype)
 
     def divisor(self, outputs: Box, extents: Shape) -> int | torch.Tensor:
-        if self.divisor_override is not None:
-            return self.divisor_override
-        counts = [
-            self._sliding.counts(dim, extents[dim], along, self.count_include_pad) for dim, along in enumerate(outputs)
-        ]
+        return self._counted(outputs, extents, padded=True)
+
+    def _counted(self, outputs: Box, extents: Shape, padded: bool) -> int | torch.Tensor:
+        """How many cells each of these outputs averages; whether those of the padding count is ``padded``."""
+        counts = [self._sliding.counts(dim, extents[dim], along, padded) for dim, along in enumerate(outputs)]
         if all(min(along) == max(along) for along in counts):
             return prod(along[0] for along in counts)
         return torch.stack(torch.meshgrid(*map(torch.tensor, counts), indexing="ij")).prod(dim=0)
@@ -123,6 +121,9 @@ class AveragePooling(Averaging):
             (``ceil_mode``) never does.
         divisor_override: divides the sums, whatever counts. (torch has it in 2-d and 3-d; here 1-d has it, too.)
     """
+
+    count_include_pad = Option[bool]()
+    divisor_override = Option[int | None]()
 
     def __init__(
         self,
@@ -143,6 +144,11 @@ class AveragePooling(Averaging):
         self.divisor_override = _divisor(type(self).__name__, divisor_override)
         if any(n > 1 for n in self._sliding.dilation):
             raise ValueError(f"{type(self).__name__} has no dilation; got {dilation}")
+
+    def divisor(self, outputs: Box, extents: Shape) -> int | torch.Tensor:
+        if self.divisor_override is not None:
+            return self.divisor_override
+        return self._counted(outputs, extents, self.count_include_pad)
 
 
 def _divisor(name: str, divisor: Any) -> int | None:
@@ -175,6 +181,8 @@ class PowerPooling(Averaging):
         stride: distance between windows; 1 by default as in all pooling here, None for the kernel's size.
         ceil_mode: whether the last window may reach beyond the tensor, if it starts in it.
     """
+
+    norm_type = Option[float]()
 
     def __init__(
         self, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = 1, ceil_mode: bool = False

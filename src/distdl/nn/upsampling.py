@@ -12,7 +12,7 @@ from distdl.boxes import Shape, balanced
 from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.nn.module import Module, check_buffer_manager, stay
+from distdl.nn.module import Module, Option, check_buffer_manager, stay
 from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -42,6 +42,12 @@ class DistributedUpsample(Module):
         without cells.
     """
 
+    P_x = Option[Partition]()
+    size = Option[Shape | None]()
+    scale_factor = Option[tuple[float, ...] | None]()
+    mode = Option[str]()
+    align_corners = Option[bool]()
+
     def __init__(
         self,
         P_x: Partition,
@@ -58,9 +64,10 @@ class DistributedUpsample(Module):
             raise ValueError(f"{name} needs exactly one of size and scale_factor; got {size} and {scale_factor}")
         self.P_x = P_x
         self._mode = Mode.of(name, P_x.workers.ndim - 2, mode, align_corners, scale_factor)
-        self._size = None if size is None else _shape(name, size, P_x)
+        self.size = None if size is None else _shape(name, size, P_x)
+        self.scale_factor, self.mode, self.align_corners = self._mode.factors, mode, self._mode.align_corners
         self._name = f"{name} (P_x: {P_x}; {mode} to {size if scale_factor is None else scale_factor})"
-        self._agreement = Agreement.among(P_x, self._name, (self._mode, self._size, P_x.workers.shape), self._derive)
+        self._agreement = Agreement.among(P_x, self._name, (self._mode, self.size, P_x.workers.shape), self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
@@ -92,12 +99,12 @@ class DistributedUpsample(Module):
         Raises: ValueError, a function of the global shape of x only, if that does not fit or there is no cell.
         """
         name, factors = type(self).__name__, self._mode.factors
-        if self._size is not None and self._size[:2] != extents[:2]:
+        if self.size is not None and self.size[:2] != extents[:2]:
             raise ValueError(
-                f"{name} needs a size with the batch and channels of x; got the size {list(self._size)} and a global "
+                f"{name} needs a size with the batch and channels of x; got the size {list(self.size)} and a global "
                 f"x of shape {list(extents)}"
             )
-        results = self._size or (*extents[:2], *(int(n * f) for n, f in zip(extents[2:], factors or (), strict=True)))
+        results = self.size or (*extents[:2], *(int(n * f) for n, f in zip(extents[2:], factors or (), strict=True)))
         if 0 in (*extents[2:], *results[2:]):
             raise ValueError(
                 f"{name} needs at least one cell in each dim of space of x and y; got a global x of shape "

@@ -16,7 +16,7 @@ from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.memory import format_of
-from distdl.nn.module import Module, check_buffer_manager, local, stay
+from distdl.nn.module import Module, Option, check_buffer_manager, local, stay
 from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.route import Route
@@ -69,6 +69,12 @@ class Pooling(Module):
     """
 
     space: ClassVar[int]
+    P_x = Option[Partition]()
+    kernel_size = Option[Shape]()
+    stride = Option[Shape]()
+    padding = Option[Shape]()
+    dilation = Option[Shape]()
+    ceil_mode = Option[bool]()
 
     def __init__(
         self,
@@ -92,6 +98,9 @@ class Pooling(Module):
         if any(2 * p > k for p, k in zip(self._sliding.padding, self._sliding.kernel, strict=True)):
             raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel_size}")
         self._name = f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})"
+        self.kernel_size, self.stride = self._sliding.kernel, self._sliding.stride
+        self.padding, self.dilation = self._sliding.padding, self._sliding.dilation
+        self.ceil_mode = self._sliding.ceil_mode
         self._results = ResultTypes(self.sample, (1, 1, *self._sliding.spans))
         identity = (self._sliding, P_x.workers.shape, *options)
         self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
