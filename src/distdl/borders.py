@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from distdl.boxes import Box, Interval, Shape
 
 Intervals = Sequence[Interval]
-MODES = ("zeros", "reflect", "replicate", "circular")
+REPEATING = ("reflect", "replicate", "circular")  # the modes in which cells of the tensor stand around it
+CONVOLUTION_MODES = ("zeros", *REPEATING)  # as torch's convolutions call them
+PADDING_MODES = ("constant", *REPEATING)  # as torch's padding calls them
 
 
 def source(cell: int, extent: int, mode: str) -> int:
@@ -44,7 +46,7 @@ class Border:
     """How a tensor is padded.
 
     Attributes:
-        mode: one of ``MODES``, or ``constant`` for a value other than zero.
+        mode: one of ``CONVOLUTION_MODES``, or ``constant`` for a value other than zero.
         widths: for each dim of the tensor, the cells before and behind it; negative numbers cut cells off.
     """
 
@@ -107,7 +109,7 @@ class Border:
         return tuple(found)
 
     def margins(self, window: Box, extents: Shape) -> Shape:
-        """What is missing before and behind, as ``F.pad`` takes it: the last dim first. None if nothing is."""
+        """What is missing before and behind, as ``F.pad`` takes it: the last dim first. Empty if nothing is."""
         if self.mode != "constant":
             return ()
         missing = []

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from distdl.borders import Border, source
+from distdl.borders import CONVOLUTION_MODES, PADDING_MODES, Border, source
 from distdl.boxes import balanced
 from distdl.nn.padding import Filling
 
-MODES = ("constant", "reflect", "replicate", "circular")
 CASES = [(n, before, behind) for n in range(1, 6) for before, behind in itertools.product(range(-7, 8), repeat=2)]
 
 
@@ -36,7 +35,7 @@ def filled(n, window, mode, border):
     return Filling.of(border, (window,), (n,)).fill(torch.tensor([cell + 1.0 for cell in cells]), 9.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", PADDING_MODES)
 def test_every_padding_of_short_tensors_in_pieces(mode):
     checked = 0
     for n, before, behind in CASES:
@@ -62,10 +61,21 @@ def test_zeros_are_what_one_finds_beyond_the_tensor():
     assert Filling.of(border, ((-2, 3),), (5,)).takes == () and not border.repeats((5,))
 
 
+def test_the_modes_are_those_of_torch():
+    """Each has its own word for zeros; what stands around the tensor else is the same table."""
+    x = torch.ones(1, 1, 5)
+    for mode in PADDING_MODES:
+        assert torch.nn.functional.pad(x, (1, 1), mode).shape == (1, 1, 7)
+    for mode in CONVOLUTION_MODES:
+        assert torch.nn.Conv1d(1, 1, 3, padding=1, padding_mode=mode)(x).shape == x.shape
+        Border(mode, ((1, 1),)).check("X", (5,))
+    assert set(PADDING_MODES) ^ set(CONVOLUTION_MODES) == {"constant", "zeros"}
+
+
 def test_only_windows_beyond_the_tensor_take_a_step():
-    for mode in MODES:
+    for mode in PADDING_MODES:
         border = Border(mode, ((2, 1), (0, 0)))
-        assert not border.steps(((0, 5), (1, 3)), (5, 3)) and not border.margins(((0, 5), (1, 3)), (5, 3))
+        assert not border.steps(((0, 5), (1, 3)), (5, 3)) and border.margins(((0, 5), (1, 3)), (5, 3)) == ()
 
 
 def test_the_drawing_of_the_module():

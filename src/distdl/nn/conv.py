@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from distdl.borders import MODES, Border
+from distdl.borders import CONVOLUTION_MODES, Border
 from distdl.boxes import Interval, Shape, balanced
 from distdl.nn.contraction import Contraction
 from distdl.nn.module import check_buffer_manager
@@ -66,8 +66,8 @@ class Convolution(Kernels):
     ) -> None:
         name = type(self).__name__
         self._sliding = Sliding.of_convolution(name, self.space, *geometry)
-        if padding_mode not in MODES:
-            raise ValueError(f"{name} has the padding modes {', '.join(MODES)}; got {padding_mode!r}")
+        if padding_mode not in CONVOLUTION_MODES:
+            raise ValueError(f"{name} has the padding modes {', '.join(CONVOLUTION_MODES)}; got {padding_mode!r}")
         if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
             raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
         self.padding_mode = padding_mode

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import Agreement
-from distdl.borders import Border
+from distdl.borders import PADDING_MODES, Border
 from distdl.boxes import Box, Shape, balanced
 from distdl.exchange import move
 from distdl.header import Headers
@@ -21,8 +21,6 @@ from distdl.nn.module import Module, Option
 from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.route import Route
-
-MODES = ("constant", "reflect", "replicate", "circular")
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +80,8 @@ class DistributedPad(Module):
     def __init__(self, P_x: Partition, padding: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
         pairs = _pairs(padding, P_x.workers.ndim)
-        if mode not in MODES:
-            raise ValueError(f"DistributedPad has the modes {', '.join(MODES)}; got {mode!r}")
+        if mode not in PADDING_MODES:
+            raise ValueError(f"DistributedPad has the modes {', '.join(PADDING_MODES)}; got {mode!r}")
         if mode != "constant" and value:
             raise ValueError(f"DistributedPad has a value in the mode 'constant' only; got {value} and mode {mode!r}")
         self.P_x, self.padding = P_x, tuple(number for pair in pairs for number in pair)
