@@ -44,6 +44,19 @@ def test_it_is_linear_and_adjoint_and_takes_a_gradient_of_another_dtype():
         assert torch.allclose(block(3 * x + 1), 3 * y + 1, rtol=1e-12)  # (weights add up to 1)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_trains_after_a_first_call_in_inference_mode(device):
+    """What it has set up then serves calls that record gradients, too; also what it keeps for another device."""
+    layer = Interpolate([0, 0, 0], [1, 1, 4], [1, 1, 4], [0, 0, 0], [1, 1, 8], [1, 1, 8], mode="linear")
+    with torch.inference_mode():
+        layer(torch.ones(1, 1, 4, device=device))
+    x = torch.ones(1, 1, 4, device=device, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad.shape == x.shape and x.grad.device == x.device
+    if device == "cpu":
+        assert torch.allclose(x.grad, torch.full((1, 1, 4), 2.0))
+
+
 def test_a_result_without_cells_stays_connected():
     x = torch.ones(1, 1, 3, requires_grad=True)
     y = Interpolate((0, 0, 0), (1, 1, 3), (1, 1, 3), (0, 0, 2), (1, 1, 2), (1, 1, 6))(x)

@@ -78,7 +78,8 @@ class Interpolate(Module):
         wide = x.dtype is torch.float64
         if wide not in self._made:
             along = self._mode.along(self.x_global_shape, self.y_global_shape, x.dtype)
-            self._made[wide] = Resampler(along, self._x, self._y)
+            with torch.inference_mode(False):  # it serves calls that record gradients, too
+                self._made[wide] = Resampler(along, self._x, self._y)
         return self._made[wide](x)
 
 

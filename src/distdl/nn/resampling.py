@@ -236,9 +236,10 @@ class Resampler:
     def _on(self, device: torch.device) -> list[Any]:
         if device not in self._steps:
             steps = self._steps[torch.device("cpu")]
-            self._steps[device] = [
-                (dim, [[None if a is None else a.to(device) for a in tap] for tap in taps]) for dim, taps in steps
-            ]
+            with torch.inference_mode(False):  # these serve calls that record gradients, too
+                self._steps[device] = [
+                    (dim, [[None if a is None else a.to(device) for a in tap] for tap in taps]) for dim, taps in steps
+                ]
         return self._steps[device]
 
 
