@@ -107,11 +107,6 @@ def is_channels_last(tensor: torch.Tensor) -> bool:
     return layout is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=layout)
 
 
-def format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """The memory format that keeps the order of a tensor's dims in memory: channels_last, or contiguous."""
-    return _CHANNELS_LAST[tensor.dim()] if is_channels_last(tensor) else torch.contiguous_format
-
-
 def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     strides = [0] * len(shape)
     stride = 1

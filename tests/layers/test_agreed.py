@@ -7,11 +7,15 @@ import torch
 from helpers_layers import assert_options, every_worker_raises, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
+from distdl.boxes import runs
+from distdl.layout import Layout
 from distdl.nn import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
     DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
     DistributedAvgPool1d,
+    DistributedAvgPool2d,
     DistributedBatchNorm,
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
@@ -25,6 +29,7 @@ from distdl.nn import (
     DistributedLayerNorm,
     DistributedLinear,
     DistributedLPPool1d,
+    DistributedLPPool2d,
     DistributedMaxPool1d,
     DistributedMaxPool2d,
     DistributedPad,
@@ -178,6 +183,69 @@ def test_power_pooling_takes_whole_powers_as_numbers():
         assert torch.equal(y, torch.nn.LPPool1d(2, 2, 2)(x))
 
     on_workers(4, main)
+
+
+F = torch.nn.functional
+PLANES = {
+    "maximum": (lambda P: DistributedMaxPool2d(P, 2, 1, 1), lambda x: F.max_pool2d(x, 2, 1, 1)),
+    "last window in part": (
+        lambda P: DistributedMaxPool2d(P, (1, 2), (1, 2), ceil_mode=True),
+        lambda x: F.max_pool2d(x, (1, 2), (1, 2), ceil_mode=True),
+    ),
+    "average": (
+        lambda P: DistributedAvgPool2d(P, 2, 1, 1, count_include_pad=False),
+        lambda x: F.avg_pool2d(x, 2, 1, 1, count_include_pad=False),
+    ),
+    "power": (lambda P: DistributedLPPool2d(P, 2, 2), lambda x: F.lp_pool2d(x, 2, 2, 1)),
+    "adaptive maximum": (lambda P: DistributedAdaptiveMaxPool2d(P, 4), lambda x: F.adaptive_max_pool2d(x, 4)),
+    "adaptive average": (lambda P: DistributedAdaptiveAvgPool2d(P, 4), lambda x: F.adaptive_avg_pool2d(x, 4)),
+    "adaptive of the same size": (lambda P: DistributedAdaptiveMaxPool2d(P, (None, 9)), torch.clone),
+    "one cell": (lambda P: DistributedMaxPool2d(P, 1), torch.clone),
+    "reflected": (lambda P: DistributedPad(P, (1, 2), "reflect"), lambda x: F.pad(x, (1, 2, 0, 0), "reflect")),
+    "constant": (lambda P: DistributedPad(P, (3, -2), value=2.0), lambda x: F.pad(x, (3, -2), value=2.0)),
+    "zeros": (lambda P: DistributedPad(P, (0, 0, 1, 1)), lambda x: F.pad(x, (0, 0, 1, 1))),
+    "linear": (
+        lambda P: DistributedUpsample(P, scale_factor=2), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")
+    ),
+    "nearest of the same size": (lambda P: DistributedUpsample(P, scale_factor=1, mode="nearest"), torch.clone),
+}  # fmt: skip
+LINES = {
+    "maximum": (lambda P: DistributedMaxPool1d(P, 2, 2, ceil_mode=True), lambda x: F.max_pool1d(x, 2, ceil_mode=True)),
+    "average": (lambda P: DistributedAvgPool1d(P, 3, 2, 1), lambda x: F.avg_pool1d(x, 3, 2, 1)),
+    "power": (lambda P: DistributedLPPool1d(P, 2, 2), lambda x: F.lp_pool1d(x, 2, 2, 1)),
+    "adaptive maximum": (lambda P: DistributedAdaptiveMaxPool1d(P, 4), lambda x: F.adaptive_max_pool1d(x, 4)),
+    "adaptive average": (lambda P: DistributedAdaptiveAvgPool1d(P, 9), torch.clone),
+    "nearest": (lambda P: DistributedUpsample(P, scale_factor=3, mode="nearest"), lambda x: x.repeat_interleave(3, 2)),
+    "circular": (lambda P: DistributedPad(P, (4, 4), "circular"), lambda x: F.pad(x, (4, 4), "circular")),
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("dims", "name"), [(4, name) for name in PLANES] + [(3, name) for name in LINES])
+def test_in_place_functions_behind_a_layer(dims, name, channels_last):
+    """No layer returns a view: one that is written into is cut off from its graph where a block is empty."""
+    make, sequential = (PLANES if dims == 4 else LINES)[name]
+    shape = (2, 3, *(3,) * (dims - 3), 9)
+
+    def penalty(network, x):
+        y = network(x)
+        (dx,) = torch.autograd.grad((torch.relu_(y) ** 3).sum(), x, create_graph=True)
+        return (dx**3).sum(), y
+
+    def main(P):
+        P_x = P[1:].reshape(*(1,) * (dims - 1), 4)
+        whole = noise(*shape).requires_grad_()
+        penalty(sequential, whole)[0].backward()
+        owned = Layout.of(P_x, [*(runs([n]) for n in shape[:-1]), runs([3, 0, 5, 1])])
+        x = owned.block(whole.detach()).clone() if P.rank else torch.zeros((2, 0), dtype=torch.float64)
+        if channels_last and P.rank:
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        value, y = penalty(make(P_x), x.requires_grad_())
+        value.backward()
+        assert x.grad.shape == x.shape and not y._is_view()
+        assert not P.rank or torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10)
+
+    on_workers(5, main)
 
 
 def test_an_option_is_set_once():

@@ -184,6 +184,14 @@ def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor.new_zeros(tuple(shape)) + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
 
 
+def no_view(y: torch.Tensor) -> torch.Tensor:
+    """y, or a copy of it if it is a view: what is written into a view is cut off from its graph if it has no volume.
+
+    So an activation in place behind a layer would take that worker out of what the others differentiate.
+    """
+    return y.clone() if y._is_view() else y
+
+
 def local(
     operator: Callable[..., torch.Tensor],
     shape: Sequence[int],
@@ -193,7 +201,7 @@ def local(
 
     Where an operand or the result has no volume, the operator runs on the smallest operands that it accepts, made of
     zeros, and the result is zeros. So the result hangs on the same arguments through the same operator on every worker,
-    and whatever is differentiated, and however often, all workers come past the same exchanges.
+    and whatever is differentiated, and however often, all workers come past the same exchanges. It is no view.
 
     Args:
         operator: takes the operands' tensors.
@@ -201,6 +209,6 @@ def local(
         operands: each a tensor (None is passed on) and the smallest shape that the operator accepts.
     """
     if 0 not in shape and all(tensor is None or tensor.numel() for tensor, _ in operands):
-        return operator(*(tensor for tensor, _ in operands))
+        return no_view(operator(*(tensor for tensor, _ in operands)))
     smallest = (None if tensor is None else zeros_on(tensor, least) for tensor, least in operands)
     return zeros_on(operator(*smallest), shape)

@@ -17,7 +17,7 @@ from distdl.exchange import move
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.memory import is_channels_last
-from distdl.nn.module import Module, Option
+from distdl.nn.module import Module, Option, no_view
 from distdl.partition import Partition
 from distdl.planning import copy
 from distdl.route import Route
@@ -98,7 +98,8 @@ class DistributedPad(Module):
             return x.clone()
         decision = self._agreement.reach((x,))
         route, dtype, filling = decision.outcome
-        return filling.fill(move(route, x, dtype, (0,), decision.carried[0]), self.value)
+        # (not by local: around no cells, there may be cells of the value)
+        return no_view(filling.fill(move(route, x, dtype, (0,), decision.carried[0]), self.value))
 
     def _derive(self, headers: Headers) -> tuple[Route, torch.dtype, Filling]:
         P_x, me, border = self.P_x, self.P_x.comm.rank, self._border

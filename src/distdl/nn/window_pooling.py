@@ -15,7 +15,6 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.memory import format_of
 from distdl.nn.module import Module, Option, check_buffer_manager, local, stay
 from distdl.partition import Partition
 from distdl.planning import copy
@@ -217,10 +216,7 @@ def check_axes_of(name: str, P_x: Partition, space: int) -> None:
 
 def cut(y: torch.Tensor, result: Shape) -> torch.Tensor:
     """The first outputs in space; padding behind may have made more."""
-    if y.shape[2:] == result[2:]:
-        return y
-    part = y[(slice(None), slice(None), *(slice(extent) for extent in result[2:]))]
-    return part.contiguous(memory_format=format_of(y))
+    return y[(slice(None), slice(None), *(slice(extent) for extent in result[2:]))] if y.shape != result else y
 
 
 def in_space(indices: torch.Tensor, local: Shape, first: Shape, extents: Shape) -> torch.Tensor:
