@@ -7,7 +7,7 @@ from torch import nn
 
 from distdl.boxes import balanced, runs, slices
 from distdl.layout import Layout
-from distdl.nn import DistributedConv1d, DistributedMSELoss
+from distdl.nn import DistributedConv1d, DistributedMSELoss, DistributedPad, local
 from distdl.nn.placement import parameter_layouts
 from distdl.utilities.torch import zero_volume_tensor
 
@@ -98,3 +98,59 @@ def test_sums_and_concatenations_of_tensors_of_zero_volume():
     assert (torch.zeros(0, 0) + torch.zeros(0)).shape == (0, 0)
     with pytest.raises(IndexError):  # there is no such dim where a worker has no part: see docs/layers.md
         torch.cat([x, x], 2)
+
+
+TRANSFORMS = {
+    "fft": (torch.fft.fft, (3, 5)),
+    "rfft": (torch.fft.rfft, (3, 3)),
+    "fft2": (torch.fft.fft2, (3, 5)),
+    "irfft": (lambda x: torch.fft.irfft(torch.complex(x, 2 * x), n=4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("empty", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_no_elements_have_a_graph(name, empty):
+    transform, result = TRANSFORMS[name]
+    shape = tuple(given and extent for given, extent in zip(empty, (2, *result), strict=True))
+    x = torch.zeros(empty, dtype=torch.float64, requires_grad=True)
+    y = local(transform, shape, (x, (1, 1, 5)))
+    assert y.shape == shape and y.is_complex() == (name != "irfft")
+    (dx,) = torch.autograd.grad((y.abs() ** 3).sum(), x, create_graph=True)
+    (ddx,) = torch.autograd.grad((dx**2).sum(), x)
+    assert ddx.shape == dx.shape == x.shape and ddx.dtype == x.dtype
+
+
+def autocorrelation(x):
+    spectrum = torch.fft.rfft(x)
+    return torch.fft.irfft(spectrum * spectrum.conj(), n=x.shape[-1])
+
+
+def test_a_fourier_transform_along_a_dim_that_is_not_split():
+    """Rows that move before it and after it, a worker without rows, and one outside; differentiated twice."""
+
+    def penalty(network, x):
+        (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
+        return (dx**3).sum()
+
+    def main(P):
+        P_x = P[1:].reshape(1, 1, 4, 1)
+        before, after = DistributedPad(P_x, (0, 0, 1, 0), "circular"), DistributedPad(P_x, (0, 0, -1, 0))
+        rows = [1, 1, 1, 0][P.rank - 1]
+        blocks = (2, 3, rows, 5) if P.rank else (2, 0)
+        whole = noise(2, 3, 2, 5).requires_grad_()
+
+        def network(x):
+            return after(local(autocorrelation, blocks, (before(x), (1, 1, 1, 5))))
+
+        def sequential(x):
+            return autocorrelation(nn.functional.pad(x, (0, 0, 1, 0), "circular"))[:, :, 1:]
+
+        penalty(sequential, whole).backward()
+        owned = Layout.of(P_x, [runs([2]), runs([3]), runs([0, 2, 0, 0]), runs([5])])
+        x = owned.block(whole.detach()).clone() if P.rank else torch.zeros((2, 0), dtype=torch.float64)
+        penalty(network, x.requires_grad_()).backward()
+        assert x.grad.shape == x.shape
+        assert not P.rank or torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10)
+
+    on_workers(5, main)

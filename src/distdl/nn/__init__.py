@@ -57,7 +57,7 @@ from distdl.nn.loss import (
     DistributedSmoothL1Loss,
 )
 from distdl.nn.loss_base import DistributedLossBase, ZeroVolumeCorrectorFunction
-from distdl.nn.module import Module
+from distdl.nn.module import Module, Option, local
 from distdl.nn.nll import DistributedNLLLoss
 from distdl.nn.padding import DistributedPad
 from distdl.nn.pooling import (
@@ -140,10 +140,12 @@ __all__ = [
     "HaloExchange",
     "Interpolate",
     "Module",
+    "Option",
     "ReduceScatter",
     "Repartition",
     "SumReduce",
     "ZeroVolumeCorrectorFunction",
+    "local",
     "loss",
     "mixins",
     "repeat_calls",
