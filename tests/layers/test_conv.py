@@ -14,9 +14,12 @@ from distdl.nn import (
     DistributedConv1d,
     DistributedConv2d,
     DistributedConv3d,
+    DistributedConvTranspose2d,
+    DistributedEmbedding,
     DistributedFeatureConv1d,
     DistributedFeatureConv2d,
     DistributedGeneralConv2d,
+    DistributedLinear,
 )
 from distdl.testing import Counting, assert_matches_sequential
 
@@ -339,5 +342,65 @@ def test_an_empty_input_of_the_default_dtype_takes_the_dtype_of_the_others():
         y = layer(x.requires_grad_())
         y.sum().backward()
         assert y.dtype == torch.float64 and y.shape == (1, 1, 2 - P.rank) and x.grad.dtype == x.dtype
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_no_layer_returns_a_view(gradient):
+    """Also not of an empty block, nor on an idle worker, nor where nothing has to move."""
+
+    def main(P):
+        def check(layer, x):
+            with torch.set_grad_enabled(gradient):
+                y = layer(x.requires_grad_(gradient and x.dtype.is_floating_point))
+            assert not y._is_view(), (layer, x.shape)
+            assert y.requires_grad == gradient
+
+        one, row, column = P[:1].reshape(1, 1), P[:2].reshape(1, 2), P[:2].reshape(2, 1)
+        for partitions, block in (((one, one, one), 4), ((row, row[:, :1], row), 2), ((one, row, column), 4)):
+            for bias, more in itertools.product((True, False), ((), (3,), (2, 3), (0,))):
+                x = torch.ones(2, *more, block) if P.rank in partitions[0] else torch.zeros(2, 0)
+                check(DistributedLinear(*partitions, 4, 4, bias), x)
+        for make, more in (
+            (DistributedConv1d, ()),
+            (DistributedConv2d, (4,)),
+            (DistributedConv3d, (4, 4)),
+            (DistributedConvTranspose2d, (4,)),
+        ):
+            for options in ({}, {"padding": 1}, {"bias": False, "groups": 2}, {"padding": 1, "dilation": 2}):
+                P_x = P[:2].reshape(1, 1, 2, *[1] * len(more))
+                layer = make(P_x, in_channels=2, out_channels=2, kernel_size=2, **options)
+                for batch, cells in ((2, 4), (0, 4), (2, 4 * (P.rank == 0))):
+                    check(layer, torch.ones(batch, 2, cells, *more) if P.rank < 2 else torch.zeros(batch, 0))
+        for partitions in ((P[:1], one, one), (P[:1], row, row), (P[:1], one, column)):
+            layer = DistributedEmbedding(*partitions, 4, 4)
+            for x in (torch.tensor([0, 3]), torch.zeros(0, dtype=torch.int64)):
+                check(layer, x if P.rank == 0 else x[:0])
+
+    on_workers(3, main)
+
+
+def test_an_activation_in_place_behind_a_linear_layer_of_more_dims():
+    """Twice backward, with an empty block, as sequentially."""
+
+    def main(P):
+        P_x = P.reshape(2, 1, 1)
+        layer = DistributedLinear(P_x, P_x, P_x.reshape(2, 1, 1, 1), 4, 4).double()
+        reference = filled(torch.nn.Linear(4, 4))
+        layer.load_state_dict(reference.state_dict())
+        whole = noise(3, 2, 4)
+
+        def penalty(network, x):
+            (dx,) = torch.autograd.grad(torch.nn.functional.relu_(network(x)).square().sum(), x, create_graph=True)
+            (dx**2).sum().backward()
+            return x.grad
+
+        rows = slice(0, 3 * (P.rank == 0))
+        dx = penalty(layer, whole[rows].clone().requires_grad_())
+        expected = penalty(reference, whole.requires_grad_())
+        assert torch.allclose(dx, expected[rows], rtol=1e-10)
+        if P.rank == 0:
+            assert torch.allclose(layer.sublinear.weight.grad, reference.weight.grad, rtol=1e-10)
 
     on_workers(2, main)

@@ -79,4 +79,9 @@ class DistributedLinear(Contraction):
         return [], []
 
     def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return functional.linear(x, weight, bias)
+        if bias is None or x.dim() < 3:
+            return functional.linear(x, weight, bias)
+        # torch returns a view of its rows here; what writes into a view in place records other nodes than elsewhere
+        rows = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        y: torch.Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
+        return y
