@@ -1,4 +1,5 @@
 import copy
+import inspect
 import itertools
 
 import numpy as np
@@ -342,6 +343,87 @@ def test_an_empty_input_of_the_default_dtype_takes_the_dtype_of_the_others():
         y = layer(x.requires_grad_())
         y.sum().backward()
         assert y.dtype == torch.float64 and y.shape == (1, 1, 2 - P.rank) and x.grad.dtype == x.dtype
+
+    on_workers(2, main)
+
+
+AS_IN_TORCH = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1), "groups": 2}
+
+
+@pytest.mark.parametrize("make", [DistributedConv1d, DistributedConv2d, DistributedConv3d])
+def test_the_signature_of_a_factory_is_that_of_its_layers(make):
+    parameters = inspect.signature(make).parameters
+    layer = inspect.signature(DistributedFeatureConv2d).parameters
+    assert list(parameters)[:4] == ["P_x", "P_y", "P_w", "buffer_manager"]
+    assert set(parameters) == {*layer, "P_y", "P_w"}
+    for name, parameter in parameters.items():
+        assert parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.annotation is not parameter.empty
+        if name in layer:
+            assert (parameter.default, parameter.annotation) == (layer[name].default, layer[name].annotation)
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda P: DistributedConv2d(P, 1, 8, 3), "DistributedConv2d takes 1 for P_y, which has to be a partition; behind "
+     "the partitions, give the arguments by name: DistributedConv2d(P_x, in_channels=..., out_channels=..., kernel_si"),
+    (lambda P: DistributedConv1d(P, None, 8, in_channels=3), "DistributedConv1d takes 8 for P_w"),
+    (lambda P: DistributedFeatureConv2d(8, 3, 3, 3), "DistributedFeatureConv2d takes 8 for P_x"),
+    (lambda P: DistributedGeneralConv2d(P, 1, 8, 3), "DistributedGeneralConv2d takes 1 for P_y"),
+    (lambda P: DistributedConvTranspose2d(P, 1, 8, 3), "DistributedConvTranspose2d takes 1 for P_y"),
+    (lambda P: DistributedLinear(P, 5, 3), "by name: DistributedLinear(P_x, P_y, P_w, in_features=..., out_feat"),
+    (lambda P: DistributedEmbedding(P, 5, 3), "DistributedEmbedding takes 5 for P_y"),
+])  # fmt: skip
+def test_a_number_in_place_of_a_partition_is_named(make, words):
+    assert words in every_worker_raises(2, make, TypeError)
+
+
+def every_kind(P):
+    """A layer of each kind, and torch's."""
+    row, square = P.reshape(1, 2), P.reshape(1, 2, 1, 1)
+    options = {"in_channels": 4, "out_channels": 4, **AS_IN_TORCH}
+    yield DistributedConv2d(P.reshape(1, 1, 2, 1), **options), torch.nn.Conv2d(4, 4, 3, 2, 1, 1, 2)
+    yield DistributedConv2d(square, square, P.reshape(2, 1, 1, 1), **options), torch.nn.Conv2d(4, 4, 3, 2, 1, 1, 2)
+    options["output_padding"] = (1, 1)
+    transposed = torch.nn.ConvTranspose2d(4, 4, 3, 2, 1, 1, 2)
+    yield DistributedConvTranspose2d(P.reshape(1, 1, 2, 1), bias=False, **options), transposed
+    yield DistributedLinear(row, row[:, :1], row, 5, 3), torch.nn.Linear(5, 3)
+    yield DistributedEmbedding(P[:1], row, row, 5, 4, padding_idx=1), torch.nn.Embedding(5, 4, padding_idx=1)
+
+
+def test_options_can_be_read_as_in_torch_and_not_be_changed():
+    def main(P):
+        for ours, theirs in every_kind(P):
+            unused = "output_padding" if isinstance(theirs, torch.nn.Conv2d) else ""
+            names = [name for name in theirs.__constants__ if name != unused]
+            assert len(names) > 1
+            for name in names:
+                assert getattr(ours, name) == getattr(theirs, name)
+                with pytest.raises(
+                    AttributeError, match=f"^{name} of {type(ours).__name__} cannot be changed, as what"
+                ):
+                    setattr(ours, name, getattr(theirs, name))
+            for name in ("P_x", "P_y", "P_w"):
+                if hasattr(ours, name):
+                    with pytest.raises(AttributeError, match="make a new layer on every worker"):
+                        setattr(ours, name, P)
+            again = copy.deepcopy(ours)
+            assert all(getattr(again, name) == getattr(theirs, name) for name in names)
+        named = DistributedConv1d(P.reshape(1, 1, 2), in_channels=1, out_channels=1, kernel_size=3, padding="same")
+        assert named.padding == torch.nn.Conv1d(1, 1, 3, padding="same").padding
+
+    on_workers(2, main)
+
+
+def test_the_repr_of_a_layer_says_its_options_and_its_partitions():
+    def main(P):
+        shown = [repr(ours) for ours, _ in every_kind(P)]
+        assert shown[0] == (
+            "DistributedFeatureConv2d(4, 4, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), dilation=(1, 1), "
+            "groups=2, padding_mode='zeros', bias=True, P_x: 1x1x2x1 on workers 0, 1)"
+        )
+        assert "P_y: 1x2x1x1 on workers 0, 1; P_w: 2x1x1x1 on workers 0, 1" in shown[1]
+        assert "output_padding=(1, 1)" in shown[2] and "bias=False" in shown[2]
+        assert "in_features=5, out_features=3, bias=True, P_x: 1x2 on workers 0, 1; P_y: 1x1 on worker" in shown[3]
+        assert "5, 4, padding_idx=1, P_x: 1 on workers 0; P_y: 1x2 on workers 0, 1; P_w: 1x2" in shown[4]
 
     on_workers(2, main)
 

@@ -33,6 +33,7 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout, Lookup
+from distdl.nn.fixed import Fixed
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.movements import Movements, Operator
 from distdl.nn.padding import Filling
@@ -57,6 +58,7 @@ class Contraction(Module):
         bias: whether to add one.
     """
 
+    P_x, P_y, in_channels, out_channels, groups = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
     extends: ClassVar[bool] = False  # whether x may have more dims than P_x has axes: between batch and channels
 
     def __init__(

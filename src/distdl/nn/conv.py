@@ -10,6 +10,7 @@ from torch.nn import functional
 from distdl.borders import CONVOLUTION_MODES, Border
 from distdl.boxes import Interval, Shape, balanced
 from distdl.nn.contraction import Contraction
+from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
@@ -22,6 +23,7 @@ class Kernels(Contraction):
     space: ClassVar[int]
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
+    kernel_size, stride, padding, dilation, padding_mode = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
     _group: tuple[int, int]  # input and output channels of one group
 
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
@@ -33,6 +35,14 @@ class Kernels(Contraction):
 
     def input_channels(self, outputs: Intervals) -> Intervals:
         return [grouped(run, *self._group) for run in outputs]
+
+    def extra_repr(self) -> str:
+        names = ("kernel_size", "stride", "padding", "output_padding", "dilation", "groups", "padding_mode")
+        options = [f"{name}={getattr(self, name)!r}" for name in names if hasattr(self, name)]
+        shown = ("P_x",) if getattr(self, "P_w", None) is None else ("P_x", "P_y", "P_w")
+        partitions = [f"{name}: {getattr(self, name)}" for name in shown]
+        channels = f"{self.in_channels}, {self.out_channels}"
+        return f"{channels}, {', '.join(options)}, bias={self.bias is not None}, {'; '.join(partitions)}"
 
 
 class Convolution(Kernels):
@@ -71,6 +81,12 @@ class Convolution(Kernels):
         if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
             raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
         self.padding_mode = padding_mode
+        self.kernel_size, self.stride, self.dilation = (
+            self._sliding.kernel,
+            self._sliding.stride,
+            self._sliding.dilation,
+        )
+        self.padding = geometry[2] if isinstance(geometry[2], str) else self._sliding.padding
         self._group = (int(in_channels) // groups, int(out_channels) // groups)
         self._runs = _own_runs(work, int(out_channels), self._group[1])
         super().__init__(P_x, P_y, work, in_channels, out_channels, self._sliding.kernel, groups, bias)
@@ -134,6 +150,7 @@ class FeatureConvolution(Convolution):
         buffer_manager: checked for its type; not used.
     """
 
+    @takes_partitions
     def __init__(
         self,
         P_x: Partition,
@@ -166,6 +183,9 @@ class GeneralConvolution(Convolution):
         buffer_manager: checked for its type; not used.
     """
 
+    P_w = Fixed()
+
+    @takes_partitions
     def __init__(
         self,
         P_x: Partition,
@@ -255,29 +275,73 @@ def _choose(space: int, P_x: Partition, P_y: Partition | None, P_w: Partition | 
     return _KINDS["general" if splits_space else "channel"][space - 1](P_x, P_y, P_w, **options)
 
 
+@takes_partitions
 def DistributedConv1d(
-    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    *,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Any,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "zeros",
+    dilation: Any = 1,
+    groups: int = 1,
+    bias: bool = True,
 ) -> Any:
     """The 1-d convolution that fits the partitions.
 
     It is Feature without P_y and P_w, else Channel, or General where space is split.
 
     Args:
-        options: the other arguments of that layer, by name.
-    Raises: ValueError, on every worker, if only one of P_y and P_w is given.
+        P_x, P_y, P_w: as in :class:`GeneralConvolution`, or P_x alone, as in :class:`FeatureConvolution`.
+        in_channels, out_channels, kernel_size, stride, padding, padding_mode, dilation, groups, bias: as in torch.
+        buffer_manager: checked for its type; not used.
+    Raises: ValueError, on every worker, if only one of P_y and P_w is given; TypeError if one is no partition.
     """
-    return _choose(1, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+    return _choose(1, **locals())
 
 
+@takes_partitions
 def DistributedConv2d(
-    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    *,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Any,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "zeros",
+    dilation: Any = 1,
+    groups: int = 1,
+    bias: bool = True,
 ) -> Any:
     """The 2-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
-    return _choose(2, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+    return _choose(2, **locals())
 
 
+@takes_partitions
 def DistributedConv3d(
-    P_x: Partition, P_y: Any = None, P_w: Any = None, buffer_manager: Any = None, **options: Any
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    *,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Any,
+    stride: Any = 1,
+    padding: Any = 0,
+    padding_mode: str = "zeros",
+    dilation: Any = 1,
+    groups: int = 1,
+    bias: bool = True,
 ) -> Any:
     """The 3-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
-    return _choose(3, P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+    return _choose(3, **locals())

@@ -14,6 +14,7 @@ from distdl.boxes import Box, Shape, balanced, volume
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.nn.conv import Kernels
+from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.movements import Operator
 from distdl.nn.weights import own_work, shared_work
@@ -51,6 +52,9 @@ class TransposedConvolution(Kernels):
     Source: the adjoint of the convolution in Hewett & Grady, arXiv:2006.03108.
     """
 
+    P_w, output_padding = Fixed(), Fixed()
+
+    @takes_partitions
     def __init__(
         self,
         P_x: Partition,
@@ -76,6 +80,14 @@ class TransposedConvolution(Kernels):
         if groups < 1 or in_channels % groups or out_channels % groups or not (in_channels and out_channels):
             raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
         self._geometry = Transposed.of(name, self.space, kernel_size, stride, padding, dilation, output_padding)
+        self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding = (
+            self._geometry.kernel,
+            self._geometry.stride,
+            self._geometry.padding,
+            self._geometry.dilation,
+            self._geometry.output_padding,
+        )
+        self.padding_mode = padding_mode
         self._group = (int(in_channels) // int(groups), int(out_channels) // int(groups))
         if P_y is None and P_w is None:
             P_out, work = P_x, own_work(name, self.space, groups, P_x)

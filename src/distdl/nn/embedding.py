@@ -14,6 +14,7 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
+from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.partition import Partition
@@ -66,6 +67,10 @@ class DistributedEmbedding(Module):
         does not: its rank, its dtype, or an index that is no row.
     """
 
+    P_x, P_y, P_w, num_embeddings, embedding_dim, padding_idx = Fixed(), Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
+    max_norm, norm_type, scale_grad_by_freq, sparse = Fixed(), Fixed(), Fixed(), Fixed()
+
+    @takes_partitions
     def __init__(
         self,
         P_x: Partition,
@@ -193,7 +198,8 @@ class DistributedEmbedding(Module):
         return None if plan is None else Route(plan, self._work.comm, headers.members, self._name)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, P_w: {self.P_w}"
+        options = f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"
+        return f"{options}, P_x: {self.P_x}; P_y: {self.P_y}; P_w: {self.P_w}"
 
 
 def _work(P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:

@@ -8,6 +8,7 @@ from torch.nn import functional
 from distdl.boxes import Shape
 from distdl.groups import dims
 from distdl.nn.contraction import Contraction
+from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.partition import Partition
 from distdl.windows import Intervals
 
@@ -50,7 +51,9 @@ class DistributedLinear(Contraction):
     """
 
     extends = True
+    P_w, in_features, out_features = Fixed(), Fixed(), Fixed()
 
+    @takes_partitions
     def __init__(
         self, P_x: Partition, P_y: Partition, P_w: Partition, in_features: int, out_features: int, bias: bool = True
     ) -> None:
@@ -85,3 +88,10 @@ class DistributedLinear(Contraction):
         rows = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
         y: torch.Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
         return y
+
+    def extra_repr(self) -> str:
+        biased = self.sublinear.bias is not None
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={biased}, "
+            f"P_x: {self.P_x}; P_y: {self.P_y}; P_w: {self.P_w}"
+        )
