@@ -23,7 +23,7 @@ CORE = [
     "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
     "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
-    "nn.fixed",
+    "nn.fixed", "nn.parametrised",
     "nn.uniform", "nn.placement", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements", "nn.contraction",
     "nn.linear", "nn.conv", "nn.conv_transpose",
     "nn.window_pooling", "nn.pooling", "nn.runs", "nn.adaptive_pooling", "nn.adaptive_max_pooling",

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import reduce
 from math import prod, sqrt
 from operator import or_
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,7 @@ from distdl.nn.fixed import Fixed
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.movements import Movements, Operator
 from distdl.nn.padding import Filling
+from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, uniform_parameter
 from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
@@ -58,6 +59,7 @@ class Contraction(Module):
         bias: whether to add one.
     """
 
+    path: ClassVar[str] = ""  # of the module that has the parameters, in front of their names
     P_x, P_y, in_channels, out_channels, groups = Fixed(), Fixed(), Fixed(), Fixed(), Fixed()
     extends: ClassVar[bool] = False  # whether x may have more dims than P_x has axes: between batch and channels
 
@@ -93,15 +95,26 @@ class Contraction(Module):
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Give the parameters their names in this module."""
 
+    @property
     @abstractmethod
+    def holder(self) -> torch.nn.Module:
+        """The module that has this worker's weight and bias."""
+
     def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
         """This worker's weight and bias."""
+        holder: Any = self.holder
+        return holder.weight, holder.bias
+
+    @property
+    def _adds_bias(self) -> bool:
+        holder: Any = self.holder
+        return holder.bias is not None
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        named = dict(self.named_parameters())
-        return dict(zip(named, (self._weights, self._biases), strict=False))
+        layouts = {"weight": self._weights, "bias": self._biases}
+        return trained(self, {self.path + name: layout for name, layout in layouts.items()})
 
     def options(self) -> tuple[object, ...]:
         """What else tells one layer of this class from another."""
@@ -161,7 +174,9 @@ class Contraction(Module):
             return sum((zeros_on(parameter, ()) for parameter in parameters), x.clone())
         kind = weight.device.type
         autocast = 1 + dtype_code(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else 0
-        decision = self._agreement.reach((x, *parameters), (autocast, *asked))
+        holder = self.holder
+        norms = unfit(holder, "weight", self._weights), unfit(holder, "bias", self._biases)
+        decision = self._agreement.reach((x, *parameters), (autocast, *norms, *asked))
         go, carried = decision.outcome, decision.carried
         blank = blank_shape(x, preserve_batch=True)
         if not x.numel():
@@ -183,6 +198,9 @@ class Contraction(Module):
 
     def _derive(self, headers: Headers) -> Movements:
         kind, me = type(self).__name__, self._work.comm.rank
+        of_weight, of_bias = headers.extras(self._everyone)[:, 1:3].max(axis=0).tolist()
+        check_unfit(self._name, "weight", of_weight, self._weights)
+        check_unfit(self._name, "bias", of_bias, self._biases)
         shapes = headers.shapes(self.P_x, kind, None if self.extends else self.P_x.workers.ndim)
         P_x, P_y, work = (self._extended(P, shapes.shape[-1]) for P in (self.P_x, self.P_y, self._work))
         owned = Layout.tiled(P_x, shapes.reshape(*P_x.workers.shape, -1))
@@ -247,7 +265,7 @@ class Contraction(Module):
         return extended
 
     def _parameter_plan(self, me: int) -> Plan | None:
-        biases = self._biases if self.blocks()[1] is not None else {}
+        biases = self._biases if self._adds_bias else {}
 
         def size(worker: int) -> Shape:
             return (prod(self._weights.shapes[worker]) + (prod(shape(biases[worker])) if worker in biases else 0),)
@@ -258,7 +276,7 @@ class Contraction(Module):
 
     def _parts(self, me: int) -> tuple[Shape, ...]:
         out, inner = self._work.index_of(me)[self._lead : self._lead + 2]
-        adds = inner == 0 and self.blocks()[1] is not None
+        adds = inner == 0 and self._adds_bias
         stored = self._stored.workers.reshape(self._work.workers.shape[self._lead], -1)[out, inner]
         weight = shape(self._weights[int(stored)])
         return (weight, shape(self._biases.at((out,)))) if adds else (weight,)
@@ -267,7 +285,7 @@ class Contraction(Module):
         kind = type(self).__name__
         found = [headers.dtype(self.P_x, kind), headers.dtype(self._stored, kind, tensor=1)]
         headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
-        if self.blocks()[1] is not None:
+        if self._adds_bias:
             headers.check_blocks(self._biases, f"{self._name}: bias", tensor=2)
             found.append(headers.dtype(self._biases.partition, kind, tensor=2))
         autocast = headers.extras(self._everyone)[..., 0]

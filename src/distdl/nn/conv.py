@@ -30,8 +30,9 @@ class Kernels(Contraction):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-        return self.weight, self.bias
+    @property
+    def holder(self) -> torch.nn.Module:
+        return self
 
     def input_channels(self, outputs: Intervals) -> Intervals:
         return [grouped(run, *self._group) for run in outputs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -53,6 +53,7 @@ class TransposedConvolution(Kernels):
     """
 
     P_w, output_padding = Fixed(), Fixed()
+    output_dim: ClassVar[int] = 1  # of the weight, as torch counts it for spectral norms
 
     @takes_partitions
     def __init__(
@@ -134,7 +135,7 @@ class TransposedConvolution(Kernels):
 
     def _asked(self, headers: Headers) -> Shape | None:
         """The extents of the output for which all members ask, if they do."""
-        workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, 1:]
+        workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, 3:]  # behind those of the base
         wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
         kind, *sizes = asked[0].tolist()
         if wrong.size:

@@ -16,6 +16,7 @@ from distdl.header import Carried, Headers
 from distdl.layout import Layout
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import Module, blank_shape, local, zeros_on
+from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.partition import Partition
 from distdl.plan import Plan
@@ -109,7 +110,7 @@ class DistributedEmbedding(Module):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of the weight live, and which part of the sequential layer's weight they are."""
-        return {"weight": self._weights}
+        return trained(self, {"weight": self._weights})
 
     def _clear_padding(self) -> None:
         me = self._work.comm.rank
@@ -121,10 +122,11 @@ class DistributedEmbedding(Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._work.comm.rank not in self._everyone:
             return x.clone() + zeros_on(self.weight, ())
-        decision = self._agreement.reach((x, self.weight), self._wrong_index(x))
+        weight: torch.Tensor = self.weight  # read once: a parametrisation computes it each time
+        asked = (*self._wrong_index(x), unfit(self, "weight", self._weights))
+        decision = self._agreement.reach((x, weight), asked)
         go, carried = decision.outcome, decision.carried[1]
         blank = blank_shape(x, preserve_batch=True)
-        weight: torch.Tensor = self.weight
         indices = x if x.numel() else x.detach().to(weight.device, go.dtypes[0])
         if go.spread is not None:
             indices = move(go.spread, indices, go.dtypes[0], (0,), Carried(False))
@@ -171,11 +173,12 @@ class DistributedEmbedding(Module):
         dtype = torch.int64 if 0 in owned.extents else headers.dtype(P_x, name)
         if dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{self._name} needs indices in int32 or int64; got {dtype}")
-        for worker, (wrong, index) in zip(P_x.workers.flat, headers.extras(P_x).reshape(-1, 2), strict=True):
+        for worker, (wrong, index) in zip(P_x.workers.flat, headers.extras(P_x).reshape(-1, 3)[:, :2], strict=True):
             if wrong:
                 raise ValueError(
                     f"{self._name} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
                 )
+        check_unfit(self._name, "weight", headers.extras(self._everyone)[..., 2].max().item(), self._weights)
         headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
         p_x = P_x.workers.shape
         P_along_both, P_along_rows = P_x.reshape(*p_x, 1, 1), self.P_y.reshape(*p_x, 1, len(columns))

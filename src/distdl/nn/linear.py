@@ -24,6 +24,10 @@ class Blocks(torch.nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
 
+    def forward(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+        """Both, as they are after the hooks of this module, which pruning registers."""
+        return self.weight, self.bias
+
 
 class DistributedLinear(Contraction):
     r"""Apply an affine map whose features and weights are cut up over workers.
@@ -50,6 +54,7 @@ class DistributedLinear(Contraction):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
+    path = "sublinear."
     extends = True
     P_w, in_features, out_features = Fixed(), Fixed(), Fixed()
 
@@ -75,8 +80,13 @@ class DistributedLinear(Contraction):
     def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         self.sublinear = Blocks(weight, bias)
 
+    @property
+    def holder(self) -> torch.nn.Module:
+        return self.sublinear
+
     def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-        return self.sublinear.weight, self.sublinear.bias
+        both: tuple[torch.nn.Parameter, torch.nn.Parameter | None] = self.sublinear()
+        return both
 
     def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
         return [], []

@@ -7,6 +7,7 @@ partition begins with the same network, and no worker ever holds the whole of it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -54,7 +55,8 @@ def normal(u: torch.Tensor) -> torch.Tensor:
 def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
     """Of every parameter in a network that is cut up over workers: its name, and which block of it lives where.
 
-    They stand in the order in which the sequential network has its parameters.
+    They stand in the order in which the sequential network has its parameters. A pruned or parametrised parameter has
+    the name of what is trained in its place, as in torch (``weight_orig``, ``parametrizations.weight.original``).
     """
     return {
         f"{prefix}.{name}" if prefix else name: layout
@@ -75,7 +77,7 @@ def keep_sequential_keys(module: torch.nn.Module) -> None:
 
 
 def _write_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, layout in module.parameter_layouts.items():
+    for name, layout in _stored(module):
         if len(layout) == 1 and prefix + name in state:
             value = state.pop(prefix + name)
             one = name in getattr(
@@ -85,8 +87,8 @@ def _write_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: 
 
 
 def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    parameters = dict(module.named_parameters())
-    for name, layout in module.parameter_layouts.items():
+    parameters = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, layout in _stored(module):
         key, sequential = prefix + name, prefix + _sequential_name(module, name)
         if sequential in state and key not in state:
             state[key] = state.pop(sequential)
@@ -100,6 +102,16 @@ def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: A
                 state[key] = layout.block(state[key]).reshape(own)
 
 
+def _stored(module: Any) -> Iterator[tuple[str, Layout]]:
+    """The names of the split parameters, and of the masks of those that are pruned, and their layouts."""
+    for name, layout in module.parameter_layouts.items():
+        yield name, layout
+        if name.endswith("_orig"):
+            yield name.removesuffix("orig") + "mask", layout
+
+
 def _sequential_name(module: Any, name: str) -> str:
+    if "parametrizations." in name:
+        return name[name.index("parametrizations.") :]
     renamed: str = getattr(module, "sequential_names", {}).get(name, name.rpartition(".")[2])
     return renamed

@@ -19,9 +19,12 @@ from torch.nn.utils import clip_grad_value_ as clip_locally
 from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as local_norm
 
+from distdl.nn.parametrised import orthogonal, spectral_norm, weight_norm
 from distdl.nn.placement import parameter_layouts
 from distdl.partition import Partition
 from distdl.worlds import world
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "orthogonal", "spectral_norm", "weight_norm"]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 _SAME = 1e-4  # how far the norms of copies may differ, relatively: sums may be rounded in another order
