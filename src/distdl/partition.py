@@ -255,7 +255,10 @@ class Partition:
         return gather_values(self.comm, self._begin("allgather_data"), data)
 
     def allreduce_data(self, data: Any, op: str = "sum") -> Any:
-        """Combine the numbers or arrays of all members: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
+        """Combine the numbers, arrays or tensors of all members: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
+
+        Python's integers are combined exactly, whatever their size, and a sum of bools counts those that are True.
+        NumPy's values and tensors are combined in their own dtype.
 
         Raises: ValueError for another ``op``, outside this partition, or, on every member, if the shapes differ.
         """

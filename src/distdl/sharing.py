@@ -5,7 +5,8 @@ A value that cannot be sent is the same error on every member of the group, not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,13 @@ from distdl.comm import Communicator, Group, fold
 from distdl.encoding import decode, encode
 
 _VALUE, _PROBLEM = b"\0", b"\1"
-_REDUCTIONS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
-    "sum": (np.add, torch.add),
-    "prod": (np.multiply, torch.mul),
-    "max": (np.maximum, torch.maximum),
-    "min": (np.minimum, torch.minimum),
+_Combine = Callable[[Any, Any], Any]
+_REDUCTIONS: dict[str, tuple[Callable[[Iterable[int]], int], _Combine, _Combine]] = {
+    # of all of Python's integers, of two of NumPy's values, of two tensors
+    "sum": (sum, np.add, torch.add),
+    "prod": (math.prod, np.multiply, torch.mul),
+    "max": (max, np.maximum, torch.maximum),
+    "min": (min, np.minimum, torch.minimum),
 }
 
 
@@ -47,6 +50,10 @@ def gather_values(comm: Communicator, group: Group, value: Any) -> list[Any]:
 def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
     """Combine the members' numbers, arrays or tensors: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
 
+    Python's integers and bools are combined as Python does it: exactly, whatever their size, and a sum of bools counts
+    those that are True. NumPy's values and tensors are combined in their own dtype: integers wrap around, and a sum of
+    bools says whether any of them is True.
+
     Raises: ValueError, the same on every member, for another ``op`` or if the shapes differ.
     """
     if op not in _REDUCTIONS:
@@ -55,7 +62,10 @@ def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
     shapes = [tuple(np.shape(one)) for one in values]
     if len(set(shapes)) > 1:
         raise ValueError(f"a reduction needs values of one shape on all workers; got {shapes} on workers {list(group)}")
-    return fold(values, _REDUCTIONS[op][isinstance(values[0], torch.Tensor)])
+    of_integers, of_arrays, of_tensors = _REDUCTIONS[op]
+    if all(isinstance(one, int) for one in values):  # a bool is one, too
+        return of_integers(values)
+    return fold(values, of_tensors if isinstance(values[0], torch.Tensor) else of_arrays)
 
 
 def _pack(value: Any) -> torch.Tensor:

@@ -103,6 +103,19 @@ def check_allgather_and_allreduce_data():
     assert P.allgather_data("x" * P.rank) == ["x" * rank for rank in range(P.size)]
     ranks = np.arange(1, P.size + 1)
     assert P.allreduce_data(P.rank + 1) == ranks.sum() and P.allreduce_data(P.rank + 1, op="prod") == ranks.prod()
+    for value, total in ((True, P.size), (2**62, P.size * 2**62), (-(3**99), -P.size * 3**99)):
+        found = P.allreduce_data(value)
+        assert type(found) is int and found == total, found
+    assert P.allreduce_data(2**62, op="prod") == 2 ** (62 * P.size)
+    assert P.allreduce_data(2**70 + P.rank, op="max") == 2**70 + P.size - 1
+    assert P.allreduce_data(P.rank == 0, op="min") is (P.size == 1) and P.allreduce_data(P.rank == 0) == 1
+    for kind in (np.int8, np.uint64):  # in their own dtype
+        found = P.allreduce_data(np.full(1, 2, kind), op="sum")
+        assert found.dtype == kind and found.tolist() == [2 * P.size]
+    found = P.allreduce_data(np.array([True, False]))
+    assert found.dtype == bool and found.tolist() == [True, False]
+    assert torch.equal(P.allreduce_data(torch.tensor([True, False])), torch.tensor([True, False]))
+    assert P.allreduce_data(0.5) == P.size / 2
     assert P.allreduce_data(np.array([P.rank, -P.rank]), op="max").tolist() == [P.size - 1, 0]
     assert torch.equal(P.allreduce_data(torch.tensor([P.rank]), op="min"), torch.tensor([0]))
     grid = P.reshape(-1, 1)
