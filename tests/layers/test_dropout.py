@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_layers import assert_options, every_worker_raises, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -331,3 +331,31 @@ def test_workers_with_other_seeds_follow_the_first():
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(2, make)
+
+
+def test_options_are_kept_and_shown():
+    def main(P):
+        for dims, kind in KINDS.items():
+            P_x = P.reshape(2, *[1] * (dims - 1))
+            layer = kind(P_x, 0.25)
+            assert_options(layer, P_x=P_x, p=0.25, inplace=False)
+            assert repr(layer) == f"{kind.__name__}(P_x: {P_x}; p=0.25)"
+
+    on_workers(2, main)
+
+
+def test_in_place_behind_a_mask_of_an_empty_block():
+    """The second derivatives come past the movement before the layer on every worker."""
+
+    def main(P):
+        root, team = P[:1].reshape(1, 1), P[:3].reshape(3, 1)
+        x = (noise(2, 3) if P.rank == 0 else torch.zeros(2, 0, dtype=torch.float64)).clone().requires_grad_()
+        y = DistributedDropout(team, 0.3)(distdl.nn.Repartition(root, team)(x))
+        assert not y._is_view()
+        (dx,) = torch.autograd.grad((torch.relu_(y) ** 3).sum(), x, create_graph=True)
+        (dx**2).sum().backward()
+        assert P.rank or torch.allclose(
+            x.grad * x * (1 / 2), dx**2 * 2
+        )  # dx = 3 c x**2, so its square's is 36 c c x**3
+
+    on_workers(4, main)

@@ -11,7 +11,7 @@ from distdl.boxes import Box, Shape
 from distdl.encoding import carries_gradients
 from distdl.header import Headers
 from distdl.layout import Layout
-from distdl.nn.module import Module
+from distdl.nn.module import Module, Option
 from distdl.nn.repeats import CallCount, checked
 from distdl.nn.uniform import next_key, uniform_block
 from distdl.partition import Partition
@@ -38,6 +38,9 @@ class Dropout(Module):
         see :func:`distdl.nn.repeats.repeat_calls`.
     """
 
+    P_x = Option[Partition]()
+    p = Option[float]()
+    inplace = Option[bool]()
     leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
 
     def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
