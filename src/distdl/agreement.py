@@ -266,8 +266,13 @@ def _key(tensors: Sequence[Any], extra: tuple[int, ...]) -> object:
             t = tensors[0]
             return extra, t.dtype, t.shape, t.requires_grad, t.layout, t.device
         return extra, [(t.dtype, t.shape, t.requires_grad, t.layout, t.device) for t in tensors]
-    except AttributeError:  # not a tensor
+    except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
         return None
+
+
+def can_be_read(tensor: Any) -> bool:
+    """Whether an agreement takes this for a tensor, so that a layer may read its elements before it agrees on it."""
+    return not _problem_of((tensor,), "")
 
 
 def _problem_of(tensors: Sequence[Any], name: str) -> str:

@@ -1,9 +1,11 @@
 """Check a loss against the sequential one."""
 
 import torch
+from torch.nn import functional
 
 from distdl.boxes import slices
 from distdl.layout import Layout
+from distdl.nn import Repartition
 from distdl.utilities.torch import zero_volume_tensor
 
 
@@ -50,6 +52,38 @@ def assert_loss_matches(criterion, sequential, x, target, blocks, classes=False,
         expected, loss = (sum((one**2).sum() for one in grads) for grads in (theirs, ours))
         if not (expected.requires_grad and loss.requires_grad):
             break
+
+
+UNREADABLE = {  # what is no dense tensor with data, made of one
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+    "none": lambda x: None,
+    "a number": lambda x: 0.5,
+}
+
+
+def assert_works_in_place_behind_a_loss(P, make, sequential, x, target, grid):
+    """The losses of elements or places are no views. So what works in place behind them leaves the graph whole where a
+    block is empty, and the second derivatives come past the movement before the loss on every worker.
+    """
+    root, team = P[:1].reshape(*[1] * len(grid)), P[: torch.tensor(grid).prod().item()].reshape(*grid)
+    at = slices(Layout.balanced(team, x.shape)[P.rank]) if team.active else None
+    local = (x if P.rank == 0 else zero_volume_tensor(x.shape[0], dtype=x.dtype)).clone().requires_grad_()
+    if target.shape != x.shape and at is not None:
+        at = (at[0], *at[2:])
+    losses = make(team)(Repartition(root, team)(local), zero_volume_tensor() if at is None else target[at])
+    assert not losses._is_view()
+    whole = x.clone().requires_grad_()
+    found = []
+    for y, of in ((losses, local), (sequential(whole, target, reduction="none"), whole)):
+        z = functional.relu(y.clone() if of is whole else y, inplace=True)
+        (dx,) = torch.autograd.grad((z**3).sum(), of, create_graph=True)
+        (dx**2).sum().backward()
+        found.append((dx, of.grad))
+    if P.rank == 0:
+        for ours, theirs in zip(*found, strict=True):
+            _assert_equal("a gradient", ours, theirs.detach(), theirs)
 
 
 def _needed(tensors):

@@ -7,8 +7,8 @@ from math import inf
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
-from helpers_losses import assert_loss_matches
+from helpers_layers import assert_options, every_worker_raises, noise, on_workers
+from helpers_losses import UNREADABLE, assert_loss_matches, assert_works_in_place_behind_a_loss
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -260,6 +260,14 @@ def again(P, target):
         assert criterion(torch.zeros(2, 3), torch.tensor([0, -100])).item() == 0.0
 
 
+def replaced(P, weight):
+    """The second call has another weight on worker 1."""
+    criterion = DistributedCrossEntropyLoss(P.reshape(1, 2), torch.ones(4))
+    criterion(torch.ones(3, 2), torch.zeros(3, dtype=torch.int64))
+    criterion.weight = weight if P.rank else criterion.weight
+    criterion(torch.ones(3, 2), torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (lambda P: DistributedCrossEntropyLoss(P), "P_x: batch x classes x space"),
     (lambda P: DistributedNLLLoss(P.reshape(1, 2), reduction="batchmean"), "got 'batchmean'"),
@@ -277,6 +285,11 @@ def again(P, target):
     (lambda P: entropy(P, target=torch.tensor([-100, -1, 9])), "worker 0 has -1"),
     (lambda P: again(P, [1, 3]), "from 0 to 2, or -100 to ignore a place; worker 1 has 3"),
     (lambda P: again(P, [-7, 0]), "worker 1 has -7"),
+    (lambda P: entropy(P, x=torch.ones(3, 2).long()), "an input of real floating-point numbers; got torch.int64"),
+    (lambda P: entropy(P, x=torch.ones(3, 2) * 1j, kind=DistributedNLLLoss), "numbers; got torch.complex64"),
+    (lambda P: replaced(P, None), "needs a weight on all workers or on none; worker 0 has one and worker 1 has none"),
+    (lambda P: replaced(P, torch.ones(3)), "weight for each of 4 classes; got [3] on worker 1"),
+    (lambda P: replaced(P, torch.ones(4, device="meta")), "worker 1: DistributedCrossEntropyLoss"),
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(2, make)
@@ -293,3 +306,65 @@ def test_the_number_of_classes_may_change_from_call_to_call():
             assert loss.item() == (0.0 if P.rank else -1.0)
 
     on_workers(3, main)
+
+
+KINDS = {DistributedNLLLoss: functional.nll_loss, DistributedCrossEntropyLoss: functional.cross_entropy}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_are_kept_and_shown(kind):
+    more = {"label_smoothing": 0.5} if kind is DistributedCrossEntropyLoss else {}
+
+    def main(P):
+        criterion = kind(P.reshape(1, 2), torch.ones(4), 3, "sum", **more)
+        assert_options(criterion, P_x=P.reshape(1, 2), ignore_index=3, reduction="sum", **more)
+        listed = f"P_x: {criterion.P_x}; reduction=sum, ignore_index=3, weight: [4]"
+        assert repr(criterion) == f"{kind.__name__}({listed}{', label_smoothing=0.5' if more else ''})"
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+def test_the_weight_may_be_replaced_between_calls(kind, grid):
+    def main(P):
+        P_x, blocks = P.reshape(*grid), [runs([3, 1] if grid[0] == 2 else [4]), runs([3, 1] if grid[1] == 2 else [4])]
+        criterion, weight = kind(P_x), noise(4, seed=2).abs()
+        x, target = functional.log_softmax(noise(4, 4), 1), numbers(4, 4)
+        for one in (None, weight, 2 * weight**2, None):
+            criterion.weight = one
+            assert_loss_matches(criterion, partial(KINDS[kind], weight=one), x, target, blocks, classes=True)
+
+    on_workers(2, main)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_no_elements_to_read_is_the_same_error_on_every_worker(kind, what):
+    """In the first call, and when the number of classes is known and class numbers are looked at."""
+    for place, calls in itertools.product((0, 1), (1, 2)):
+
+        def main(P, place=place, calls=calls):
+            criterion = kind(P.reshape(2, 1))
+            pair = [torch.zeros(2, 2), torch.ones(2, dtype=torch.int64)]
+            for _ in range(calls - 1):
+                criterion(*pair)
+            if P.rank == 1:
+                pair[place] = UNREADABLE[what](pair[place])
+            criterion(*pair)
+
+        assert f"worker 1: {kind.__name__}" in every_worker_raises(2, main)
+
+
+@pytest.mark.parametrize(("shape", "grid"), [
+    ((2, 3), (3, 1)), ((2, 2), (1, 3)), ((2, 3, 4), (3, 1, 1)), ((2, 3, 2), (1, 1, 3)), ((2, 2, 1, 2), (1, 3, 1, 1)),
+    ((2, 3, 1, 2, 2), (3, 1, 1, 1, 1)),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place_behind_the_losses_of_places(kind, shape, grid):
+    def main(P):
+        x, target = functional.log_softmax(noise(*shape), 1), numbers(shape[1], shape[0], *shape[2:])
+        assert_works_in_place_behind_a_loss(P, partial(kind, reduction="none"), KINDS[kind], x, target, grid)
+
+    on_workers(4, main)

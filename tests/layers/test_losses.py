@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
-from helpers_losses import assert_loss_matches
+from helpers_layers import assert_options, every_worker_raises, noise, on_workers
+from helpers_losses import UNREADABLE, assert_loss_matches, assert_works_in_place_behind_a_loss
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -279,3 +279,87 @@ def test_a_loss_of_zero_volume_becomes_a_number():
         return x.grad.item()
 
     assert distdl.run_workers(main, 2) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_options_are_kept_and_shown(name):
+    kind, _, options, _, _ = LOSSES[name]
+
+    def main(P):
+        criterion = kind(P.reshape(1, 2), "sum", **options)
+        assert_options(criterion, P_x=P.reshape(1, 2), reduction="sum", **options)
+        assert repr(criterion).startswith(f"{kind.__name__}(P_x: {P.reshape(1, 2)}; reduction=sum")
+        assert all(f", {option}={value}" in repr(criterion) for option, value in options.items())
+
+    on_workers(2, main)
+
+
+def test_weights_are_shown():
+    def main(P):
+        criterion = DistributedBCEWithLogitsLoss(P.reshape(1, 2), "mean", torch.ones(3, 1), torch.ones(2))
+        assert repr(criterion).endswith("; reduction=mean, weight: [3, 1], pos_weight: [2])")
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_weights_may_be_replaced_between_calls(reduction):
+    def main(P):
+        P_x, blocks = P.reshape(1, 2), [runs([3]), runs([2, 1])]
+        owned, weight = Layout.of(P_x, blocks), noise(3, 3, seed=2).abs()
+        criterion = DistributedBCEWithLogitsLoss(P_x, reduction)
+        x, target = noise(3, 3), probabilities(noise(3, 3, seed=1))
+        for w, p in ((None, None), (weight, None), (weight, 2 * weight[0]), (None, 2 * weight), (None, None)):
+            criterion.weight, criterion.pos_weight = None if w is None else owned.block(w), p
+            sequential = partial(functional.binary_cross_entropy_with_logits, weight=w, pos_weight=p)
+            assert_loss_matches(criterion, sequential, x, target, blocks)
+
+    on_workers(2, main)
+
+
+def replaced(P, **weights):
+    criterion = DistributedBCEWithLogitsLoss(P.reshape(1, 2), "sum", torch.ones(3, 1), torch.ones(2))
+    criterion(torch.ones(3, 1), torch.ones(3, 1))
+    if P.rank == 1:
+        for name, value in weights.items():
+            setattr(criterion, name, value)
+    return criterion(torch.ones(3, 1), torch.ones(3, 1))
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda P: replaced(P, weight=None), "needs a weight on all workers or on none; worker 0 has one and worker 1 has"),
+    (lambda P: replaced(P, pos_weight=None), "needs a pos_weight on all workers or on none"),
+    (lambda P: replaced(P, weight=torch.ones(2, 1)), "on worker 1 they have [2, 1] and [3, 1]"),
+    (lambda P: replaced(P, pos_weight=torch.ones(3, 1)), "worker 0 has one of shape [2] and worker 1 [3, 1]"),
+    (lambda P: replaced(P, weight=torch.ones(3, 1).double()), "one dtype on all workers"),
+    (lambda P: replaced(P, pos_weight=torch.ones(2).to_sparse()), "worker 1: DistributedBCEWithLogitsLoss"),
+])  # fmt: skip
+def test_a_weight_replaced_on_one_worker_is_the_same_error_on_every_worker(make, words):
+    assert words in every_worker_raises(2, make)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, *_ in LOSSES.values()))
+def test_what_has_no_elements_to_read_is_the_same_error_on_every_worker(kind, what):
+    for place in (0, 1):
+
+        def main(P, place=place):
+            pair = [torch.full((2, 2), 0.5), torch.full((2, 2), 0.5)]
+            if P.rank == 1:
+                pair[place] = UNREADABLE[what](pair[place])
+            kind(P.reshape(1, 2))(*pair)
+
+        assert f"worker 1: {kind.__name__}" in every_worker_raises(2, main)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_in_place_behind_the_losses_of_elements(name):
+    kind, sequential, options, of_x, of_target = LOSSES[name]
+
+    def main(P):
+        x, target = of_x(noise(2, 3)), of_target(noise(2, 3, seed=1))
+        make, torchs = partial(kind, reduction="none", **options), partial(sequential, **options)
+        assert_works_in_place_behind_a_loss(P, make, torchs, x, target, (3, 1))
+
+    on_workers(4, main)

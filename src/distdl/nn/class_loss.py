@@ -13,14 +13,22 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from distdl.agreement import Agreement, Decision
+from distdl.agreement import Agreement, Decision, can_be_read
 from distdl.boxes import Shape, shape
-from distdl.encoding import HALVES
+from distdl.encoding import HALVES, carries_gradients
 from distdl.exchange import move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout, Lookup
-from distdl.nn.loss_base import check_reduction, differentiable, outside, sum_to_root
-from distdl.nn.module import Module, stay, zeros_on
+from distdl.nn.loss_base import (
+    ABSENT,
+    check_given,
+    check_reduction,
+    described,
+    differentiable,
+    outside,
+    sum_to_root,
+)
+from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
@@ -62,6 +70,9 @@ class ClassLoss(Module):
     shares add up: on the workers of class index 0 for ``none``, in the sum on the worker of rank 0 else.
     """
 
+    P_x = Option[Partition]()
+    ignore_index = Option[int]()
+    reduction = Option[str]()
     _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
     takes_probabilities: ClassVar[bool] = False
     weight: torch.Tensor | None
@@ -83,7 +94,7 @@ class ClassLoss(Module):
         self._classes = 0  # how many the members last agreed on; before that none, and nothing is said of class numbers
         weighted = None if weight is None else tuple(weight.shape)
         identity = (P_x.workers.shape, self.ignore_index, reduction, weighted, *options)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive, parts=(P_x, self._places))
+        self._agreement = Agreement.among(P_x, self._name, identity, self._derive, parts=(P_x, self._places, P_x))
 
     @abstractmethod
     def shares(self, x: torch.Tensor, target: torch.Tensor, go: Movements, carried: Carried) -> torch.Tensor:
@@ -108,7 +119,10 @@ class ClassLoss(Module):
         result = _result_dtype(go.dtypes[2], x.device.type)
         if self.reduction == "none":
             losses = shares if go.collect is None else move(go.collect, shares, shares.dtype, (0,), carried)
-            return losses.to(result)
+            losses = losses.to(result)
+            # torch's own losses are views, if space has one dim or three; what works in place behind those may cut the
+            # graph where a block is empty
+            return losses.clone() if losses._is_view() else losses
         total = torch.stack([shares.double().sum(), self._divisor(target, go, holds)])
         total = move(go.add, total, total.dtype, (0,), carried)
         if not total.numel():
@@ -149,15 +163,16 @@ class ClassLoss(Module):
 
         Where that has changed, and it changes on all members alike, they agree again.
         """
-        decision = self._agreement.reach((x, target), self._strays(target))
+        tensors = (x, target, ABSENT if self.weight is None else self.weight)
+        decision = self._agreement.reach(tensors, self._strays(target))
         if decision.outcome.classes != self._classes:
             self._classes = decision.outcome.classes
-            decision = self._agreement.reach((x, target), self._strays(target))
+            decision = self._agreement.reach(tensors, self._strays(target))
         return decision
 
     def _strays(self, target: Any) -> tuple[int, int]:
         """This worker's lowest and highest class number, if one of them is out of range; else zeros."""
-        if not self._classes or not isinstance(target, torch.Tensor) or target.dtype not in CLASS_NUMBERS:
+        if not self._classes or not can_be_read(target) or target.dtype not in CLASS_NUMBERS:
             return 0, 0
         lowest, highest = _range(target)
         if lowest < 0 or highest >= self._classes:
@@ -171,11 +186,12 @@ class ClassLoss(Module):
         classes = owned.extents[1]
         if not classes:
             raise ValueError(f"{name} needs at least one class in dim 1; the global input is {list(owned.extents)}")
-        if self.weight is not None and self.weight.shape != (classes,):
-            raise ValueError(f"{name} needs a weight for each of {classes} classes; got {list(self.weight.shape)}")
+        self._check_weight(headers, classes)
         whole = Layout.of(self._places, [batch, [(0, classes)], *space])
         probabilities = self._check_targets(headers, whole)
         dtype, target = headers.dtype(P_x, name), headers.dtype(self._places, name, tensor=1)
+        if not carries_gradients(dtype) or dtype.is_complex:
+            raise ValueError(f"{name} needs an input of real floating-point numbers; got {dtype}")
         routes: dict[str, Plan | None] = {"spread": None, "gather": None, "collect": None}
         if len(own) > 1:
             numbers = Lookup(tuple(whole), lambda worker: _without_classes(shape(whole[worker])))
@@ -196,6 +212,16 @@ class ClassLoss(Module):
 
     def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
         return None if plan is None else Route(plan, self.P_x.comm, headers.members, self._name)
+
+    def _check_weight(self, headers: Headers, classes: int) -> None:
+        name, workers = type(self).__name__, self.P_x.workers.ravel().tolist()
+        shapes = {worker: headers.shape(worker, tensor=2) for worker in workers}
+        check_given(name, "weight", {worker: found != ABSENT.shape for worker, found in shapes.items()})
+        for worker, found in shapes.items():
+            if found not in (ABSENT.shape, (classes,)):
+                raise ValueError(
+                    f"{name} needs a weight for each of {classes} classes; got {list(found)} on worker {worker}"
+                )
 
     def _check_targets(self, headers: Headers, whole: Layout) -> bool:
         """Whether targets are probabilities.
@@ -237,6 +263,10 @@ class ClassLoss(Module):
             f"got {list(target)}"
         )
 
+    def extra_repr(self) -> str:
+        options = [f"reduction={self.reduction}", f"ignore_index={self.ignore_index}", *described(self)]
+        return f"P_x: {self.P_x}; {', '.join(options)}"
+
 
 def filled(x: torch.Tensor, value: float) -> torch.Tensor:
     """x, or where this worker has none of the classes, one class of the given value that hangs on x."""
@@ -245,7 +275,7 @@ def filled(x: torch.Tensor, value: float) -> torch.Tensor:
 
 def _ignored(target: Any, x: torch.Tensor) -> torch.Tensor:
     """In place of a target that is not read: nothing, which hangs on the target if that requires a gradient."""
-    hangs = isinstance(target, torch.Tensor) and target.requires_grad
+    hangs = can_be_read(target) and target.requires_grad
     return zeros_on(target, (0,)) if hangs else torch.empty(0, device=getattr(x, "device", None))
 
 

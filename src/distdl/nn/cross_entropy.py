@@ -13,7 +13,7 @@ from distdl.exchange import move
 from distdl.header import Carried
 from distdl.layout import Layout
 from distdl.nn.class_loss import ClassLoss, Movements, filled
-from distdl.nn.module import local
+from distdl.nn.module import Option, local
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import copy
@@ -42,6 +42,7 @@ class DistributedCrossEntropyLoss(ClassLoss):
         another rank than P_x has axes, a target that does not fit to it, or a class number that is out of range.
     """
 
+    label_smoothing = Option[float]()
     takes_probabilities = True
 
     def __init__(
@@ -56,6 +57,9 @@ class DistributedCrossEntropyLoss(ClassLoss):
             raise ValueError(f"{type(self).__name__} needs label_smoothing from 0 to 1; got {label_smoothing}")
         super().__init__(P_x, weight, ignore_index, reduction, float(label_smoothing))
         self.label_smoothing = float(label_smoothing)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, label_smoothing={self.label_smoothing}"
 
     def gather_plan(self, owned: Layout, places: Partition, probabilities: bool) -> Plan:
         """One column from each worker along classes, the log of its sum; with probabilities, theirs is another one."""

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.agreement import can_be_read
+from distdl.encoding import can_be_added
 from distdl.nn.loss_base import DistributedLossBase
 from distdl.nn.loss_base import ZeroVolumeCorrectorFunction as ZeroVolumeCorrectorFunction  # a published name
+from distdl.nn.module import Option
 from distdl.partition import Partition
 
 
@@ -37,6 +40,7 @@ class DistributedSmoothL1Loss(DistributedLossBase):
     Raises: ValueError, on every worker, for a negative beta.
     """
 
+    beta = Option[float]()
     _operator = functional.smooth_l1_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
@@ -52,6 +56,7 @@ class DistributedHuberLoss(DistributedLossBase):
     Raises: ValueError, on every worker, for a delta that is not positive.
     """
 
+    delta = Option[float]()
     _operator = functional.huber_loss
 
     def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
@@ -65,6 +70,9 @@ class DistributedPoissonNLLLoss(DistributedLossBase):
     :math:`\sum x - t \log(x + \epsilon)`; with ``full``, plus Stirling's approximation of :math:`\log t!` where t > 1.
     """
 
+    log_input = Option[bool]()
+    full = Option[bool]()
+    eps = Option[float]()
     _operator = functional.poisson_nll_loss
 
     def __init__(
@@ -85,8 +93,12 @@ class DistributedBCELoss(DistributedLossBase):
         super().__init__(P_x, reduction, weight)
 
     def is_out_of_range(self, x: Any, target: Any) -> bool:
-        tensors = [one.detach() for one in (x, target) if isinstance(one, torch.Tensor) and not one.is_meta]
-        return any(one.numel() and not bool(((one >= 0) & (one <= 1)).all()) for one in tensors if not one.is_complex())
+        tensors = [one.detach() for one in (x, target) if can_be_read(one)]
+        return any(
+            one.numel() and not bool(((one >= 0) & (one <= 1)).all())
+            for one in tensors
+            if can_be_added(one.dtype) and not one.is_complex()
+        )
 
 
 class DistributedBCEWithLogitsLoss(DistributedLossBase):
@@ -116,6 +128,7 @@ class DistributedKLDivLoss(DistributedLossBase):
     """
 
     _valid_reductions = ("none", "mean", "sum", "batchmean")
+    log_target = Option[bool]()
     _operator = functional.kl_div
 
     def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
