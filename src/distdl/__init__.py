@@ -6,6 +6,7 @@ from distdl.bookkeeping import ledger
 from distdl.cartesian import CartesianPartition
 from distdl.comm import CommunicationError
 from distdl.launch import run_workers
+from distdl.nn.checking import check
 from distdl.partition import Partition
 from distdl.worlds import world
 
@@ -17,6 +18,7 @@ __all__ = [
     "Partition",
     "backend",
     "backends",
+    "check",
     "fixed_shapes",
     "ledger",
     "nn",

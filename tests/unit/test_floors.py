@@ -24,8 +24,8 @@ CORE = [
     "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
     "nn.fixed", "nn.parametrised",
-    "nn.uniform", "nn.placement", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements", "nn.contraction",
-    "nn.linear", "nn.conv", "nn.conv_transpose",
+    "nn.uniform", "nn.placement", "nn.checking", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements",
+    "nn.contraction", "nn.linear", "nn.conv", "nn.conv_transpose",
     "nn.window_pooling", "nn.pooling", "nn.runs", "nn.adaptive_pooling", "nn.adaptive_max_pooling",
     "nn.affine", "nn.merging", "nn.moments", "nn.normalisation", "nn.batchnorm", "nn.layernorm",
     "nn.resampling", "nn.interpolate", "nn.upsampling", "nn.repeats", "nn.dropout", "nn.embedding",
