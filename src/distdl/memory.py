@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -31,17 +32,22 @@ class Pool:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.idle = 0
-        self._blocks: dict[int, list[np.ndarray[Any, Any]]] = {}
-        self._lock = threading.RLock()  # (the collector may return memory while this thread holds it)
+        self._blocks: dict[int, list[np.ndarray[Any, Any]]] = {}  # by size; no list is empty
+        self._returned: deque[np.ndarray[Any, Any]] = deque()  # what has come back and is not yet among them
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Memory of at least that many bytes, which comes back when the array dies."""
         capacity = _round_up(nbytes)
+        block = None
         with self._lock:
+            self._sort_in()
             blocks = self._blocks.get(capacity)
-            block = blocks.pop() if blocks else None
-            if block is not None:
+            if blocks is not None:
+                block = blocks.pop()
                 self.idle -= capacity
+                if not blocks:
+                    del self._blocks[capacity]
         if block is None:
             block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
         lease = block.view(_Lease)
@@ -50,11 +56,23 @@ class Pool:
 
     def give(self, block: np.ndarray[Any, Any]) -> None:
         """Take memory back; what exceeds the limit is freed, the sizes unused for longest first."""
-        with self._lock:
+        self._returned.append(block)
+        # the collector may come here while this thread holds the lock: then whoever holds it sorts the block in
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._sort_in()
+            finally:
+                self._lock.release()
+
+    def _sort_in(self) -> None:
+        """Put what has come back among the blocks. Hold the lock."""
+        while self._returned:
+            block = self._returned.popleft()
             if block.nbytes > self.limit:
-                return
+                continue
             blocks = self._blocks.pop(block.nbytes, [])
-            self._blocks[block.nbytes] = [*blocks, block]  # at the end of the order
+            blocks.append(block)
+            self._blocks[block.nbytes] = blocks  # at the end of the order
             self.idle += block.nbytes
             while self.idle > self.limit:
                 size, oldest = next(iter(self._blocks.items()))
@@ -89,7 +107,8 @@ def empty(
     """
     nbytes = prod(shape) * dtype.itemsize
     if SMALLEST <= nbytes <= pool.limit and (beside is None or beside.device.type == "cpu"):
-        storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8).untyped_storage()
+        # the storage ends where the tensor does, for what is saved of a tensor is all of its storage
+        storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
         # set_, because a view could not be written in place once an autograd Function has returned it
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), _strides(shape, channels_last))
     device = None if beside is None else beside.device

@@ -1,5 +1,6 @@
 """Recycled memory: it comes back when the last tensor over it dies, and not before."""
 
+import io
 import threading
 
 import pytest
@@ -63,6 +64,39 @@ def test_at_most_the_limit_lies_idle_and_0_switches_it_off(pool):
     block = off.take(memory.SMALLEST)
     del block
     assert off.idle == 0
+
+
+def test_the_limit_is_kept_after_the_oldest_size_has_been_taken(pool):
+    """Two blocks of one size come back and are taken again, so that none of that size is left."""
+    first = [memory.empty(LARGE, torch.float32) for _ in range(2)]
+    del first
+    held = [memory.empty(LARGE, torch.float32) for _ in range(2)]
+    assert pool.idle == 0
+    others = [memory.empty((LARGE[0] * 3,), torch.float32) for _ in range(5)]
+    del others  # an error in here would be raised as an unraisable one, which fails a test
+    assert 0 < pool.idle <= pool.limit and len(held) == 2
+
+
+def test_memory_that_comes_back_in_the_middle_of_a_take_is_kept(pool):
+    """The collector runs when it likes: also while this thread is in the pool."""
+    block = pool.take(memory.SMALLEST)
+    with pool._lock:
+        del block
+        assert pool.idle == 0
+    again = pool.take(2 * memory.SMALLEST)
+    assert pool.idle == memory.SMALLEST and again.nbytes == 2 * memory.SMALLEST
+
+
+@pytest.mark.parametrize("shape", [(300, 1000), (1, 300, 5, 211)])
+def test_what_is_saved_has_the_size_of_the_tensor(pool, shape):
+    dead = memory.empty((2 * memory.SMALLEST,), torch.uint8).fill_(7)
+    del dead
+    y = memory.empty(shape, torch.float32, channels_last=len(shape) == 4).zero_()
+    file = io.BytesIO()
+    torch.save(y, file)
+    assert y.untyped_storage().nbytes() == y.nbytes and file.tell() < y.nbytes + 4096
+    file.seek(0)
+    assert torch.equal(torch.load(file), y)
 
 
 def test_threads_share_the_pool(pool):
