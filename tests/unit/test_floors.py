@@ -20,8 +20,8 @@ CORE = [
     "worlds", "backends", "processes", "launch",
     "bookkeeping",
     # floor 3: primitives
-    "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition", "nn.halo_exchange",
-    "nn.all_gather", "nn.reduce_scatter",
+    "nn.compiling", "nn.module", "nn.broadcast", "nn.sum_reduce", "nn.all_sum_reduce", "nn.repartition",
+    "nn.halo_exchange", "nn.all_gather", "nn.reduce_scatter",
     # floor 4: layers
     "nn.fixed", "nn.parametrised",
     "nn.uniform", "nn.placement", "nn.checking", "nn.init", "nn.utils", "nn.padding", "nn.weights", "nn.movements",

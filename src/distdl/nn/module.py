@@ -13,6 +13,7 @@ from distdl.agreement import Agreement
 from distdl.encoding import can_be_added, carries_gradients
 from distdl.exchange import move
 from distdl.header import Carried, Headers
+from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.route import Route
@@ -21,7 +22,15 @@ Value = TypeVar("Value")
 
 
 class Module(torch.nn.Module):
-    """A torch module whose workers act together: every worker of the world builds it and calls it, in one order."""
+    """A torch module whose workers act together: every worker of the world builds it and calls it, in one order.
+
+    To ``torch.compile`` it is a break in the graph: what stands between such modules is compiled.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__:
+            leave_uncompiled(cls.__dict__["forward"])
 
     def extra_repr(self) -> str:
         """Its partitions and its other options (see :class:`Option`), in the order in which they were set."""
