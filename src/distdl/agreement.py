@@ -25,6 +25,7 @@ from distdl.comm import CommunicationError, Communicator, Group, LongGroup
 from distdl.encoding import dtype_code
 from distdl.groups import IntArray
 from distdl.header import Carried, Headers
+from distdl.memory import kind_without_memory
 from distdl.partition import Partition
 from distdl.rows import bring_together
 from distdl.sharing import gather_values
@@ -264,8 +265,8 @@ def _key(tensors: Sequence[Any], extra: tuple[int, ...]) -> object:
     try:
         if len(tensors) == 1:
             t = tensors[0]
-            return extra, t.dtype, t.shape, t.requires_grad, t.layout, t.device
-        return extra, [(t.dtype, t.shape, t.requires_grad, t.layout, t.device) for t in tensors]
+            return extra, type(t), t.dtype, t.shape, t.requires_grad, t.layout, t.device
+        return extra, [(type(t), t.dtype, t.shape, t.requires_grad, t.layout, t.device) for t in tensors]
     except (AttributeError, RuntimeError):  # not a tensor, or a nested one, which has no shape
         return None
 
@@ -282,6 +283,8 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
             return f"{name} needs a dense tensor that has data; got one that is {kind}"
+        if kind := kind_without_memory(tensor):
+            return f"{name} needs a tensor that has data of its own; got one that is {kind}"
         try:
             dtype_code(tensor.dtype)
         except ValueError as problem:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from distdl.comm import as_bytes
+from distdl.memory import readable
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -129,7 +130,7 @@ def _read_array(body: memoryview) -> Any:
 
 
 def _write_tensor(value: torch.Tensor) -> bytes:
-    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = readable(value.detach()).cpu().contiguous()
     content = as_bytes(plain).numpy().tobytes()
     return bytes([dtype_code(value.dtype)]) + _write_dims(tuple(value.shape)) + content
 

@@ -117,6 +117,36 @@ def empty(
     return torch.empty(shape, dtype=dtype) if beside is None else beside.new_empty(shape, dtype=dtype)
 
 
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values where they can be read by address: as they are, and not negated or conjugated when read.
+
+    Zeros that torch keeps without memory (its derivatives of complex numbers make them) are written out.
+
+    Raises: ValueError if there is no memory to read.
+    """
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    kind = kind_without_memory(tensor)
+    if kind:
+        raise ValueError(f"a message needs a tensor that has data of its own; got one that is {kind}")
+    return tensor.resolve_conj().resolve_neg()
+
+
+def kind_without_memory(tensor: torch.Tensor) -> str:
+    """What kind of tensor this is if its elements lie nowhere in memory, or only in other tensors; else empty.
+
+    Of such a kind are masked tensors and whatever else torch makes as a wrapper. (Zeros without memory are readable.)
+    """
+    try:
+        if not tensor.numel() or tensor._is_zerotensor() or tensor.data_ptr() != 0:
+            return ""
+    except RuntimeError:  # some kinds raise it in place of an address
+        pass
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return "meta" if tensor.is_meta else str(tensor.layout)
+    return f"a {type(tensor).__name__}, which wraps other tensors"
+
+
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 

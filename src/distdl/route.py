@@ -16,7 +16,7 @@ from distdl.boxes import Shape
 from distdl.comm import Communicator, Group, Pending
 from distdl.encoding import carries_gradients
 from distdl.header import Carried
-from distdl.memory import is_channels_last
+from distdl.memory import is_channels_last, readable
 from distdl.plan import Plan, Schedule
 from distdl.program import Program
 
@@ -115,8 +115,8 @@ class Load:
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Begin to execute the plan. The result is there after the wait."""
-        if x.is_conj() or x.is_neg():
-            x = x.resolve_conj().resolve_neg()  # transports read memory, and these views are conjugated when read
+        if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():
+            x = readable(x)  # transports read memory
         layout = x.shape, x.stride(), x.is_cpu
         program = self._programs.get(layout) or self._program(layout, x)
         self._comm.where = self.route.where

@@ -1,13 +1,24 @@
 """Rules, options and errors of the primitives that random partitions do not reach."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 from helpers_layers import every_worker_raises, on_workers
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import distdl
-from distdl.nn import AllGather, AllSumReduce, Broadcast, HaloExchange, ReduceScatter, Repartition, SumReduce
+from distdl.nn import (
+    AllGather,
+    AllSumReduce,
+    Broadcast,
+    DistributedEmbedding,
+    HaloExchange,
+    ReduceScatter,
+    Repartition,
+    SumReduce,
+)
 from distdl.testing import Counting, assert_adjoint
 from distdl.utilities.torch import zero_volume_tensor
 
@@ -19,6 +30,27 @@ def halo_layer(P, halo, receive=None, send=None):
 def inner_halo(P, width=1):
     """One width of halo wherever there is a neighbour."""
     return np.array([[width * (i > 0), width * (i + 1 < n)] for i, n in zip(P.index, P.shape, strict=True)])
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose elements lie in another one, as those of torch.masked do: its own address is 0."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, arguments=(), options=None):
+        if operator in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return arguments[0]
+        raise TypeError("nothing else is needed here")
+
+
+def repeatedly(layer, x, wrapped):
+    """Agree on a plain tensor, and then pass one of equal shape and dtype that is none."""
+    layer(x)
+    layer(x)
+    layer(Wrapper(x) if wrapped else x)
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -41,9 +73,55 @@ def inner_halo(P, width=1):
     (lambda P: halo_layer(P, inner_halo(P.reshape(4), 1), receive=[[0, 0]])(torch.ones(3)), "1 cells and receives 0"),
     (lambda P: halo_layer(P, inner_halo(P.reshape(4), 2))(torch.ones(1)), "halos must not be negative and must fit"),
     (lambda P: Broadcast(P, distdl.Partition(Counting(P.comm))), "different worlds"),
+    (lambda P: Broadcast(P, P)(Wrapper(torch.ones(3)) if P.rank == 2 else torch.ones(3)), "worker 2: Broadcast"),
+    (lambda P: repeatedly(Broadcast(P, P), torch.ones(3), P.rank == 2), "that is a Wrapper, which wraps other tensors"),
+    (lambda P: P.broadcast_data(Wrapper(torch.ones(3)), root=2), "worker 2: a message needs a tensor that has data of"),
+    (lambda P: P.allreduce_data(torch.ones(3).to_sparse() if P.rank else torch.ones(3)), "is torch.sparse_coo"),
+    (lambda P: DistributedEmbedding(P, P.reshape(4, 1), P.reshape(4, 1, 1), 5, 3)(Wrapper(torch.ones(3).long())),
+     "which wraps other tensors"),
 ])  # fmt: skip
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(4, make)
+
+
+def test_fixed_shapes_refuse_a_tensor_that_wraps_others():
+    def main(P):
+        layer, x = Broadcast(P[:1], P), torch.ones(3)
+        layer(x)
+        with distdl.fixed_shapes():
+            layer(Wrapper(x) if P.rank == 0 else x)
+
+    with pytest.raises(RuntimeError, match=r"promised fixed shapes; worker 0 .* that is a Wrapper"):
+        on_workers(2, main)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_zeros_that_torch_keeps_without_memory_move_like_others(fixed):
+    """Such zeros are what torch passes backward from the other part of a complex number, for one."""
+
+    def main(P):
+        layer = SumReduce(P, P[:1])
+        layer(torch.ones(3))
+        with distdl.fixed_shapes() if fixed else contextlib.nullcontext():
+            y = layer(torch._efficientzerotensor((3,)) if P.rank == 1 else torch.full((3,), 1.0 + P.rank))
+        assert y.tolist() == ([1 + 3 + 4] * 3 if P.rank == 0 else [[]] * 3)
+        x = torch.ones(3, requires_grad=True)
+        y = layer(x)
+        y.backward(torch._efficientzerotensor((3,)) if P.rank == 0 else torch.ones_like(y))
+        assert x.grad.tolist() == [0.0] * 3
+        assert P.allreduce_data(torch._efficientzerotensor((2,))).tolist() == [0.0] * 2
+
+    on_workers(4, main)
+
+
+def test_a_tangent_of_zeros_without_memory_moves():
+    def main():
+        P = distdl.world()
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.ones(3), torch._efficientzerotensor((3,)))
+            assert forward_ad.unpack_dual(Broadcast(P, P)(x)).tangent.tolist() == [0.0] * 3
+
+    distdl.run_workers(main, 1, "serial")
 
 
 def test_a_halo_exchange_inside_a_3x3_grid_sends_8_messages():

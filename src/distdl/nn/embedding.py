@@ -14,6 +14,7 @@ from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
+from distdl.memory import kind_without_memory
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.parametrised import check_unfit, trained, unfit
@@ -159,7 +160,7 @@ class DistributedEmbedding(Module):
     def _wrong_index(self, x: Any) -> tuple[int, int]:
         """Whether there is an index that is no row, and the first one that was found."""
         integers = isinstance(x, torch.Tensor) and x.dtype in (torch.int32, torch.int64)
-        if integers and x.layout is torch.strided and not x.is_meta and x.numel():
+        if integers and x.numel() and not kind_without_memory(x):
             for index in torch.stack(torch.aminmax(x)).tolist():
                 if not 0 <= index < self.num_embeddings:
                     return 1, index
