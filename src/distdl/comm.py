@@ -96,7 +96,7 @@ def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
 
 
 class Calls:
-    """A count.
+    """A count that belongs to the world: a deep copy of a layer goes on counting with it.
 
     Attributes:
         number: how many exchanges have begun.
@@ -106,6 +106,9 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        return self
 
 
 class Communicator(ABC):

@@ -44,6 +44,9 @@ class Route:
     keeps_format: bool = False
     _loads: dict[Any, Load] = field(default_factory=dict, init=False, repr=False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Route:
+        return self  # a value, and what it keeps follows from it
+
     @cached_property
     def T(self) -> Route:
         transposed = Route(self.plan.T, self.comm, self.members, self.where, self.keeps_format)

@@ -1,5 +1,6 @@
 """Layers leave nothing behind: no communicators, no descriptors, no memory."""
 
+import copy
 import gc
 import os
 import weakref
@@ -7,7 +8,7 @@ import weakref
 import torch
 
 import distdl
-from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition
+from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition, SumReduce
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -49,6 +50,35 @@ def test_many_layers_use_as_many_counts_as_there_are_groups():
         return len(P.comm._calls)
 
     assert distdl.run_workers(main, 4) == [1] * 4
+
+
+def test_a_deep_copy_counts_its_calls_together_with_the_original():
+    """Where a worker has no output, a forward without gradients moves as the double backward did; else anew."""
+
+    def main():
+        P = distdl.world()
+        original = SumReduce(P, P[:1])
+
+        def check(layer):
+            x = torch.tensor([1.0 + P.rank], requires_grad=True)
+            (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+            (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+            assert (dx.item(), ddx.item()) == (6.0, 48.0)  # y is the sum 3: 2y on both, and of (2y)^2 + (2y)^2, 16y
+            with torch.no_grad():
+                assert layer(x).tolist() == ([3.0] if P.rank == 0 else [[]])
+
+        (dx,) = torch.autograd.grad(
+            original(x := torch.ones(1, requires_grad=True)).square().sum(), x, create_graph=True
+        )
+        torch.autograd.grad(dx.square().sum(), x)
+        copied = copy.deepcopy(original)
+        with torch.no_grad():
+            copied(x)
+        for layer in (copied, original, copied):
+            check(layer)
+        assert len(P.comm._calls) == 1
+
+    distdl.run_workers(main, 2)
 
 
 def test_training_steps_leak_nothing():
