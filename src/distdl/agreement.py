@@ -100,6 +100,7 @@ class Agreement(Generic[Outcome]):
         members: all workers that take part, the same tuple on each.
         name: the layer and its partitions, for messages to people.
         identity: bytes that are equal on all members and differ from layer to layer.
+        options: the part of them that people read where nothing else differs; tuples are shown item by item.
         derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
             on the worker.
         grid: a Cartesian partition of all members; a large group's headers come together along its axes.
@@ -115,11 +116,13 @@ class Agreement(Generic[Outcome]):
         derive: Callable[[Headers], Outcome],
         grid: Partition | None = None,
         parts: Sequence[Partition] = (),
+        options: object = (),
     ) -> None:
         self._comm = comm
         self._members = members
         self._name = name
         self._identity = zlib.crc32(identity)
+        self._options = options
         self._derive = derive
         self._grid = grid
         self._read = [comm.rank in part for part in parts] or [True] * MOST_TENSORS
@@ -145,7 +148,7 @@ class Agreement(Generic[Outcome]):
         identity = repr((name, options)).encode() + team.workers.tobytes()
         grids = (P for P in (*along, team) if P.cartesian and P.workers.size == team.workers.size)
         members = LongGroup(team.workers.ravel().tolist())
-        return cls(team.comm, members, name, identity, derive, next(grids, None), parts)
+        return cls(team.comm, members, name, identity, derive, next(grids, None), parts, options)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
@@ -221,8 +224,9 @@ class Agreement(Generic[Outcome]):
     def _check_heard(self, words: list[int], mode: bool, problem: str) -> None:
         number = self._calls.number
         if words[5] != -words[6] or words[7] != -words[8]:
-            calls = gather_values(self._comm, self._members, f"{self._name} (exchange {number})")
-            raise CommunicationError(f"workers make different calls together: {_by_worker(self._members, calls)}")
+            call = (f"{self._name} (exchange {number})", [repr(option) for option in _leaves(self._options)])
+            calls = gather_values(self._comm, self._members, call)
+            raise CommunicationError(f"workers make different calls together: {_show_calls(self._members, calls)}")
         if words[2]:
             problems = gather_values(self._comm, self._members, problem)
             raise ValueError("; ".join(f"worker {w}: {p}" for w, p in zip(self._members, problems, strict=True) if p))
@@ -290,6 +294,19 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
         except ValueError as problem:
             return f"{name}: {problem}"
     return ""
+
+
+def _show_calls(members: Group, calls: Sequence[tuple[str, list[str]]]) -> str:
+    """The calls; or if these are all alike, the call and those of its options that differ."""
+    names, options = zip(*calls, strict=True)
+    differ = [values for values in zip(*options, strict=False) if len(set(values)) > 1]
+    if len(set(names)) > 1 or not differ:
+        return _by_worker(members, names)
+    return f"{names[0]} has options that differ: {'; and '.join(_by_worker(members, values) for values in differ)}"
+
+
+def _leaves(options: object) -> list[object]:
+    return [leaf for one in options for leaf in _leaves(one)] if type(options) is tuple else [options]
 
 
 def _by_worker(members: Group, texts: Sequence[str]) -> str:
