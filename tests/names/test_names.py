@@ -72,6 +72,22 @@ def test_overlaps_of_a_repartition():
     distdl.run_workers(main, 2)
 
 
+def test_overlaps_are_those_of_the_latest_forward_also_of_a_shape_that_was_there_before():
+    def main():
+        P = distdl.world()
+        turn = Repartition(P.reshape(2, 1), P.reshape(1, 2))
+        seen = []
+        for rows, columns in ((2, 5), (3, 2), (2, 5), (3, 2)):
+            turn(torch.ones(rows if P.rank else 1, columns))
+            seen.append((turn.P_x_to_y_overlaps, turn.P_y_to_x_overlaps))
+        assert seen[0] == seen[2] != seen[1] == seen[3]
+        sent, received = seen[2]
+        assert [overlap[1] for overlap in sent] == [(P.rank + 1, 3), (P.rank + 1, 2)]
+        assert [overlap[1] for overlap in received] == [(1, 3 - P.rank), (2, 3 - P.rank)]
+
+    distdl.run_workers(main, 2)
+
+
 def test_any_overlap_of_sixteen_workers():
     def main():
         P = distdl.world()

@@ -114,6 +114,7 @@ class Primitive(Module):
         self.P_y = P_y
         self.preserve_batch = preserve_batch
         self._member = P_x.comm.rank in team
+        self._last: Route | None = None  # what the latest forward moved along
         self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})"
         places = [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (P_x, P_y)]
         self._agreement = Agreement.among(team, self._name, (options, places), self._derive, (P_x, P_y), (P_x,))
@@ -138,6 +139,7 @@ class Primitive(Module):
             return x.clone()
         decision = self._agreement.reach((x,), self.header_extras())
         route, dtype = decision.outcome
+        self.__dict__["_last"] = route  # (torch's way to set an attribute takes longer)
         return move(route, x, dtype, blank_shape(x, self.preserve_batch), decision.carried[0])
 
     def extra_repr(self) -> str:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from distdl.boxes import Box, shape, slices, within
+from distdl.boxes import Box, shape, slices
 from distdl.groups import dims
 from distdl.header import Headers
 from distdl.layout import Layout
 from distdl.nn.module import Primitive, check_buffer_manager
 from distdl.partition import Partition
-from distdl.plan import Plan
+from distdl.plan import Move, Plan
 from distdl.planning import copy
 
 
@@ -40,7 +40,6 @@ class Repartition(Primitive):
             )
         check_buffer_manager(buffer_manager)
         super().__init__(P_x, P_y, preserve_batch)
-        self._layouts: tuple[Layout, Layout] | None = None
 
     def plan(self, headers: Headers) -> Plan:
         shapes = headers.shapes(self.P_x, "Repartition", self.P_x.workers.ndim)
@@ -51,30 +50,31 @@ class Repartition(Primitive):
                     f"Repartition cannot split a dim of global extent 1; dim {dim} of the tensor {dims(owned.extents)} "
                     f"is split over {parts} workers (P_y: {dims(self.P_y.workers.shape)})"
                 )
-        needed = Layout.balanced(self.P_y, owned.extents)
-        self._layouts = (owned, needed)
-        return copy(owned, needed, self.P_x.comm.rank)
+        return copy(owned, Layout.balanced(self.P_y, owned.extents), self.P_x.comm.rank)
 
     @property
     def P_x_to_y_overlaps(self) -> list[tuple[Any, Any, Any]]:
-        """For each worker of P_y: what this worker sends it, after a forward (see :func:`_overlaps`)."""
-        return [] if self._layouts is None else self._overlaps(*self._layouts)
+        """For each worker of P_y: what this worker sent it in the latest forward (see :meth:`_overlaps`)."""
+        me = self.P_x.comm.rank
+        return self._overlaps(self.P_y, {move.target: move.src for move in self._moves() if move.source == me})
 
     @property
     def P_y_to_x_overlaps(self) -> list[tuple[Any, Any, Any]]:
-        """For each worker of P_x: what this worker receives from it, after a forward."""
-        return [] if self._layouts is None else self._overlaps(*reversed(self._layouts))
-
-    def _overlaps(self, own: Layout, other: Layout) -> list[tuple[Any, Any, Any]]:
-        """For each worker: slices of the local tensor, their shape, its rank in the union or "self"; or three None."""
+        """For each worker of P_x: what this worker received from it in the latest forward."""
         me = self.P_x.comm.rank
-        if me not in own.partition:
-            return [(None, None, None)] * len(other)
-        ranks = (self.P_x | self.P_y).workers.tolist()
-        shared: dict[int, Box] = {worker: box for worker, _, box in other.meeting(own[me])}
+        return self._overlaps(self.P_x, {move.source: move.dst for move in self._moves() if move.target == me})
+
+    def _moves(self) -> tuple[Move, ...]:
+        return () if self._last is None else self._last.plan.moves
+
+    def _overlaps(self, others: Partition, shared: dict[int, Box]) -> list[tuple[Any, Any, Any]]:
+        """For each worker: slices of the local tensor, their shape, its rank in the union or "self"; or three None."""
+        if self._last is None:
+            return []
+        me, ranks = self.P_x.comm.rank, (self.P_x | self.P_y).workers.tolist()
         return [
-            (slices(within(shared[w], own[me])), shape(shared[w]), "self" if w == me else ranks.index(w))
+            (slices(shared[w]), shape(shared[w]), "self" if w == me else ranks.index(w))
             if w in shared
             else (None, None, None)
-            for w in other
+            for w in others.workers.ravel().tolist()
         ]
