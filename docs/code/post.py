@@ -1,82 +1,77 @@
-"""Post: a back-end of one's own. Every worker has an inbox, a queue; a message is its bytes with a label.
+"""Post: a back-end of your own. A message is an entry of a store that all workers share.
 
-Run it: python post.py
+Run it: python post.py, or: distdl run -n 4 --backend post SCRIPT
 """
 
-import multiprocessing
-import queue
-import time
-from collections import defaultdict, deque
-from typing import Any
+from collections import Counter
+from datetime import timedelta
 
 import torch
+from torch.distributed import DistStoreError, Store
 
 import distdl
+from distdl.backends import job, register
 from distdl.comm import Communicator, Message, Pending, as_bytes
 from distdl.nn import AllSumReduce
-from distdl.worlds import enter
+
+PIECE = 1 << 22  # bytes; the store takes no longer entries than 8 MiB
 
 
 # [backend]
 class PostCommunicator(Communicator):
-    """A worker's link to the others, over a queue for each worker.
+    """A worker's link to the others, over a store.
 
     Args:
-        rank: this worker's number.
-        inboxes: the queues of all workers; each is written by all and read by one.
+        rank, size: this worker's number, and how many there are.
+        store: maps strings to bytes; all workers share it.
     """
 
-    def __init__(self, rank: int, inboxes: list[Any]) -> None:
+    def __init__(self, rank: int, size: int, store: Store) -> None:
         super().__init__()
         self.rank = rank
-        self.size = len(inboxes)
-        self._inboxes = inboxes
-        self._arrived: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
+        self.size = size
+        self._store = store
+        self._numbers: Counter[tuple[int, int, int]] = Counter()
 
     def exchange(self, sends: list[Message], receives: list[Message], tag: int = 0) -> Pending:
         for target, tensor in sends:
             content = as_bytes(tensor.detach().contiguous()).numpy().tobytes()
-            self._inboxes[target].put((self.rank, tag, content))
+            for key, start in self._entries(self.rank, target, tag, tensor):
+                self._store.set(key, content[start : start + PIECE])
+        arrivals = [(tensor, source, self._entries(source, self.rank, tag, tensor)) for source, tensor in receives]
 
         def finish() -> None:
-            for source, tensor in receives:
-                content = torch.frombuffer(bytearray(self._take(source, tag)), dtype=tensor.dtype)
+            for tensor, source, entries in arrivals:
+                content = b"".join(self._take(key, source) for key, _ in entries)
                 with torch.no_grad():
-                    tensor.copy_(content.reshape(tensor.shape))
+                    tensor.copy_(torch.frombuffer(bytearray(content), dtype=tensor.dtype).reshape(tensor.shape))
 
         return Pending(finish)
 
-    def _take(self, source: int, tag: int) -> bytes:
-        """The next message with this label. What arrives before it waits its turn."""
-        deadline = self.deadline()
-        while not self._arrived[source, tag]:
-            try:
-                sender, label, content = self._inboxes[self.rank].get(timeout=max(deadline - time.monotonic(), 0))
-            except queue.Empty:
-                raise self.overdue([source]) from None
-            self._arrived[sender, label].append(content)
-        return self._arrived[source, tag].popleft()
+    def _entries(self, source: int, target: int, tag: int, tensor: torch.Tensor) -> list[tuple[str, int]]:
+        """The entries of the next message with this label: where its pieces lie, and where each begins."""
+        self._numbers[source, target, tag] += 1
+        label = f"{source}/{target}/{tag}/{self._numbers[source, target, tag]}"
+        return [(f"{label}/{start}", start) for start in range(0, tensor.nbytes, PIECE)]
+
+    def _take(self, key: str, source: int) -> bytes:
+        try:
+            self._store.wait([key], timedelta(seconds=self.timeout))
+        except DistStoreError:
+            raise self.overdue([source]) from None
+        content = self._store.get(key)
+        self._store.delete_key(key)
+        return content
 
 
-# [world]
-def work(rank: int, inboxes: list[Any], function: Any) -> None:
-    """Make this process a worker, whose ``distdl.world()`` is that of the queues, and run a function in it."""
-    torch.set_num_threads(1)
-    enter(PostCommunicator(rank, inboxes), "threads")
-    function()
+# [register]
+def open_post() -> PostCommunicator:
+    """The communicator over all workers of the job in which this process was started."""
+    here = job("post")
+    return PostCommunicator(here.rank, here.size, here.store)
 
 
-def run(function: Any, workers: int = 4) -> None:
-    """Run a function on so many processes. Raises RuntimeError if one of them fails."""
-    context = multiprocessing.get_context("spawn")
-    inboxes = [context.Queue() for _ in range(workers)]
-    team = [context.Process(target=work, args=(rank, inboxes, function)) for rank in range(workers)]
-    for process in team:
-        process.start()
-    for process in team:
-        process.join()
-    if any(process.exitcode for process in team):
-        raise RuntimeError(f"exit codes {[process.exitcode for process in team]}")
+register("post", open_post)
 
 
 # [use]
@@ -93,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    distdl.run_workers(main, workers=4, backend="post")

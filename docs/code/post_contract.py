@@ -8,7 +8,6 @@ import sys
 from functools import partial
 
 from contract import CHECKS
-from post import run
 
 import distdl
 
@@ -22,4 +21,4 @@ def check(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(partial(check, sys.argv[1:]))
+    distdl.run_workers(partial(check, sys.argv[1:]), workers=4, backend="post")

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distdl.comm import CommunicationError
+from distdl.comm import CommunicationError, Communicator
+from distdl.jobs import Job, join
 from distdl.worlds import enter
 
 Result = TypeVar("Result")
@@ -28,18 +29,24 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def run_processes(function: Callable[[], Result], workers: int, backend: str) -> list[Result]:
-    """Start processes, run ``function()`` in each as a worker of a ``gloo`` or ``nccl`` world, and return the results.
+def run_processes(
+    function: Callable[[], Result], workers: int, backend: str, opener: Callable[[], Communicator]
+) -> list[Result]:
+    """Start processes that find each other by a store, run ``function()`` in each as a worker, and return the results.
 
+    Args:
+        function, opener: what each process runs, in the world of the communicator that ``opener()`` returns.
+        workers: how many.
+        backend: the name of the back-end whose opener it is.
     Raises: what the first worker to fail raised, caused by a :class:`WorkerTraceback`; ValueError if the function
         cannot be sent to another process.
     """
     try:
-        content = pickle.dumps(function)
+        content = pickle.dumps((opener, function))
     except Exception as error:
         raise ValueError(
             f"the {backend} back-end runs its workers in processes and needs a function that they can import, defined "
-            f"at the top of a module; got {function!r} ({error})"
+            f"at the top of a module; got {function!r} and the opener {opener!r} ({error})"
         ) from error
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -89,13 +96,10 @@ def _collect(team: Sequence[BaseProcess], reports: Any) -> dict[int, Any]:
 def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports: Any) -> None:
     try:
         torch.set_num_threads(1)
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
-        from distdl.backends.torch_distributed import TorchCommunicator
-
-        store = dist.PrefixStore("distdl", dist.TCPStore("127.0.0.1", port, is_master=False))
-        enter(TorchCommunicator(store, rank, size, nccl=backend == "nccl"), backend)
-        report = (rank, True, pickle.dumps(pickle.loads(content)()))
+        join(Job(rank, size, rank, dist.TCPStore("127.0.0.1", port, is_master=False)))
+        opener, function = pickle.loads(content)
+        enter(opener(), backend)
+        report = (rank, True, pickle.dumps(function()))
     except BaseException as error:
         report = (rank, False, _pickled(error, traceback.format_exc()))
     reports.put(report)

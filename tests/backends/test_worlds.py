@@ -11,6 +11,9 @@ import torch
 from launchers import FOLDER, mpirun, python_path
 
 import distdl
+from distdl import backends
+from distdl.backends import BACKENDS, register
+from distdl.backends.serial import SerialCommunicator
 from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce
 from distdl.worlds import launched
@@ -65,6 +68,65 @@ def test_an_unknown_name_lists_the_known_ones():
         distdl.run_workers(lambda: 0, 2, "smoke")
     with pytest.raises(ValueError, match=r"an mpi4py communicator or a torch\.distributed process group; got 3"):
         distdl.world(3)
+
+
+@pytest.fixture
+def registered():
+    """``register``, for names that are forgotten when the test ends."""
+    yield register
+    for name in backends.names()[len(BACKENDS) :]:
+        del backends._registered[name]
+
+
+def test_a_registered_name_opens_its_world_and_starts_its_workers(registered):
+    registered("lonely", SerialCommunicator, start=lambda work, workers: [work(SerialCommunicator())] * workers)
+    assert distdl.world("lonely").size == 1 and distdl.world("lonely") is distdl.world("lonely")
+    assert distdl.run_workers(lambda: distdl.world("lonely") is distdl.world(), 2, "lonely") == [True, True]
+    with pytest.raises(ValueError, match="serial, threads, mpi, gloo, nccl, lonely; got 'smoke'"):
+        distdl.world("smoke")
+
+
+def test_a_name_is_imported_as_a_module_and_that_registers_it(registered, monkeypatch, tmp_path):
+    (tmp_path / "found_by_name.py").write_text(
+        "from distdl.backends import register\nfrom distdl.backends.serial import SerialCommunicator\n"
+        "register('found_by_name', SerialCommunicator)\n"
+    )
+    (tmp_path / "lacks.py").write_text("import a_module_that_is_not_there\n")
+    (tmp_path / "registers_nothing.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert distdl.world("found_by_name").size == 1
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):
+        distdl.world("lacks")
+    for name in ("registers_nothing", "no.such.module", "", "../x"):
+        with pytest.raises(ValueError, match=f"got '{name}', and no module of that name registers it"):
+            distdl.world(name)
+
+
+def test_names_of_ours_cannot_be_registered_again(registered):
+    with pytest.raises(ValueError, match="'gloo' is a back-end of distdl's own"):
+        registered("gloo", lambda: SerialCommunicator())
+
+
+def test_the_environment_names_the_default_of_run_workers(registered, monkeypatch):
+    registered("lonely", SerialCommunicator, start=lambda work, workers: [work(SerialCommunicator())])
+    monkeypatch.setenv("DISTDL_BACKEND", "lonely")
+    assert distdl.run_workers(lambda: distdl.world("lonely") is distdl.world(), 1) == [True]
+    assert distdl.run_workers(lambda: distdl.world().size, 2, "threads") == [2, 2]
+    monkeypatch.setenv("DISTDL_BACKEND", "smoke")
+    with pytest.raises(ValueError, match="got 'smoke'"):
+        distdl.run_workers(lambda: 0, 1)
+
+
+def test_a_job_of_torchrun_takes_a_registered_backend_of_processes(registered, monkeypatch):
+    registered("ours", SerialCommunicator)
+    registered("lonely", SerialCommunicator, start=lambda work, workers: [])
+    for name, value in {**TORCHRUN_VARIABLES, "DISTDL_BACKEND": "ours"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == "ours"
+    for other in ("lonely", "threads", "mpi"):
+        monkeypatch.setenv("DISTDL_BACKEND", other)
+        with pytest.raises(ValueError, match=f"registered are serial, .*, lonely, ours.*'{other}'"):
+            launched()
 
 
 @pytest.mark.parametrize(("backend", "words"), [
@@ -227,6 +289,14 @@ def test_run_refuses_a_script_that_is_not_there():
         [sys.executable, "-m", "distdl", "run", "nothing.py"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2 and "there is no script nothing.py" in done.stderr
+
+
+def test_run_refuses_a_backend_that_nobody_registers(tmp_path):
+    script = tmp_path / "empty.py"
+    script.write_text("")
+    command = [sys.executable, "-m", "distdl", "run", "--backend", "smoke", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "serial, threads, mpi, gloo, nccl; got 'smoke'" in done.stderr
 
 
 def test_run_with_mpirun_missing_says_how_to_get_it(monkeypatch, capsys, tmp_path):

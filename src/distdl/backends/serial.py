@@ -1,7 +1,9 @@
 """The serial back-end: a world of one worker, with nobody to talk to."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from distdl.backends import Work, register
 from distdl.comm import Communicator, Message, Pending
 
 
@@ -17,3 +19,12 @@ class SerialCommunicator(Communicator):
         if sends or receives:
             raise ValueError("a world of one worker has nobody to exchange messages with")
         return Pending()
+
+
+def _start(work: Work, workers: int) -> list[Any]:
+    if workers != 1:
+        raise ValueError(f"the serial back-end has one worker; run_workers was asked for {workers}")
+    return [work(SerialCommunicator())]
+
+
+register("serial", SerialCommunicator, start=_start)

@@ -10,14 +10,18 @@ every worker that still runs is waiting, nothing can ever arrive: that is an err
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from distdl.backends import Work, register
 from distdl.comm import CommunicationError, Communicator, Group, IntArray, Message, Pending, name_workers
+
+_GRACE = 5.0  # seconds that the others get to end, once one worker has failed
 
 
 class _Letter:
@@ -255,3 +259,52 @@ def _await(tensor: torch.Tensor, event: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream(tensor.device).wait_event(event)
     elif event is not None:
         event.synchronize()
+
+
+def _open() -> Communicator:
+    raise RuntimeError(
+        "the threads back-end exists inside distdl.run_workers(function, workers=4) and under "
+        "'distdl run -n 4 SCRIPT'; the caller is in neither"
+    )
+
+
+def _start(work: Work, workers: int) -> list[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(work, workers)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(work: Work, workers: int) -> list[Any]:
+    hub = Hub(workers)
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # backward runs on this thread, CUDA's too
+                results[rank] = work(ThreadCommunicator(hub, rank))
+        except BaseException as error:
+            hub.fail(error)
+        else:
+            hub.finish(rank)
+
+    team = [threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)]
+    for thread in team:
+        thread.start()
+    try:
+        for thread in team:
+            while thread.is_alive() and hub.failure is None:
+                thread.join(0.1)
+    except BaseException as interruption:  # of the caller's thread: by the keyboard, or by a test's time limit
+        hub.fail(interruption)
+    if hub.failure is not None:
+        deadline = time.monotonic() + _GRACE
+        for thread in team:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        raise hub.failure
+    return [results[rank] for rank in range(workers)]
+
+
+register("threads", _open, start=_start)

@@ -9,8 +9,6 @@ A process that ends closes its sockets, and whoever waits for it gets an error a
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distdl.backends import register
 from distdl.comm import (
     CommunicationError,
     Communicator,
@@ -34,6 +33,7 @@ from distdl.comm import (
     empty,
     name_workers,
 )
+from distdl.jobs import job, of_group
 
 # what the transports can add up; other dtypes are summed by messages
 _SUMS = {
@@ -248,25 +248,33 @@ def over(group: Any) -> TorchCommunicator:
     """The communicator over the workers of a process group that the user made. Collective over them, once."""
     if group not in _over:
         nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
-        gloo = "gloo" in str(dist.get_backend_config(group))
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        address = torch.zeros(256, dtype=torch.uint8, device="cpu" if gloo else "cuda")
-        if rank == 0:
-            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            text = f"{host} {store.port}".encode()
-            address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        dist.broadcast(address, group_src=0, group=group)
-        if rank != 0:
-            host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
-            store = dist.TCPStore(host, int(port), is_master=False)
-        _over[group] = TorchCommunicator(store, rank, size, nccl)
+        found = of_group(group)
+        _over[group] = TorchCommunicator(found.store, found.rank, found.size, nccl)
     return _over[group]
 
 
-def from_environment(nccl: bool) -> TorchCommunicator:
-    """The communicator over all workers of a launched job (torchrun's variables), or of the user's default group."""
-    if dist.is_initialized():
+def _open_gloo() -> TorchCommunicator:
+    return _open("gloo")
+
+
+def _open_nccl() -> TorchCommunicator:
+    _check_nccl()
+    return _open("nccl")
+
+
+def _open(backend: str) -> TorchCommunicator:
+    if dist.is_available() and dist.is_initialized():
         return over(dist.group.WORLD)
-    store, rank, size = next(iter(dist.rendezvous("env://")))
-    return TorchCommunicator(dist.PrefixStore("distdl", store), rank, size, nccl)
+    found = job(backend)
+    if backend == "nccl":
+        torch.cuda.set_device(found.local_rank)
+    return TorchCommunicator(found.store, found.rank, found.size, backend == "nccl")
+
+
+def _check_nccl() -> None:
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
+
+
+register("gloo", _open_gloo)
+register("nccl", _open_nccl, check=_check_nccl)

@@ -1,0 +1,76 @@
+"""Tests of a back-end of one's own: launched by its name in every way, and the whole contract."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import post
+import pytest
+
+import distdl
+
+FOLDER = Path(__file__).parent
+TESTS = FOLDER.parents[1] / "tests"
+PRINTED = [line[7:] for line in (FOLDER / "post.py").read_text().splitlines() if line.startswith("    #: ")]
+RUN = [sys.executable, "-m", "distdl", "run", "-n", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+
+
+def output_of(command, **variables):
+    path = os.pathsep.join([str(TESTS), str(TESTS / "backends"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=170, env={**os.environ, "PYTHONPATH": path, **variables}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def kind():
+    return type(distdl.world().comm).__name__, distdl.world("post") is distdl.world(), distdl.world().rank
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("variable", [None, "post"])
+def test_run_workers_starts_it_by_its_name(variable, monkeypatch):
+    if variable:
+        monkeypatch.setenv("DISTDL_BACKEND", variable)
+    got = distdl.run_workers(kind, workers=3, backend=None if variable else "post")
+    assert got == [("PostCommunicator", True, rank) for rank in range(3)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("launch", ["python", "distdl run", "torchrun"])
+def test_it_is_launched_by_its_name(launch):
+    command = {"python": [sys.executable], "distdl run": [*RUN, "--backend", "post"], "torchrun": TORCHRUN}[launch]
+    assert output_of([*command, str(FOLDER / "post.py")], DISTDL_BACKEND="post") == PRINTED
+
+
+@pytest.mark.timeout(120)
+def test_a_script_that_does_not_know_it_runs_on_it(tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("import distdl\nP = distdl.world()\nP.print_sequential(f'{P.rank} {type(P.comm).__name__}')\n")
+    (tmp_path / "post.py").write_text((FOLDER / "post.py").read_text())
+    got = output_of([*RUN, "--backend", "post", str(script)])
+    assert got == [f"{rank} PostCommunicator" for rank in range(4)]
+
+
+def test_outside_of_a_job_it_says_how_to_launch_one():
+    with pytest.raises(RuntimeError, match=r"the post back-end needs a job.*run_workers.*backend='post'"):
+        post.open_post()
+
+
+@pytest.mark.timeout(180)
+def test_it_passes_the_contract():
+    from contract import CHECKS
+
+    got = output_of([sys.executable, str(FOLDER / "post_contract.py")])
+    assert got == [f"{name} passed" for name in CHECKS]
+    (page,) = re.findall(r"```text\n\$ .*post_contract\.py (.*?)\n(.*?)```", _page(), re.DOTALL)
+    words = page[0].split()
+    assert page[1].splitlines() == [line for line in got if any(word in line for word in words)]
+
+
+def _page():
+    return (FOLDER.parent / "add-a-back-end.md").read_text()
