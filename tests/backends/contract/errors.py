@@ -1,0 +1,68 @@
+"""Errors that are the same on every member."""
+
+from __future__ import annotations
+
+import torch
+
+import distdl
+from contract.common import expect_repartition, raises, repartition_rows_to_columns, same_everywhere
+from distdl.comm import CommunicationError
+from distdl.nn import AllSumReduce, Repartition, SumReduce
+from distdl.testing import Counting
+
+
+def check_errors_of_forward_are_the_same_on_every_member():
+    P = distdl.world()
+    last = P.size - 1
+    layer = repartition_rows_to_columns(P)
+    expect_repartition(P, layer, [2] * P.size, 6)
+
+    def with_last(x):
+        return lambda: layer(x if P.rank == last else torch.ones(2, 6).double())
+
+    texts = [
+        raises(ValueError, with_last(torch.ones(2, 6, 1).double()), "2 dims", f"worker {last} has one with 3")
+        if P.size > 1
+        else raises(ValueError, lambda: layer(torch.ones(2, 6, 1)), "2 dims"),
+        raises(ValueError, with_last([1.0]), "needs a tensor; got list"),
+        raises(ValueError, with_last(torch.ones(2, 6).to_sparse()), "dense"),
+        raises(ValueError, with_last(torch.ones(2, 6, device="meta")), "dense tensor that has data", "meta"),
+        raises(ValueError, with_last(torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged)), "dense"),
+    ]
+    if P.size > 1:
+        texts += [
+            raises(ValueError, with_last(torch.ones(2, 5).double()), "form a grid", f"worker {last} has 5"),
+            raises(ValueError, with_last(torch.ones(2, 6)), "one dtype", "float32"),
+            raises(ValueError, lambda: layer(torch.ones(2, 1)), "global extent 1", "dim 1"),
+            raises(ValueError, lambda: AllSumReduce(P.reshape(P.size), [0])(torch.ones(P.rank + 1)), "one shape"),
+            raises(ValueError, lambda: SumReduce(P, P[:1])(torch.ones(P.rank + 1)), "one shape"),
+        ]
+    same_everywhere(P, texts)
+    expect_repartition(P, layer, [2] * P.size, 6)
+
+
+def check_mixed_grad_mode_is_an_agreed_error():
+    P = distdl.world()
+    if P.size == 1:
+        return
+    layer = AllSumReduce(P.reshape(P.size), [0])
+    with torch.set_grad_enabled(P.rank != 1):
+        text = raises(ValueError, lambda: layer(torch.ones(2)), "grad mode", "off on 1")
+    same_everywhere(P, text)
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), float(P.size)))
+
+
+def check_crossed_calls_raise_on_every_member():
+    if distdl.world().size == 1:
+        return
+    P = distdl.Partition(Counting(distdl.world().comm))  # its own count of calls, which this check disturbs
+    one, other = AllSumReduce(P.reshape(P.size), [0]), Repartition(P, P)
+    text = raises(
+        CommunicationError, lambda: (other if P.rank == 1 else one)(torch.ones(2)), "AllSumReduce", "Repartition"
+    )
+    same_everywhere(P, text)
+    P = distdl.Partition(Counting(distdl.world().comm))
+    layer = AllSumReduce(P.reshape(P.size), [0])
+    if P.rank == 0:
+        P.comm.calls(tuple(range(P.size))).number += 1  # as after an exchange that the others did not make
+    raises(CommunicationError, lambda: layer(torch.ones(2)), "exchange 1", "exchange 0")
