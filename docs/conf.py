@@ -8,7 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import public_names
+
 import distdl
+
+Path(__file__).with_name("reference.md").write_text(public_names.page())
 
 project = "distdl"
 version = release = distdl.__version__
