@@ -4,16 +4,16 @@ import torch
 
 import distdl
 from distdl.agreement import Agreement
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn import Module
 from distdl.nn.module import zeros_on
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
 from distdl.planning import broadcast
-from distdl.route import Route
+from distdl.route import Route, move
 
 
 # [layer]
@@ -28,7 +28,7 @@ class DistributedAffine(Module):
         self._layout = Layout.balanced(self._stored, (1, channels, *ones))
         self.scale = uniform_parameter(self._layout, bound=1.0)
         self.shift = uniform_parameter(self._layout, bound=1.0)
-        self._name = f"DistributedAffine (P_x: {P_x}; {channels} channels)"
+        self._name = Label(f"DistributedAffine (P_x: {P_x}; {channels} channels)")
         self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, channels), self._derive)
 
     @property

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,21 +22,52 @@ from torch.autograd import forward_ad
 
 from distdl.boxes import Shape
 from distdl.comm import CommunicationError, Communicator, Group, LongGroup
+from distdl.derivatives import Derivatives
 from distdl.encoding import dtype_code
 from distdl.groups import IntArray
-from distdl.header import Carried, Headers
+from distdl.header import Headers
+from distdl.label import Label
 from distdl.memory import kind_without_memory
 from distdl.partition import Partition
-from distdl.rows import bring_together
+from distdl.rows import Rows, bring_together
 from distdl.sharing import gather_values
 
 Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
 
 MOST_TENSORS = 4
-_NUMBER = 5  # where in that vector the number of the exchange stands, and behind it its negative
-WORDS = 9 + 3 * MOST_TENSORS  # length of the vector of every agreement, whatever the layer
-_PLANS_KEPT = 8
+_SETUPS_KEPT = 16
+
+
+class Message(NamedTuple):
+    """What a worker tells the others at every call, whatever the layer; behind it stand the derivatives of its tensors.
+
+    The members take the maximum. Where all have to say the same, the negative stands beside it: its maximum is the
+    negative of the minimum.
+
+    Attributes:
+        changed: whether this worker brings something else than at its last call.
+        dims: the largest rank of its tensors.
+        problem: the length of what is wrong with them.
+        mode: whether grad mode is on.
+        number: of the exchange in its group.
+        identity: of the layer.
+    """
+
+    changed: int = 0
+    dims: int = 0
+    problem: int = 0
+    mode: int = 0
+    mode_least: int = 0
+    number: int = 0
+    number_least: int = 0
+    identity: int = 0
+    identity_least: int = 0
+
+
+_NUMBER = Message._fields.index("number")
+_FIELDS = len(Message._fields)
+LENGTH = _FIELDS + 3 * MOST_TENSORS  # of the message and the derivatives, in integers
 
 
 class _Local(threading.local):
@@ -72,7 +103,7 @@ class Decision(Generic[Outcome]):
     """
 
     outcome: Outcome
-    carried: tuple[Carried, ...]
+    carried: tuple[Derivatives, ...]
 
 
 @dataclass(frozen=True)
@@ -81,14 +112,16 @@ class _Agreed(Generic[Outcome]):
 
     Attributes:
         key: all that this worker brought; a call with an equal key brings the same.
-        words: what this worker then says, and ``heard`` what it then hears, the number of the call apart.
+        sent, received: what this worker then sends, and what it then receives, the number of the call apart.
+        rows: what all members reported of their tensors.
     """
 
     key: object
     structure: Structure
-    carried: tuple[Carried, ...]
-    words: IntArray
-    heard: IntArray
+    derivatives: tuple[Derivatives, ...]
+    sent: IntArray
+    received: IntArray
+    rows: Rows
     decision: Decision[Outcome]
 
 
@@ -98,7 +131,7 @@ class Agreement(Generic[Outcome]):
     Args:
         comm: their communicator.
         members: all workers that take part, the same tuple on each.
-        name: the layer and its partitions, for messages to people.
+        label: the layer and its partitions, for messages to people.
         identity: bytes that are equal on all members and differ from layer to layer.
         options: the part of them that people read where nothing else differs; tuples are shown item by item.
         derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
@@ -111,7 +144,7 @@ class Agreement(Generic[Outcome]):
         self,
         comm: Communicator,
         members: Group,
-        name: str,
+        label: Label,
         identity: bytes,
         derive: Callable[[Headers], Outcome],
         grid: Partition | None = None,
@@ -120,7 +153,7 @@ class Agreement(Generic[Outcome]):
     ) -> None:
         self._comm = comm
         self._members = members
-        self._name = name
+        self._label = label
         self._identity = zlib.crc32(identity)
         self._options = options
         self._derive = derive
@@ -128,13 +161,13 @@ class Agreement(Generic[Outcome]):
         self._read = [comm.rank in part for part in parts] or [True] * MOST_TENSORS
         self._calls = comm.calls(members)
         self._agreed: dict[bool, _Agreed[Outcome]] = {}
-        self._outcomes: dict[bytes, Outcome] = {}
+        self._outcomes: dict[object, Outcome] = {}
 
     @classmethod
     def among(
         cls,
         team: Partition,
-        name: str,
+        label: Label,
         options: object,
         derive: Callable[[Headers], Outcome],
         along: Sequence[Partition] = (),
@@ -145,10 +178,10 @@ class Agreement(Generic[Outcome]):
         Args:
             along: partitions along whose axes shapes may change; the first that has the whole team is the grid.
         """
-        identity = repr((name, options)).encode() + team.workers.tobytes()
+        identity = repr((label.name, options)).encode() + team.workers.tobytes()
         grids = (P for P in (*along, team) if P.cartesian and P.workers.size == team.workers.size)
         members = LongGroup(team.workers.ravel().tolist())
-        return cls(team.comm, members, name, identity, derive, next(grids, None), parts, options)
+        return cls(team.comm, members, label, identity, derive, next(grids, None), parts, options)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
@@ -159,106 +192,115 @@ class Agreement(Generic[Outcome]):
         Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
             members, CommunicationError if the members are in different calls, and what ``derive`` raises.
         """
-        self._comm.where = self._name
+        self._comm.where = self._label
         mode = torch.is_grad_enabled()
         agreed = self._agreed.get(mode)
         if agreed is None or agreed.key is None or agreed.key != _key(tensors, extra):
             return self._reach(mode, agreed, tensors, extra)
         if _local.fixed:
             return agreed.decision
-        heard = self._speak(agreed.words)
-        agreed.heard[_NUMBER], agreed.heard[_NUMBER + 1] = self._calls.number, -self._calls.number
-        if heard.tobytes() == agreed.heard.tobytes():
+        received = self._exchange(agreed.sent)
+        agreed.received[_NUMBER], agreed.received[_NUMBER + 1] = self._calls.number, -self._calls.number
+        if received.tobytes() == agreed.received.tobytes():
             return agreed.decision
-        return self._settle(mode, heard, agreed.structure, agreed.carried, agreed.key, agreed.words)
+        return self._settle(mode, received, agreed.structure, agreed.derivatives, agreed.key, agreed.sent)
 
     def _reach(
         self, mode: bool, agreed: _Agreed[Outcome] | None, tensors: Sequence[Any], extra: tuple[int, ...]
     ) -> Decision[Outcome]:
         """The same, where this worker brings something else than before."""
-        problem = _problem_of(tensors, self._name)
+        problem = _problem_of(tensors, str(self._label))
         present = () if problem else tuple(tensors)
         structure: Structure = (tuple((t.dtype, tuple(t.shape)) for t in present), extra)
-        carried = tuple(Carried.by(tensor, mode) for tensor in present)
+        derivatives = tuple(Derivatives.of(tensor, mode) for tensor in present)
         if agreed is not None and _local.fixed:
-            self._check_fixed(agreed, structure, carried, problem)
+            self._check_fixed(agreed, structure, derivatives, problem)
             return agreed.decision
-        changed = agreed is None or agreed.structure != structure
-        dims = max((len(shape) for _, shape in structure[0]), default=0)
-        marks = [mark for one in carried for mark in one]
-        words = np.zeros(WORDS, dtype=np.int64)
-        said = [changed, dims, len(problem), mode, -mode, 0, 0, self._identity, -self._identity, *marks]
-        words[: len(said)] = said
+        message = Message(
+            changed=agreed is None or agreed.structure != structure,
+            dims=max((len(shape) for _, shape in structure[0]), default=0),
+            problem=len(problem),
+            mode=mode,
+            mode_least=-mode,
+            identity=self._identity,
+            identity_least=-self._identity,
+        )
+        sent = np.zeros(LENGTH, dtype=np.int64)
+        flags = [flag for one in derivatives for flag in one]
+        sent[: _FIELDS + len(flags)] = [*message, *flags]
         key = None if problem else _key(tensors, extra)
-        return self._settle(mode, self._speak(words), structure, carried, key, words, problem)
+        return self._settle(mode, self._exchange(sent), structure, derivatives, key, sent, problem)
 
-    def _speak(self, words: IntArray) -> IntArray:
-        words[_NUMBER], words[_NUMBER + 1] = self._calls.number, -self._calls.number
-        return self._comm.all_max(self._members, words)
+    def _exchange(self, sent: IntArray) -> IntArray:
+        sent[_NUMBER], sent[_NUMBER + 1] = self._calls.number, -self._calls.number
+        return self._comm.through.all_max(self._members, sent)
 
     def _settle(
         self,
         mode: bool,
-        heard: IntArray,
+        received: IntArray,
         structure: Structure,
-        carried: tuple[Carried, ...],
+        derivatives: tuple[Derivatives, ...],
         key: object,
-        words: IntArray,
+        sent: IntArray,
         problem: str = "",
     ) -> Decision[Outcome]:
         """Decide from what all members together have said."""
-        changed, dims, *_ = heard.tolist()
-        self._check_heard(heard.tolist(), mode, problem)
-        agreed = self._agreed.get(mode)
-        if changed or agreed is None:
-            self._agreed.pop(mode, None)
-            outcome = self._plan(structure, dims)
-        else:
-            outcome = agreed.decision.outcome
-        marks = heard[WORDS - 3 * MOST_TENSORS :].astype(bool).reshape(-1, 3).tolist()
-        decision = Decision(outcome, tuple(Carried(*marks[i]) for i in range(len(structure[0]))))
-        words[0] = heard[0] = False  # the next call with this key changes nothing
-        self._agreed[mode] = _Agreed(key, structure, carried, words, heard, decision)
+        message = Message(*received[:_FIELDS].tolist())
+        self._check(message, mode, problem)
+        agreed = self._agreed.pop(mode, None)
+        together = received[_FIELDS:].astype(bool).reshape(-1, 3).tolist()
+        agreed_derivatives = tuple(Derivatives(*together[i]) for i in range(len(structure[0])))
+        rows = self._gather(structure, message.dims) if message.changed or agreed is None else agreed.rows
+        outcome = self._outcome(rows, structure, message.dims, agreed_derivatives)
+        decision = Decision(outcome, agreed_derivatives)
+        sent[0] = received[0] = False  # the next call with this key changes nothing
+        self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received, rows, decision)
         return decision
 
-    def _check_heard(self, words: list[int], mode: bool, problem: str) -> None:
-        number = self._calls.number
-        if words[5] != -words[6] or words[7] != -words[8]:
-            call = (f"{self._name} (exchange {number})", [repr(option) for option in _leaves(self._options)])
+    def _check(self, message: Message, mode: bool, problem: str) -> None:
+        if message.number != -message.number_least or message.identity != -message.identity_least:
+            options = [repr(option) for option in _leaves(self._options)]
+            call = (f"{self._label} (exchange {self._calls.number})", options)
             calls = gather_values(self._comm, self._members, call)
             raise CommunicationError(f"workers make different calls together: {_show_calls(self._members, calls)}")
-        if words[2]:
+        if message.problem:
             problems = gather_values(self._comm, self._members, problem)
             raise ValueError("; ".join(f"worker {w}: {p}" for w, p in zip(self._members, problems, strict=True) if p))
-        if words[3] != -words[4]:
+        if message.mode != -message.mode_least:
             modes = gather_values(self._comm, self._members, "on" if mode else "off")
             raise ValueError(
-                f"{self._name} needs grad mode to be the same on all workers; it is {_by_worker(self._members, modes)}"
+                f"{self._label} needs grad mode to be the same on all workers; it is {_by_worker(self._members, modes)}"
             )
 
-    def _plan(self, structure: Structure, dims: int) -> Outcome:
+    def _gather(self, structure: Structure, dims: int) -> Rows:
+        """What all members report of their tensors."""
         row: list[int] = []
         read: list[bool] = []
         for (dtype, shape), looked_up in zip(structure[0], self._read, strict=False):
             row += [dtype_code(dtype), len(shape), *shape, *[-1] * (dims - len(shape))]
             read += [looked_up] * (2 + dims)
         mine, extra = np.array([*row, *structure[1]], dtype=np.int64), [True] * len(structure[1])
-        rows = bring_together(self._comm, self._members, mine, np.array([*read, *extra], dtype=bool), self._grid)
-        key = rows.key
+        return bring_together(self._comm, self._members, mine, np.array([*read, *extra], dtype=bool), self._grid)
+
+    def _outcome(self, rows: Rows, structure: Structure, dims: int, derivatives: tuple[Derivatives, ...]) -> Outcome:
+        own = tuple(shape for _, shape in structure[0])
+        key = (rows.key, own, dims, derivatives)
         if key not in self._outcomes:
             with torch.inference_mode(False):  # the outcome serves calls that record gradients, too
-                self._outcomes[key] = self._derive(Headers(self._members, rows, len(structure[0]), dims))
-            if len(self._outcomes) > _PLANS_KEPT:
+                headers = Headers(self._members, rows, len(own), dims, derivatives, own)
+                self._outcomes[key] = self._derive(headers)
+            if len(self._outcomes) > _SETUPS_KEPT:
                 self._outcomes.pop(next(iter(self._outcomes)))
         return self._outcomes[key]
 
     def _check_fixed(
-        self, agreed: _Agreed[Outcome], structure: Structure, carried: tuple[Carried, ...], problem: str
+        self, agreed: _Agreed[Outcome], structure: Structure, derivatives: tuple[Derivatives, ...], problem: str
     ) -> None:
-        if problem or structure != agreed.structure or carried != agreed.carried:
+        if problem or structure != agreed.structure or derivatives != agreed.derivatives:
             raise RuntimeError(
-                f"{self._name} was promised fixed shapes; worker {self._comm.rank} had agreed on "
-                f"{_show(agreed.structure, agreed.carried)} and now has {problem or _show(structure, carried)}"
+                f"{self._label} was promised fixed shapes; worker {self._comm.rank} had agreed on "
+                f"{_show(agreed.structure, agreed.derivatives)} and now has {problem or _show(structure, derivatives)}"
             )
 
 
@@ -316,10 +358,10 @@ def _by_worker(members: Group, texts: Sequence[str]) -> str:
     return "; ".join(f"{text} on {', '.join(map(str, sorted(workers)))}" for text, workers in named.items())
 
 
-def _show(structure: Structure, carried: tuple[Carried, ...]) -> str:
+def _show(structure: Structure, derivatives: tuple[Derivatives, ...]) -> str:
     listed = [
         f"{list(shape)} {str(dtype).removeprefix('torch.')}"
         + "".join(f" with {name}" for name, mark in (("gradient", one.gradient), ("tangent", one.tangent)) if mark)
-        for (dtype, shape), one in zip(structure[0], carried, strict=True)
+        for (dtype, shape), one in zip(structure[0], derivatives, strict=True)
     ]
     return ", ".join(listed)

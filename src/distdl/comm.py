@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from distdl.boxes import balanced
 from distdl.memory import empty as empty
-from distdl.traffic import Message as Message
-from distdl.traffic import Part as Part
-from distdl.traffic import Traffic as Traffic
+from distdl.view import Addressed as Addressed
+from distdl.view import Message as Message
+from distdl.view import View as View
 
 Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
@@ -111,6 +111,20 @@ class Calls:
         return self
 
 
+class Prepared:
+    """An exchange that comes again and again, for tensors of always the same layouts.
+
+    Attributes:
+        sends, receives: ``(other worker, region of a tensor)``.
+    """
+
+    __slots__ = ("receives", "sends")
+
+    def __init__(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> None:
+        self.sends = sends
+        self.receives = receives
+
+
 class Communicator(ABC):
     """One worker's link to the others of its world.
 
@@ -120,17 +134,24 @@ class Communicator(ABC):
         timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
         released: whether :meth:`release` has left it unusable.
         where: what this worker does just now; an error of a wait names it.
+        recorder: what is told of all that goes through this communicator, and passes it on; None if nothing is.
     """
 
     rank: int
     size: int
     absent: int = -1
     released: bool = False
+    recorder: Communicator | None = None
 
     def __init__(self) -> None:
         self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
         self.where: object = "an exchange"
         self._calls: dict[Group, Calls] = {}
+
+    @property
+    def through(self) -> Communicator:
+        """What messages go through: the recorder, if there is one, else this communicator."""
+        return self.recorder or self
 
     def calls(self, group: Group) -> Calls:
         """How many exchanges a group of workers has begun, as this worker counts them: the same object every time."""
@@ -147,16 +168,23 @@ class Communicator(ABC):
                 equal tags arrive in the order they were sent.
         """
 
-    def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
-        """The same for parts of tensors: a back-end that reads memory by address needs no views of them."""
-        sends, receives = traffic.messages(tensors)
+    def prepare(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Prepared:
+        """Prepare an exchange of regions of tensors: a back-end that reads memory by address describes them once."""
+        return Prepared(sends, receives)
+
+    def start(self, prepared: Prepared, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        """Begin a prepared exchange, now that its tensors are there."""
+        sends, receives = (
+            [(worker, view.take(tensors)) for worker, view in messages]
+            for messages in (prepared.sends, prepared.receives)
+        )
         return self.exchange(sends, receives, tag)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         """Copy the root's tensor into the (contiguous) tensor of every other member."""
         if self.rank == group[0]:
-            return self.exchange([(worker, tensor) for worker in group[1:]], [])
-        return self.exchange([], [(group[0], tensor)])
+            return self.through.exchange([(worker, tensor) for worker in group[1:]], [])
+        return self.through.exchange([], [(group[0], tensor)])
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         """Add the (contiguous) tensors x of all members into the root's y.
@@ -165,17 +193,17 @@ class Communicator(ABC):
         """
         if self.rank != group[0]:
             assert x is not None
-            return self.exchange([(group[0], x)], [])
+            return self.through.exchange([(group[0], x)], [])
         assert y is not None
         return self._sum_into(y, [] if x is None else [x], group[1:])
 
     def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int]) -> Pending:
-        rooms = [empty(y.shape, y.dtype, y) for _ in sources]
-        pending = self.exchange([], list(zip(sources, rooms, strict=True)))
+        buffers = [empty(y.shape, y.dtype, y) for _ in sources]
+        pending = self.through.exchange([], list(zip(sources, buffers, strict=True)))
 
         def finish() -> None:
             pending.wait()
-            fold_into(y, [*own, *rooms])
+            fold_into(y, [*own, *buffers])
 
         return Pending(finish)
 
@@ -191,16 +219,17 @@ class Communicator(ABC):
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}
         others = [worker for worker in slices if worker != self.rank]
         mine = y[slices.get(self.rank, slice(0, 0))]
-        rooms = {w: empty(mine.shape, y.dtype, y) for w in group if w != self.rank and mine.numel()}
-        adding = self.exchange([(worker, x[slices[worker]]) for worker in others], list(rooms.items()))
+        buffers = {w: empty(mine.shape, y.dtype, y) for w in group if w != self.rank and mine.numel()}
+        adding = self.through.exchange([(worker, x[slices[worker]]) for worker in others], list(buffers.items()))
 
         def finish() -> None:
             adding.wait()
             if mine.numel():
                 own = x[slices[self.rank]]
-                fold_into(mine, [own if worker == self.rank else rooms[worker] for worker in group])
+                fold_into(mine, [own if worker == self.rank else buffers[worker] for worker in group])
             if not whole:
-                self.exchange([(w, mine) for w in rooms], [(worker, y[slices[worker]]) for worker in others]).wait()
+                again = [(w, mine) for w in buffers], [(worker, y[slices[worker]]) for worker in others]
+                self.through.exchange(*again).wait()
 
         return Pending(finish)
 
@@ -210,7 +239,8 @@ class Communicator(ABC):
         gathered[group.index(self.rank)] = tensor
         others = [(place, worker) for place, worker in enumerate(group) if worker != self.rank]
         if tensor.numel():
-            self.exchange([(w, tensor) for _, w in others], [(w, gathered[place]) for place, w in others]).wait()
+            sends, receives = [(w, tensor) for _, w in others], [(w, gathered[place]) for place, w in others]
+            self.through.exchange(sends, receives).wait()
         return gathered
 
     def all_max(self, group: Group, words: IntArray) -> IntArray:
@@ -257,11 +287,11 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return empty(tensor.shape, tensor.dtype, tensor).copy_(tensor)
 
 
-def deliver(tensor: torch.Tensor, room: torch.Tensor) -> None:
-    """Copy what has arrived in a room of its own to the tensor for which it is; nothing if that is its room."""
-    if room.data_ptr() != tensor.data_ptr():
+def deliver(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy what has arrived in a buffer to the tensor for which it is; nothing if it has arrived there."""
+    if buffer.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
-            tensor.copy_(room)
+            tensor.copy_(buffer)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd import forward_ad
 
 from distdl.boxes import Shape, shape
 from distdl.comm import Group
+from distdl.derivatives import Derivatives
 from distdl.encoding import DTYPES
 from distdl.groups import IntArray
 from distdl.layout import Layout, Lookup
 from distdl.partition import Partition
 from distdl.rows import Rows
 
-
-class Carried(NamedTuple):
-    """What tensors carry along for differentiation, on any member.
-
-    Attributes:
-        gradient: one requires a gradient (and grad mode is on).
-        tangent: one has a forward-mode derivative.
-        tangent_gradient: one has a forward-mode derivative that itself requires a gradient.
-    """
-
-    gradient: bool
-    tangent: bool = False
-    tangent_gradient: bool = False
-
-    @classmethod
-    def by(cls, tensor: torch.Tensor, mode: bool) -> Carried:
-        """What this worker's tensor carries."""
-        tangent = forward_ad.unpack_dual(tensor).tangent
-        gradient = mode and tensor.requires_grad
-        return cls(gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad)
-
-    def __or__(self, other: Carried) -> Carried:
-        return Carried(*map(operator.or_, self, other))
+Carried = Derivatives
 
 
 @dataclass(frozen=True, eq=False)
 class Headers:
-    """What each member reported, one row of integers each: dtype, rank and extents of each tensor, then the extras."""
+    """What each member reported, one row of integers each: dtype, rank and extents of each tensor, then the extras.
+
+    Attributes:
+        members: those that reported.
+        rows: what they reported.
+        tensors, dims: how many tensors each has, and the largest rank of one.
+        derivatives: of each tensor, what it carries on any member.
+        own: shapes of this worker's tensors.
+    """
 
     members: Group
     rows: Rows
     tensors: int
     dims: int
+    derivatives: tuple[Derivatives, ...] = ()
+    own: tuple[Shape, ...] = ()
 
     def _columns(self, tensor: int) -> int:
         return tensor * (2 + self.dims)

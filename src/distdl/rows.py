@@ -101,7 +101,7 @@ def bring_together(
         found = along_axes(comm, members, np.where(read, row, UNSAID), grid)
         if found is not None:
             return found
-    return Listed(members, comm.all_gather(members, torch.from_numpy(row)).numpy())
+    return Listed(members, comm.through.all_gather(members, torch.from_numpy(row)).numpy())
 
 
 def along_axes(comm: Communicator, members: Group, row: IntArray, grid: Partition) -> Marginal | None:
@@ -114,9 +114,9 @@ def along_axes(comm: Communicator, members: Group, row: IntArray, grid: Partitio
     mine = ends - shape + grid.index_of(comm.rank)
     table = np.full((int(ends[-1]), len(row)), UNSAID, dtype=np.int64)
     table[mine] = row
-    table = comm.all_max(members, table.ravel()).reshape(table.shape)
+    table = comm.through.all_max(members, table.ravel()).reshape(table.shape)
     differs = ((table[mine] != row) & (row != UNSAID)).astype(np.int64)
-    differs = comm.all_max(members, differs.ravel()).reshape(differs.shape)
+    differs = comm.through.all_max(members, differs.ravel()).reshape(differs.shape)
     if differs.all(axis=0).any():
         return None
     return Marginal(grid, np.split(table, ends[:-1]), differs.argmin(axis=0))

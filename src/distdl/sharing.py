@@ -30,20 +30,20 @@ def broadcast_value(comm: Communicator, group: Group, value: Any) -> Any:
     """The value of the group's first worker, on all of its members."""
     message = _pack(value) if comm.rank == group[0] else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([message.numel()])
-    comm.broadcast(group, length).wait()
+    comm.through.broadcast(group, length).wait()
     if comm.rank != group[0]:
         message = torch.empty(int(length), dtype=torch.uint8)
-    comm.broadcast(group, message).wait()
+    comm.through.broadcast(group, message).wait()
     return _unpack(comm, group[0], message)
 
 
 def gather_values(comm: Communicator, group: Group, value: Any) -> list[Any]:
     """The values of all members, in the order of the group, on every member."""
     message = _pack(value)
-    lengths = comm.all_gather(group, torch.tensor([message.numel()])).flatten().tolist()
+    lengths = comm.through.all_gather(group, torch.tensor([message.numel()])).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: message.numel()] = message
-    messages = comm.all_gather(group, padded)
+    messages = comm.through.all_gather(group, padded)
     return [_unpack(comm, w, m[:n]) for w, m, n in zip(group, messages, lengths, strict=True)]
 
 

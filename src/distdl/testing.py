@@ -12,15 +12,16 @@ from typing import Any
 import torch
 
 from distdl.boxes import Interval, balanced
-from distdl.comm import Communicator, Group, IntArray, Message, Pending
+from distdl.comm import Communicator, Group, Message, Pending
 from distdl.launch import run_workers
 from distdl.layout import Layout
 from distdl.partition import Partition
+from distdl.recording import Call, Recording
 
 __all__ = ["Counting", "Silent", "assert_adjoint", "assert_matches_sequential", "run_workers"]
 
 
-class Counting(Communicator):
+class Counting(Recording):
     """A communicator that passes everything on to another one and keeps count.
 
     Build partitions on it: ``Partition(Counting(distdl.world().comm))``.
@@ -31,9 +32,7 @@ class Counting(Communicator):
     """
 
     def __init__(self, inner: Communicator) -> None:
-        super().__init__()
-        self.inner = inner
-        self.rank, self.size, self.absent = inner.rank, inner.size, inner.absent
+        super().__init__(inner, begun=self._count)
         self.reset()
 
     def reset(self) -> None:
@@ -42,35 +41,10 @@ class Counting(Communicator):
         self.received: Counter[int] = Counter()
         self.log: list[tuple[str, Group]] = []
 
-    def _note(self, name: str, workers: Sequence[int]) -> None:
-        self.inner.where = self.where
-        self.log.append((name, tuple(workers)))
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
-        self._note("exchange", [worker for worker, _ in (*sends, *receives)])
-        self.sent.update(worker for worker, _ in sends)
-        self.received.update(worker for worker, _ in receives)
-        return self.inner.exchange(sends, receives, tag)
-
-    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
-        self._note("broadcast", group)
-        return self.inner.broadcast(group, tensor)
-
-    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
-        self._note("sum", group)
-        return self.inner.sum(group, x, y)
-
-    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        self._note("all_sum", group)
-        return self.inner.all_sum(group, x, y)
-
-    def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        self._note("all_gather", group)
-        return self.inner.all_gather(group, tensor)
-
-    def all_max(self, group: Group, words: IntArray) -> IntArray:
-        self._note("all_max", group)
-        return self.inner.all_max(group, words)
+    def _count(self, call: Call) -> None:
+        self.log.append((call.operation, call.workers))
+        self.sent.update(worker for worker, _ in call.sends)
+        self.received.update(worker for worker, _ in call.receives)
 
 
 class Silent(Communicator):

@@ -10,13 +10,13 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 CORE = [
     # floor 0: values
-    "boxes", "windows", "transposed", "borders", "memory", "traffic", "comm", "encoding", "groups", "sharing",
-    "partition", "cartesian", "layout",
+    "boxes", "windows", "transposed", "borders", "memory", "view", "comm", "label", "derivatives", "encoding", "groups",
+    "sharing", "partition", "cartesian", "layout",
     # floor 1: plans
     "plan", "planning", "rows", "header", "agreement",
     # floor 2: exchange, back-ends, worlds
-    "parcels", "program", "route", "exchange", "jobs", "backends", "backends.serial",
-    "backends.threaded", "backends.torch_distributed",
+    "exchange.packing", "exchange.program", "exchange.operator", "exchange", "route", "recording", "jobs", "backends",
+    "backends.serial", "backends.threaded", "backends.torch_distributed",
     "backends.mpi.process", "backends.mpi.messages", "backends.mpi.communicator", "backends.mpi",
     "worlds", "processes", "launch",
     "bookkeeping",

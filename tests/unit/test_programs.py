@@ -7,9 +7,9 @@ import pytest
 import torch
 from plans import NAMES, plans
 
-from distdl import program
 from distdl.comm import Communicator, Pending
-from distdl.program import Program
+from distdl.exchange import program
+from distdl.exchange.program import Program
 
 
 class Post(Communicator):

@@ -69,15 +69,15 @@ class TorchCommunicator(Communicator):
         group = self._group(self._world, direct)
         arrivals = [(source, tensor, self._landing(tensor)) for source, tensor in receives]
         departures = [(target, self._readable(tensor)) for target, tensor in sends]
-        calls = [(group.recv, room, worker) for worker, _, room in arrivals]
+        calls = [(group.recv, buffer, worker) for worker, _, buffer in arrivals]
         calls += [(group.send, tensor, worker) for worker, tensor in departures]
         works = self._post_nccl(group, calls) if direct else [(w, call([as_bytes(t)], w, tag)) for call, t, w in calls]
 
         def finish() -> None:
             for worker, work in works:
                 self._finish(work, (worker,))
-            for _, tensor, room in arrivals:
-                deliver(tensor, room)
+            for _, tensor, buffer in arrivals:
+                deliver(tensor, buffer)
             departures.clear()  # until here their memory had to live
 
         return Pending(finish)
@@ -92,30 +92,30 @@ class TorchCommunicator(Communicator):
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         sends = self.rank == group[0]
-        room = self._readable(tensor) if sends else self._landing(tensor)
+        buffer = self._readable(tensor) if sends else self._landing(tensor)
         handle = self._group(group, self._direct(tensor))
-        work = handle.broadcast(as_bytes(room), sorted(group).index(group[0]), self._limit)
-        return self._pending(work, group, room if sends else tensor, room)
+        work = handle.broadcast(as_bytes(buffer), sorted(group).index(group[0]), self._limit)
+        return self._pending(work, group, buffer if sends else tensor, buffer)
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
         if tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
             return super().sum(group, x, y)
         # gloo leaves partial sums in the tensors of the other members, so those give a copy
-        room = self._readable(tensor).clone() if y is None else self._landing(y)
+        buffer = self._readable(tensor).clone() if y is None else self._landing(y)
         if y is not None:
-            begin_with(room, x)
+            begin_with(buffer, x)
         handle = self._group(group, self._direct(tensor))
-        work = handle.reduce(room, sorted(group).index(group[0]), dist.ReduceOp.SUM, self._limit)
-        return self._pending(work, group, room if y is None else y, room)
+        work = handle.reduce(buffer, sorted(group).index(group[0]), dist.ReduceOp.SUM, self._limit)
+        return self._pending(work, group, buffer if y is None else y, buffer)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
         if y.dtype not in _SUMS or len(group) < 3:
             return super().all_sum(group, x, y)
-        room = self._landing(y)
-        room.copy_(x)
-        work = self._group(group, self._direct(y)).allreduce(room, dist.ReduceOp.SUM, self._limit)
-        return self._pending(work, group, y, room)
+        buffer = self._landing(y)
+        buffer.copy_(x)
+        work = self._group(group, self._direct(y)).allreduce(buffer, dist.ReduceOp.SUM, self._limit)
+        return self._pending(work, group, y, buffer)
 
     def all_max(self, group: Group, words: IntArray) -> IntArray:
         if len(group) < 3:
@@ -175,10 +175,10 @@ class TorchCommunicator(Communicator):
         finally:
             self._watch.end()
 
-    def _pending(self, work: Any, group: Group, tensor: torch.Tensor, room: torch.Tensor) -> Pending:
+    def _pending(self, work: Any, group: Group, tensor: torch.Tensor, buffer: torch.Tensor) -> Pending:
         def finish() -> None:
             self._finish(work, group)
-            deliver(tensor, room)
+            deliver(tensor, buffer)
 
         return Pending(finish)
 

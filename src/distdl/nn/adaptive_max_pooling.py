@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from distdl.boxes import Interval, Shape, runs, shape
-from distdl.exchange import move
 from distdl.header import Carried, Headers
 from distdl.layout import Layout
 from distdl.nn.adaptive_pooling import AdaptivePooling, parts_of
@@ -20,7 +19,7 @@ from distdl.nn.runs import Runs
 from distdl.nn.window_pooling import in_space
 from distdl.partition import Partition
 from distdl.planning import copy
-from distdl.route import Route
+from distdl.route import Route, move
 from distdl.windows import adaptive
 
 

@@ -18,9 +18,9 @@ from torch.nn import functional
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, balanced, shape
 from distdl.encoding import HALVES
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn.module import Module, Option, local, stay
 from distdl.nn.runs import Runs, along
@@ -28,7 +28,7 @@ from distdl.nn.window_pooling import ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import copy
-from distdl.route import Route
+from distdl.route import Route, move
 from distdl.windows import adaptive
 
 
@@ -59,7 +59,7 @@ class AdaptivePooling(Module):
         check_axes_of(name, P_x, self.space)
         self.P_x = P_x
         self.output_size = _sizes(name, output_size, self.space)
-        self._name = f"{name} (P_x: {P_x}; output {'x'.join(map(str, self.output_size))})"
+        self._name = Label(f"{name} (P_x: {P_x}; output {'x'.join(map(str, self.output_size))})")
         self._results = ResultTypes(self.sample, (1,) * (self.space + 2))
         identity = (self.output_size, P_x.workers.shape, *options)
         self._agreement = Agreement.among(P_x, self._name, identity, self._derive)

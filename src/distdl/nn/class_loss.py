@@ -16,8 +16,8 @@ from torch.nn import functional
 from distdl.agreement import Agreement, Decision, can_be_read
 from distdl.boxes import Shape, shape
 from distdl.encoding import HALVES, carries_gradients
-from distdl.exchange import move
 from distdl.header import Carried, Headers
+from distdl.label import Label
 from distdl.layout import Layout, Lookup
 from distdl.nn.loss_base import (
     ABSENT,
@@ -32,7 +32,7 @@ from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
-from distdl.route import Route
+from distdl.route import Route, move
 
 CLASS_NUMBERS = (torch.int64, torch.uint8)
 
@@ -90,7 +90,7 @@ class ClassLoss(Module):
         self.ignore_index, self.reduction = int(ignore_index), reduction
         self._places = P_x[:, :1]
         self._root = P_x.create_partition_inclusive([0])
-        self._name = f"{name} (P_x: {P_x}; {reduction})"
+        self._name = Label(f"{name} (P_x: {P_x}; {reduction})")
         self._classes = 0  # how many the members last agreed on; before that none, and nothing is said of class numbers
         weighted = None if weight is None else tuple(weight.shape)
         identity = (P_x.workers.shape, self.ignore_index, reduction, weighted, *options)

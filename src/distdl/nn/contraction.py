@@ -29,13 +29,13 @@ from distdl.agreement import Agreement
 from distdl.borders import Border
 from distdl.boxes import Box, Shape, balanced, shape
 from distdl.encoding import dtype_code
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout, Lookup
 from distdl.nn.fixed import Fixed
 from distdl.nn.module import Module, blank_shape, local, zeros_on
-from distdl.nn.movements import Movements, Operator
+from distdl.nn.movements import LocalOperator, Movements
 from distdl.nn.padding import Filling
 from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, uniform_parameter
@@ -43,7 +43,7 @@ from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
-from distdl.route import Route
+from distdl.route import Route, move
 from distdl.windows import Intervals
 
 
@@ -81,7 +81,7 @@ class Contraction(Module):
         self._lead = work.workers.ndim - 2 - len(taps)
         self._stored = stored_on(work, self._lead)
         options = (self.in_channels, self.out_channels, taps, groups, bias, work.workers.shape)
-        self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)"
+        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)")
         self._weights, self._biases = self.layouts(taps)
         said = (*options, *self.options())
         parts = (P_x, self._stored, self._biases.partition)
@@ -136,7 +136,7 @@ class Contraction(Module):
     def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The torch operator, on local blocks."""
 
-    def operator(self, window: Box, outputs: Box) -> Operator:
+    def operator(self, window: Box, outputs: Box) -> LocalOperator:
         """The operator of this worker, from its window of x to its block of the partial y."""
         return self.operate
 
@@ -186,7 +186,7 @@ class Contraction(Module):
         return y if go.add is None else move(go.add, y, y.dtype, blank, reduce(or_, carried))
 
     def _local(
-        self, operator: Operator, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape
+        self, operator: LocalOperator, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, result: Shape
     ) -> torch.Tensor:
         channel = len(result) - 1 - len(self.least_space)
         if b is not None and not b.numel() and channel > 0:
@@ -199,8 +199,8 @@ class Contraction(Module):
     def _derive(self, headers: Headers) -> Movements:
         kind, me = type(self).__name__, self._work.comm.rank
         of_weight, of_bias = headers.extras(self._everyone)[:, 1:3].max(axis=0).tolist()
-        check_unfit(self._name, "weight", of_weight, self._weights)
-        check_unfit(self._name, "bias", of_bias, self._biases)
+        check_unfit(str(self._name), "weight", of_weight, self._weights)
+        check_unfit(str(self._name), "bias", of_bias, self._biases)
         shapes = headers.shapes(self.P_x, kind, None if self.extends else self.P_x.workers.ndim)
         P_x, P_y, work = (self._extended(P, shapes.shape[-1]) for P in (self.P_x, self.P_y, self._work))
         owned = Layout.tiled(P_x, shapes.reshape(*P_x.workers.shape, -1))

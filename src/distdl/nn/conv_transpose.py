@@ -16,7 +16,7 @@ from distdl.layout import Layout
 from distdl.nn.conv import Kernels
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import check_buffer_manager
-from distdl.nn.movements import Operator
+from distdl.nn.movements import LocalOperator
 from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
 from distdl.transposed import Crop, Transposed
@@ -110,7 +110,7 @@ class TransposedConvolution(Kernels):
         if self.groups == 1:
             grid, columns = stored.T, outputs
         else:
-            parts = _parts_of_groups(self._name, self.groups, self._group[1], outputs)
+            parts = _parts_of_groups(str(self._name), self.groups, self._group[1], outputs)
             grid, columns = stored.reshape(out // parts, parts), balanced(self._group[1], parts)
             rows = self.input_channels(outputs)[::parts]
         weights = Layout.of(grid.reshape(*grid.workers.shape, *[1] * len(taps)), [rows, columns, *kernel])
@@ -154,7 +154,7 @@ class TransposedConvolution(Kernels):
         # where there is nothing to compute: on the smallest operands, a channel for each group
         return Local(self._geometry, x.shape[1], (Crop(0, 0, 0, 0),) * self.space)(x, weight, bias)
 
-    def operator(self, window: Box, outputs: Box) -> Operator:
+    def operator(self, window: Box, outputs: Box) -> LocalOperator:
         if not volume(window) or not volume(outputs):
             return self.operate
         first, stop = window[1]

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from distdl.boxes import balanced
 from distdl.encoding import HALVES
-from distdl.exchange import move
 from distdl.header import Carried
 from distdl.layout import Layout
 from distdl.nn.class_loss import ClassLoss, Movements, filled
@@ -17,6 +16,7 @@ from distdl.nn.module import Option, local
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import copy
+from distdl.route import move
 
 
 class DistributedCrossEntropyLoss(ClassLoss):

@@ -10,6 +10,7 @@ from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape
 from distdl.encoding import carries_gradients
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn.module import Module, Option
 from distdl.nn.repeats import CallCount, checked
@@ -54,7 +55,7 @@ class Dropout(Module):
         self.calls = CallCount()
         seed, kind, place = next_key(P_x.comm, "layer")
         self._marks = (seed // 2**32, seed % 2**32, kind, place)  # a header's integers have a sign
-        self._name = f"{name} (P_x: {P_x}; p: {p})"
+        self._name = Label(f"{name} (P_x: {P_x}; p: {p})")
         self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, p), self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

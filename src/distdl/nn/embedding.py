@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, shape
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.memory import kind_without_memory
 from distdl.nn.fixed import Fixed, takes_partitions
@@ -22,7 +22,7 @@ from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast
-from distdl.route import Route
+from distdl.route import Route, move
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class DistributedEmbedding(Module):
         self.padding_idx = _row(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self._everyone = P_x | P_y | work
-        self._name = f"DistributedEmbedding (P_x: {P_x}; P_y: {P_y}; {num_embeddings} rows, {embedding_dim} columns)"
+        self._name = Label(
+            f"DistributedEmbedding (P_x: {P_x}; P_y: {P_y}; {num_embeddings} rows, {embedding_dim} columns)"
+        )
         options = (self.num_embeddings, self.embedding_dim, self.padding_idx, work.workers.shape)
         self._agreement = Agreement.among(self._everyone, self._name, options, self._derive)
         self._stored = work[(slice(0, 1),) * P_x.workers.ndim]
@@ -179,7 +181,7 @@ class DistributedEmbedding(Module):
                 raise ValueError(
                     f"{self._name} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
                 )
-        check_unfit(self._name, "weight", headers.extras(self._everyone)[..., 2].max().item(), self._weights)
+        check_unfit(str(self._name), "weight", headers.extras(self._everyone)[..., 2].max().item(), self._weights)
         headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
         p_x = P_x.workers.shape
         P_along_both, P_along_rows = P_x.reshape(*p_x, 1, 1), self.P_y.reshape(*p_x, 1, len(columns))

@@ -13,13 +13,13 @@ import torch
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape
 from distdl.encoding import HALVES, carries_gradients
-from distdl.exchange import move
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout, Lookup
 from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
 from distdl.planning import broadcast
-from distdl.route import Route
+from distdl.route import Route, move
 
 ABSENT = torch.empty(0, 0)  # stands in an agreement for a weight that is None; no weight that fits has this shape
 _WEIGHT, _POS_WEIGHT = 2, 3  # which of the tensors they are that are agreed on
@@ -87,7 +87,7 @@ class DistributedLossBase(Module):
         self.register_buffer("weight", weight)
         self.register_buffer("pos_weight", pos_weight)
         self._root = P_x.create_partition_inclusive([0])
-        self._name = f"{type(self).__name__} (P_x: {P_x}; {reduction})"
+        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; {reduction})")
         weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
         self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, options, weights), self._derive)
 
@@ -217,7 +217,7 @@ def outside(x: torch.Tensor, target: Any, reduction: str) -> torch.Tensor:
     return y if reduction == "none" else differentiable(y)
 
 
-def sum_to_root(headers: Headers, root: Partition, P: Partition, shape: Shape, name: str) -> Route:
+def sum_to_root(headers: Headers, root: Partition, P: Partition, shape: Shape, name: Label) -> Route:
     """The sum of tensors of one shape over the workers of P, on the root."""
     shapes = Lookup(headers.members, lambda worker: shape)
     return Route(broadcast(root, P, shapes, P.comm.rank).T, P.comm, headers.members, name)

@@ -11,12 +11,12 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.encoding import can_be_added, carries_gradients
-from distdl.exchange import move
 from distdl.header import Carried, Headers
+from distdl.label import Label
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.plan import Plan
-from distdl.route import Route
+from distdl.route import Route, move
 
 Value = TypeVar("Value")
 
@@ -115,7 +115,7 @@ class Primitive(Module):
         self.preserve_batch = preserve_batch
         self._member = P_x.comm.rank in team
         self._last: Route | None = None  # what the latest forward moved along
-        self._name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})"
+        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})")
         places = [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (P_x, P_y)]
         self._agreement = Agreement.among(team, self._name, (options, places), self._derive, (P_x, P_y), (P_x,))
 

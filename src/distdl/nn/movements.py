@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from distdl.boxes import Shape
-from distdl.exchange import move, move_together
+from distdl.exchange import Operator, move_together
 from distdl.header import Carried
 from distdl.nn.module import stay
 from distdl.nn.padding import Filling
-from distdl.route import Load, Route
+from distdl.route import Route, move
 
-Operator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+LocalOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Movements:
     filling: Filling
     dtypes: tuple[torch.dtype, torch.dtype]
     parts: tuple[Shape, ...]
-    operator: Operator
+    operator: LocalOperator
     result: Shape | None
 
     def move_in(
@@ -56,18 +56,22 @@ class Movements:
             blank: shape of x on workers that get none.
         """
         routes = [route for route in (self.align, self.spread) if route is not None]
-        loads = [route.load(self.dtypes[0], blank, carried[0]) for route in routes]
-        first: list[tuple[Load, Any]] = [(load, x) for load in loads[:1]]
+        first: list[tuple[Operator, tuple[torch.Tensor, ...]]] = []
+        for route in routes[:1]:
+            y = route.plan.outputs.get(route.comm.rank, blank)
+            first.append((route.operator(self.dtypes[0], carried[0], (tuple(x.shape),), (y,)), (x,)))
         if self.parameters is not None:
-            both = self.parameters.load(self.dtypes[1], (0,), reduce(or_, carried[1:]), self.parts)
-            first.append((both, (w,) if b is None else (w, b)))
+            given = (w,) if b is None else (w, b)
+            shapes = [tuple(one.shape) for one in given]
+            both = self.parameters.operator(self.dtypes[1], reduce(or_, carried[1:]), shapes, self.parts)
+            first.append((both, given))
         if first:
             moved: list[Any] = move_together(*zip(*first, strict=True))
-            x = moved[0] if loads else x
+            x = moved[0] if routes else x
             if self.parameters is not None:
-                w, b = (*moved[-1], None)[:2]
-        if not any(load.recorded for load, _ in first):
+                w, b = moved[-1] if len(self.parts) == 2 else (moved[-1], None)
+        if not any(one.recorded for one, _ in first):
             x = stay(x, reduce(or_, carried))
-        for load in loads[1:]:
-            x = move(load.route, x, load.dtype, load.blank, load.carried)
+        for route in routes[1:]:
+            x = move(route, x, self.dtypes[0], blank, carried[0])
         return x, w, b

@@ -22,9 +22,9 @@ import torch
 from distdl.agreement import Agreement
 from distdl.boxes import Interval, Shape, balanced, shape
 from distdl.encoding import carries_gradients
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Carried, Headers
+from distdl.label import Label
 from distdl.layout import Layout, Lookup
 from distdl.nn.affine import affine, less
 from distdl.nn.module import Module, stay, zeros_on
@@ -33,7 +33,7 @@ from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.planning import broadcast, copy
-from distdl.route import Route
+from distdl.route import Route, move
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Normalisation(Module):
         self.P_x, self.eps, self._extents = P_x, eps, dict(extents)
         self._blocks = {dim: balanced(extent, places[dim]) for dim, extent in extents.items()}
         self._stored = P_x[tuple(slice(None if dim in extents else 1) for dim in range(len(places)))]
-        self._name = f"{type(self).__name__} (P_x: {P_x}; {dims(list(extents.values()))})"
+        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; {dims(list(extents.values()))})")
         identity = (eps, self._extents, parameters, options, places)
         self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
         self._given = self.names[:parameters]

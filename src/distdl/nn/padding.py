@@ -13,14 +13,14 @@ from torch.nn import functional
 from distdl.agreement import Agreement
 from distdl.borders import PADDING_MODES, Border
 from distdl.boxes import Box, Shape, balanced
-from distdl.exchange import move
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.memory import is_channels_last
 from distdl.nn.module import Module, Option, no_view
 from distdl.partition import Partition
 from distdl.planning import copy
-from distdl.route import Route
+from distdl.route import Route, move
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +89,7 @@ class DistributedPad(Module):
         widths = ((0, 0),) * (P_x.workers.ndim - len(pairs)) + tuple(reversed(pairs))
         self._first = P_x.workers.ndim - len(pairs)
         self._border = Border("zeros" if mode == "constant" and value == 0 else mode, widths)
-        self._name = f"DistributedPad (P_x: {P_x}; padding {self.padding}, {mode})"
+        self._name = Label(f"DistributedPad (P_x: {P_x}; padding {self.padding}, {mode})")
         options = (widths, mode, value, P_x.workers.shape)
         self._agreement = Agreement.among(P_x, self._name, options, self._derive)
 

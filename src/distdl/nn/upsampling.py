@@ -9,14 +9,14 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Shape, balanced
-from distdl.exchange import move
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn.module import Module, Option, check_buffer_manager, stay
 from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
 from distdl.planning import copy
-from distdl.route import Route
+from distdl.route import Route, move
 from distdl.windows import reading
 
 
@@ -66,7 +66,7 @@ class DistributedUpsample(Module):
         self._mode = Mode.of(name, P_x.workers.ndim - 2, mode, align_corners, scale_factor)
         self.size = None if size is None else _shape(name, size, P_x)
         self.scale_factor, self.mode, self.align_corners = self._mode.factors, mode, self._mode.align_corners
-        self._name = f"{name} (P_x: {P_x}; {mode} to {size if scale_factor is None else scale_factor})"
+        self._name = Label(f"{name} (P_x: {P_x}; {mode} to {size if scale_factor is None else scale_factor})")
         self._agreement = Agreement.among(P_x, self._name, (self._mode, self.size, P_x.workers.shape), self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,14 @@ import torch
 
 from distdl.agreement import Agreement
 from distdl.boxes import Box, Shape, shape
-from distdl.exchange import move
 from distdl.groups import dims
 from distdl.header import Headers
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn.module import Module, Option, check_buffer_manager, local, stay
 from distdl.partition import Partition
 from distdl.planning import copy
-from distdl.route import Route
+from distdl.route import Route, move
 from distdl.windows import PoolSliding
 
 
@@ -96,7 +96,7 @@ class Pooling(Module):
         check_axes_of(name, P_x, self.space)
         if any(2 * p > k for p, k in zip(self._sliding.padding, self._sliding.kernel, strict=True)):
             raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel_size}")
-        self._name = f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})"
+        self._name = Label(f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})")
         self.kernel_size, self.stride = self._sliding.kernel, self._sliding.stride
         self.padding, self.dilation = self._sliding.padding, self._sliding.dilation
         self.ceil_mode = self._sliding.ceil_mode

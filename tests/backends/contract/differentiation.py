@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from contract.common import pair
 from distdl.boxes import runs
-from distdl.exchange import move_together
-from distdl.header import Carried
+from distdl.derivatives import Derivatives
+from distdl.exchange import Operator, move_together
+from distdl.label import Label
 from distdl.layout import Layout
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
 from distdl.planning import broadcast as broadcast_plan
 from distdl.planning import copy as copy_plan
-from distdl.route import Load, Route
 from distdl.rows import along_axes
 from distdl.testing import Counting
 from distdl.utilities.torch import zero_volume_tensor
@@ -94,9 +94,8 @@ def check_what_moves_together_is_differentiated_as_what_moves_alone():
     P = distdl.Partition(Counting(distdl.world().comm))
     line, members = P.reshape(P.size), tuple(range(P.size))
     widths = Layout.of(line, [runs([2 + worker for worker in range(P.size)])])
-    gather = Route(copy_plan(widths, widths.gathered([0]), P.rank), P.comm, members, "gather")
-    shapes = dict.fromkeys(members, (3,))
-    spread = Route(broadcast_plan(line[:1], line, shapes, P.rank), P.comm, members, "spread")
+    gather = copy_plan(widths, widths.gathered([0]), P.rank)
+    spread = broadcast_plan(line[:1], line, dict.fromkeys(members, (3,)), P.rank)
     weights = torch.arange(1.0, 1 + widths.extents[0]).double() * (1 + P.rank)
     results = []
     for together in (True, False):
@@ -104,11 +103,16 @@ def check_what_moves_together_is_differentiated_as_what_moves_alone():
             x = torch.full((2 + P.rank,), 2.0 + P.rank).double()
             v = torch.full((3,), 5.0).double()
             wanted = [one.requires_grad_() for one, asked in zip((x, v), carried, strict=True) if asked]
-            loads = tuple(Load(r, x.dtype, (0,), Carried(c)) for r, c in zip((gather, spread), carried, strict=True))
+            bring, copy_over = (
+                Operator(
+                    plan, P.comm, members, Label(name), x.dtype, Derivatives(c), [one.shape], [plan.outputs[P.rank]]
+                )
+                for name, plan, one, c in zip(("gather", "spread"), (gather, spread), (x, v), carried, strict=True)
+            )
             if together:
-                y, w = move_together(loads, (x, v))
+                y, w = move_together((bring, copy_over), ((x,), (v,)))
             else:
-                (y,), (w,) = move_together(loads[:1], (x,)), move_together(loads[1:], (v,))
+                y, w = bring(x), copy_over(v)
             assert (y.requires_grad, w.requires_grad) == carried
             P.comm.reset()
             first = torch.autograd.grad((y**3 * weights).sum() * (w**2).sum(), wanted, create_graph=True)

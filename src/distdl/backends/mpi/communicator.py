@@ -19,24 +19,25 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
-from distdl.backends.mpi.messages import TYPES, Messages, Places, lies_in_runs, pieces
+from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
 from distdl.comm import (
     SMALL_SUM,
+    Addressed,
     CommunicationError,
     Communicator,
     Group,
     IntArray,
     Message,
     Pending,
-    Traffic,
+    Prepared,
     begin_with,
     contiguous,
     deliver,
     empty,
 )
 
-_ASK, _ANSWER, _GROUP_TAG, _WORDS_TAG = 32768, 32769, 32770, 32771  # beyond the tags of exchanges
+_ASK, _ANSWER, _GROUP_TAG, _MAXIMUM_TAG = 32768, 32769, 32770, 32771  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
@@ -83,34 +84,34 @@ class MPICommunicator(Communicator):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
         world, requests = self._world, []
-        rooms = [(source, tensor if lies_in_runs(tensor) else self._landing(tensor)) for source, tensor in receives]
-        ready = [(target, tensor if lies_in_runs(tensor) else self._readable(tensor)) for target, tensor in sends]
-        for source, room in rooms:
-            requests += [world.Irecv(piece, source, tag) for piece in pieces(room)]
+        buffers = [(source, tensor if has_datatype(tensor) else self._landing(tensor)) for source, tensor in receives]
+        ready = [(target, tensor if has_datatype(tensor) else self._readable(tensor)) for target, tensor in sends]
+        for source, buffer in buffers:
+            requests += [world.Irecv(piece, source, tag) for piece in pieces(buffer)]
         for target, tensor in ready:
             requests += [world.Isend(piece, target, tag) for piece in pieces(tensor)]
-        workers = [worker for worker, _ in (*rooms, *ready)]
-        deliveries = [(tensor, room) for (_, tensor), (_, room) in zip(receives, rooms, strict=True)]
-        return Messages(self.finish, requests, workers, (rooms, ready), deliveries)
+        workers = [worker for worker, _ in (*buffers, *ready)]
+        deliveries = [(tensor, buffer) for (_, tensor), (_, buffer) in zip(receives, buffers, strict=True)]
+        return Requests(self.finish, requests, workers, (buffers, ready), deliveries)
 
-    def exchange_parts(self, traffic: Traffic, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
-        places = traffic.prepared
-        if places is None:
-            places = traffic.prepared = Places(traffic)
-        if not (places.direct and tensors[0].is_cpu):
-            return super().exchange_parts(traffic, tensors, tag)
+    def prepare(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Prepared:
+        return Regions(sends, receives)
+
+    def start(self, prepared: Prepared, tensors: Sequence[torch.Tensor], tag: int = 0) -> Pending:
+        if not (isinstance(prepared, Regions) and prepared.direct and tensors[0].is_cpu):
+            return super().start(prepared, tensors, tag)
         if self.released:
             self._check_released()
         receive, send = self._world.Irecv, self._world.Isend
-        requests = [receive(where.at(tensors), where.worker, tag) for where in places.receives]
-        requests += [send(where.at(tensors), where.worker, tag) for where in places.sends]
-        return Messages(self.finish, requests, places.workers, tensors)
+        requests = [receive(region.at(tensors), region.worker, tag) for region in prepared.receiving]
+        requests += [send(region.at(tensors), region.worker, tag) for region in prepared.sending]
+        return Requests(self.finish, requests, prepared.workers, tensors)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
         comm, root = self._team(group)
-        room = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
-        requests = [comm.Ibcast(piece, root) for piece in pieces(room)]
-        return self._pending(group, requests, room if self.rank == group[0] else tensor, room)
+        buffer = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
+        requests = [comm.Ibcast(piece, root) for piece in pieces(buffer)]
+        return self._pending(group, requests, buffer if self.rank == group[0] else tensor, buffer)
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
@@ -121,18 +122,18 @@ class MPICommunicator(Communicator):
             ready = self._readable(tensor)
             requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in pieces(ready, typed=True)]
             return self._pending(group, requests, ready, ready)
-        room = self._landing(y)
-        begin_with(room, x)
-        requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in pieces(room, typed=True)]
-        return self._pending(group, requests, y, room)
+        buffer = self._landing(y)
+        begin_with(buffer, x)
+        requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in pieces(buffer, typed=True)]
+        return self._pending(group, requests, y, buffer)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
         if y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
             return super().all_sum(group, x, y)
-        (comm, _), room, ready = self._team(group), self._landing(y), self._readable(x)
-        pairs = zip(pieces(ready, typed=True), pieces(room, typed=True), strict=True)
+        (comm, _), buffer, ready = self._team(group), self._landing(y), self._readable(x)
+        pairs = zip(pieces(ready, typed=True), pieces(buffer, typed=True), strict=True)
         requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pairs]
-        return self._pending(group, requests, y, room, ready)
+        return self._pending(group, requests, y, buffer, ready)
 
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         if len(group) < 3 or tensor.is_cuda or tensor.numel() == 0 or tensor.nbytes > messages.PIECE_BYTES:
@@ -160,14 +161,14 @@ class MPICommunicator(Communicator):
     def _higher(self, other: int, words: IntArray) -> IntArray:
         """The maximum with the words of one other worker: a message each way."""
         self._check_released()
-        heard = np.empty_like(words)
+        received = np.empty_like(words)
         requests = [
-            self._world.Irecv([heard, len(heard), MPI.INT64_T], other, _WORDS_TAG),
-            self._world.Isend([words, len(words), MPI.INT64_T], other, _WORDS_TAG),
+            self._world.Irecv([received, len(received), MPI.INT64_T], other, _MAXIMUM_TAG),
+            self._world.Isend([words, len(words), MPI.INT64_T], other, _MAXIMUM_TAG),
         ]
         if not MPI.Request.Testall(requests):
-            self.finish(requests, (other, other), heard, words)
-        return np.maximum(heard, words, out=heard)
+            self.finish(requests, (other, other), received, words)
+        return np.maximum(received, words, out=received)
 
     def lend(self, workers: Group) -> MPI.Intracomm:
         """An MPI communicator over these workers, in this order, for others than distdl. Collective over them, once."""
@@ -218,11 +219,11 @@ class MPICommunicator(Communicator):
         return made
 
     def _pending(
-        self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, room: torch.Tensor, read: Any = None
+        self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, buffer: torch.Tensor, read: Any = None
     ) -> Pending:
         def finish() -> None:
-            self.finish(requests, group, room, read)
-            deliver(tensor, room)
+            self.finish(requests, group, buffer, read)
+            deliver(tensor, buffer)
 
         return Pending(finish)
 
@@ -238,7 +239,7 @@ class MPICommunicator(Communicator):
         return tensor.cpu().pin_memory()
 
     def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or other room of its shape into which MPI can write by address."""
+        """The tensor, or a buffer of its shape into which MPI can write by address."""
         if tensor.is_cuda and not self._cuda_aware:
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)

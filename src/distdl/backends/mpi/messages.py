@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from distdl.comm import Part, Pending, Traffic, deliver
+from distdl.comm import Addressed, Pending, Prepared, View, deliver
 
 Shape = tuple[int, ...]
 
 # MPI counts are 32-bit integers; larger tensors go in pieces
 PIECE_BYTES = 1 << 30
 BYTE, memory_at = MPI.BYTE, MPI.buffer.fromaddress
-SHORTEST_RUN = 64  # bytes; tensors in shorter runs are packed if they are larger than SHORT_RUNS
-SHORT_RUNS = 1 << 18
+SHORTEST_SEGMENT = 64  # bytes; tensors of shorter contiguous segments are packed if larger than SHORT_SEGMENTS
+SHORT_SEGMENTS = 1 << 18
 TYPES = {
     torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
@@ -30,7 +30,7 @@ TYPES = {
 _all_through = MPI.Request.Testall
 
 
-class Messages(Pending):
+class Requests(Pending):
     """Point-to-point messages under way, and the memory that has to live until they are through."""
 
     __slots__ = ("_complete", "_deliveries", "_memory", "_requests", "_workers")
@@ -50,13 +50,13 @@ class Messages(Pending):
         requests, self._requests = self._requests, []
         if requests and not _all_through(requests):
             self._complete(requests, self._workers, self._memory)
-        for tensor, room in self._deliveries:
-            deliver(tensor, room)
+        for tensor, buffer in self._deliveries:
+            deliver(tensor, buffer)
         self._memory, self._deliveries = None, ()
 
 
-class Runs:
-    """How MPI reads and writes tensors that are not contiguous where they lie: types, made once for each shape.
+class Datatypes:
+    """How MPI reads and writes tensors that are not contiguous where they lie: datatypes, made once for each layout.
 
     Attributes:
         most: how many are kept; those unused for longest are freed first.
@@ -67,7 +67,7 @@ class Runs:
         self._types: OrderedDict[Any, tuple[MPI.Datatype, int] | None] = OrderedDict()
 
     def of(self, shape: Shape, strides: Shape, width: int) -> tuple[MPI.Datatype, int] | None:
-        """The MPI type of a tensor, and the bytes from its first element to its last; None if it has to be packed.
+        """The datatype of a tensor, and the bytes from its first element to its last; None if it has to be packed.
 
         Args:
             shape, strides: in elements.
@@ -86,32 +86,32 @@ class Runs:
 
 
 def _describe(shape: Shape, strides: Shape, width: int) -> tuple[MPI.Datatype, int] | None:
-    run, nbytes = width, prod(shape) * width
+    segment, nbytes = width, prod(shape) * width
     dims = [(n, by * width) for n, by in zip(shape, strides, strict=True) if n > 1]
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    reach = run
+    while dims and dims[-1][1] == segment:
+        segment *= dims.pop()[0]
+    reach = segment
     for n, by in sorted(dims, key=lambda dim: dim[1]):
         if by < reach:
             return None  # the same memory several times
         reach += (n - 1) * by
-    if nbytes > PIECE_BYTES or (run < SHORTEST_RUN and nbytes > SHORT_RUNS):
+    if nbytes > PIECE_BYTES or (segment < SHORTEST_SEGMENT and nbytes > SHORT_SEGMENTS):
         return None
-    kind = BYTE.Create_contiguous(run)
+    kind = BYTE.Create_contiguous(segment)
     for n, by in reversed(dims):  # in the order of a contiguous tensor, which may be at the other end
         narrow, kind = kind, kind.Create_hvector(n, 1, by)
         narrow.Free()
     return kind.Commit(), reach
 
 
-_runs = Runs()
+_datatypes = Datatypes()
 
 
 def _type_of(tensor: torch.Tensor) -> tuple[MPI.Datatype, int] | None:
-    return _runs.of(tensor.shape, tensor.stride(), tensor.element_size())
+    return _datatypes.of(tensor.shape, tensor.stride(), tensor.element_size())
 
 
-def lies_in_runs(tensor: torch.Tensor) -> bool:
+def has_datatype(tensor: torch.Tensor) -> bool:
     """Whether MPI can read and write a tensor where it lies though it is not contiguous, and packing is not faster."""
     return not (tensor.is_contiguous() or tensor.is_cuda) and _type_of(tensor) is not None
 
@@ -121,7 +121,7 @@ def pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
     address, total = tensor.data_ptr(), tensor.nbytes
     if not tensor.is_contiguous():
         described = _type_of(tensor)
-        assert described is not None, "a tensor that does not lie in runs has to be packed"
+        assert described is not None, "a tensor without a datatype is packed"
         return [[memory_at(address, described[1]), 1, described[0]]]
     if not typed and 0 < total <= PIECE_BYTES:
         return [[memory_at(address, total), total, BYTE]]
@@ -134,52 +134,57 @@ def pieces(tensor: torch.Tensor, typed: bool = False) -> list[Any]:
     return found
 
 
-class Place(NamedTuple):
-    """A part of a tensor as MPI finds it from the tensor's address.
+class Region(NamedTuple):
+    """A region of a tensor as MPI finds it from the tensor's address. (:class:`View` says why that is safe.)
 
     Attributes:
+        worker: the other end of the message.
         tensor: which of the tensors.
         offset, reach: bytes to its first element, and from there to the end of its last.
-        runs: shape, strides and width of what does not lie in one run; None if it does.
+        layout: shape, strides and width of what is not contiguous; None if it is.
     """
 
     worker: int
     tensor: int
     offset: int
     reach: int
-    runs: tuple[Shape, Shape, int] | None
+    layout: tuple[Shape, Shape, int] | None
 
     @classmethod
-    def of(cls, part: Part) -> Place | None:
-        """None if the part has to be packed, or goes in pieces."""
-        layout = part.shape, part.strides, part.dtype.itemsize
-        dims = [(n, by) for n, by in zip(part.shape, part.strides, strict=True) if n > 1]
-        if all(by == prod(n for n, _ in dims[d + 1 :]) for d, (_, by) in enumerate(dims)):
-            nbytes = prod(part.shape) * part.dtype.itemsize
-            return None if nbytes > PIECE_BYTES else cls(part.worker, part.place, part.offset, nbytes, None)
-        described = _runs.of(*layout)
-        return described and cls(part.worker, part.place, part.offset, described[1], layout)
+    def of(cls, worker: int, view: View) -> Region | None:
+        """None if the region has to be packed, or goes in pieces."""
+        if view.is_contiguous:
+            nbytes = view.nbytes
+            return None if nbytes > PIECE_BYTES else cls(worker, view.tensor, view.offset, nbytes, None)
+        layout = view.shape, view.strides, view.dtype.itemsize
+        described = _datatypes.of(*layout)
+        return described and cls(worker, view.tensor, view.offset, described[1], layout)
 
     def at(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """As MPI wants it: ``[buffer, count, type]``."""
-        _, tensor, offset, reach, runs = self
+        _, tensor, offset, reach, layout = self
         memory = memory_at(tensors[tensor].data_ptr() + offset, reach)
-        if runs is None:
+        if layout is None:
             return [memory, reach, BYTE]
-        described = _runs.of(*runs)
-        assert described is not None, "a part that does not lie in runs has no place"
+        described = _datatypes.of(*layout)
+        assert described is not None, "a region without a datatype is packed"
         return [memory, 1, described[0]]
 
 
-class Places:
-    """The messages of an exchange as MPI finds them.
+class Regions(Prepared):
+    """A prepared exchange as MPI finds its messages in memory.
 
     Attributes:
         direct: whether it finds all of them. Otherwise some have to be packed, or go in pieces.
+        sending, receiving: the regions, if it does.
+        workers: the other end of each message, receives first.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
-        sends, receives = ([Place.of(part) for part in parts] for parts in (traffic.sends, traffic.receives))
-        self.direct = None not in sends and None not in receives
-        self.sends, self.receives = ([place for place in places if place] for places in (sends, receives))
-        self.workers = [place.worker for place in (*self.receives, *self.sends)]
+    __slots__ = ("direct", "receiving", "sending", "workers")
+
+    def __init__(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> None:
+        super().__init__(sends, receives)
+        sending, receiving = ([Region.of(*message) for message in messages] for messages in (sends, receives))
+        self.direct = None not in sending and None not in receiving
+        self.sending, self.receiving = ([one for one in regions if one] for regions in (sending, receiving))
+        self.workers = [region.worker for region in (*self.receiving, *self.sending)]

@@ -1,0 +1,55 @@
+"""What a tensor carries for differentiation, and how the graph stays connected where nothing is computed."""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+
+class Derivatives(NamedTuple):
+    """What tensors carry along for differentiation, on any member.
+
+    Attributes:
+        gradient: one requires a gradient (and grad mode is on).
+        tangent: one has a forward-mode derivative.
+        tangent_gradient: one has a forward-mode derivative that itself requires a gradient.
+    """
+
+    gradient: bool = False
+    tangent: bool = False
+    tangent_gradient: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, mode: bool) -> Derivatives:
+        """What this worker's tensor carries.
+
+        Args:
+            mode: whether grad mode is on.
+        """
+        tangent = forward_ad.unpack_dual(tensor).tangent
+        gradient = mode and tensor.requires_grad
+        return cls(gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad)
+
+    def __or__(self, other: Derivatives) -> Derivatives:
+        return Derivatives(*map(operator.or_, self, other))
+
+
+NONE = Derivatives()
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a forward-mode derivative."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_differentiated_forward() -> bool:
+    """Whether a level of forward-mode differentiation is open: unlike a tangent, that is the same on every worker."""
+    return forward_ad._current_level >= 0
+
+
+def is_checkpointed() -> bool:
+    """Whether what is saved for backward now is kept by hooks, as inside an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

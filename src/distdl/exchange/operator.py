@@ -1,0 +1,412 @@
+"""Operator: a plan together with the workers that execute it. ``y = op(x)``, and ``op.T`` is the adjoint.
+
+Every member of an operator records the same autograd node, so that each also takes part in its backward: a worker whose
+own tensor needs no gradient is tied in through an *anchor*, a tensor of zero volume that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+from itertools import islice
+from math import prod
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+from torch.profiler import record_function
+
+from distdl.boxes import Shape, whole
+from distdl.comm import Communicator, Group, Pending
+from distdl.derivatives import NONE, Derivatives, has_tangent, is_checkpointed, is_differentiated_forward
+from distdl.encoding import carries_gradients
+from distdl.exchange.packing import pack
+from distdl.exchange.program import Program
+from distdl.label import Label
+from distdl.memory import is_channels_last, readable
+from distdl.plan import Move, Plan, Shapes
+
+_TAGS = 32768
+_PROGRAMS_KEPT = 8
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Operator:
+    """A plan that can be called.
+
+    ``y = op(x)`` does this worker's part; every member calls it. Neither x nor anything that shares its memory is
+    written or returned, except by an identity operator, which returns x itself.
+
+    Where ``inputs`` or ``outputs`` have several shapes, ``op(x, w)`` takes or returns several tensors: they move packed
+    as one vector, which has the shape that the plan gives this worker.
+
+    Args:
+        plan: what moves.
+        comm, members: who executes the plan: every one of the members.
+        label: the layer that moves, for people; its mark tells its messages from those of another layer.
+        dtype: the dtype that moves, as agreed.
+        derivatives: what the tensors carry on any member.
+        inputs, outputs: shapes of this worker's tensors, in elements. Where the plan has none for this worker, they are
+            those of the tensors of zero volume that stand in.
+        keeps_format: y is channels_last where x is. Otherwise it is contiguous.
+        still: nothing moves. Then the operator is the identity.
+    Attributes:
+        recorded: whether the movement is recorded for differentiation, on every member.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: Communicator,
+        members: Group,
+        label: Label,
+        dtype: torch.dtype,
+        derivatives: Derivatives,
+        inputs: Sequence[Shape],
+        outputs: Sequence[Shape],
+        keeps_format: bool = False,
+        still: bool = False,
+    ) -> None:
+        self.plan, self.comm, self.members, self.label = plan, comm, members, label
+        self.dtype, self.derivatives = dtype, derivatives
+        self.inputs, self.outputs = tuple(map(tuple, inputs)), tuple(map(tuple, outputs))
+        self.keeps_format, self.still = keeps_format, still
+        self.recorded = (derivatives.gradient or derivatives.tangent) and carries_gradients(dtype)
+        self._calls = comm.calls(members)
+        self._takes, self._makes = (_planned(shapes.get(comm.rank), own) for shapes, own in self._structures())
+        # whether one tensor becomes one, both in the shapes that the plan gives them
+        self._plain = self.inputs == (self._takes,) and self.outputs == (self._makes,)
+        self._pieces = [] if self._plain else _pieces(self.outputs)
+        self._programs: dict[Any, Program] = {}
+        self._others: dict[Derivatives, Operator] = {derivatives: self}
+
+    def _structures(self) -> list[tuple[Shapes, tuple[Shape, ...]]]:
+        return [(self.plan.inputs, self.inputs), (self.plan.outputs, self.outputs)]
+
+    @classmethod
+    def identity(
+        cls,
+        comm: Communicator,
+        members: Group,
+        label: Label,
+        dtype: torch.dtype,
+        derivatives: Derivatives,
+        shapes: Sequence[Shape],
+    ) -> Operator:
+        """The operator where nothing moves. It returns its tensors as they are."""
+        vector = shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
+        own = {comm.rank: vector}
+        plan = Plan(own, own, (Move(comm.rank, whole(vector), comm.rank, whole(vector)),))
+        return cls(plan, comm, members, label, dtype, derivatives, shapes, shapes, still=True)
+
+    @cached_property
+    def T(self) -> Operator:
+        """The adjoint."""
+        transposed = Operator(
+            self.plan.T, self.comm, self.members, self.label, self.dtype, self.derivatives, self.outputs, self.inputs,
+            self.keeps_format, self.still,
+        )  # fmt: skip
+        transposed.__dict__["T"] = self
+        return transposed
+
+    def deriving(self, derivatives: Derivatives) -> Operator:
+        """The same operator for tensors that carry other derivatives."""
+        other = self._others.get(derivatives)
+        if other is None:
+            other = Operator(
+                self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs, self.outputs,
+                self.keeps_format, self.still,
+            )  # fmt: skip
+            other._programs, other._others = self._programs, self._others
+            self._others[derivatives] = other
+        return other
+
+    def __call__(self, *xs: torch.Tensor) -> Any:
+        """This worker's result: a tensor, or a tuple of as many as there are ``outputs``."""
+        if self.still:
+            return self._stay(xs)
+        if self._plain:
+            return self._move(xs[0])
+        return move_together((self,), (xs,))[0]
+
+    def _move(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.recorded:
+            return self.execute(x.detach())
+        derivatives = self.derivatives
+        bare = (derivatives.gradient and not x.requires_grad) or (derivatives.tangent and not has_tangent(x))
+        anchor = _anchor(x, derivatives) if bare else None
+        y: torch.Tensor = _Apply.apply(self, anchor, x)  # type: ignore[no-untyped-call]
+        return y
+
+    def _stay(self, xs: Tensors) -> Any:
+        """The tensors as they are. Inside an activation checkpoint that is recorded all the same, on every member.
+
+        A checkpoint recomputes its forward only up to the last saved tensor. So every member saves something behind the
+        layer's agreement, or some would come past it again and wait for others that do not.
+        """
+        if is_checkpointed() and self.derivatives.gradient and carries_gradients(xs[0].dtype):
+            anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
+            xs = (_Stay.apply(xs[0], anchor), *xs[1:])  # type: ignore[no-untyped-call]
+        return xs[0] if len(xs) == 1 else xs
+
+    def execute(self, x: torch.Tensor) -> torch.Tensor:
+        """Do this worker's part of the plan, without recording it."""
+        if torch._C._autograd._profiler_enabled():
+            return execute_together((self,), (x,))[0]
+        y, pending = self.begin(x)
+        pending.wait()
+        return y
+
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """Begin to execute the plan. The result is there after the wait."""
+        if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():
+            x = readable(x)  # transports read memory
+        layout = x.shape, x.stride(), x.is_cpu
+        program = self._programs.get(layout) or self._program(layout, x)
+        self.comm.where = self.label
+        calls = self._calls
+        calls.number += 1
+        # the tag of its messages follows from how many exchanges the members have begun, and from the layer
+        return program.begin(x, (calls.number + self.label.mark) % _TAGS)
+
+    def _program(self, layout: Any, x: torch.Tensor) -> Program:
+        shape = self.plan.outputs.get(self.comm.rank)
+        channels_last = self.keeps_format and shape is not None and len(shape) == x.dim() and is_channels_last(x)
+        if len(self._programs) == _PROGRAMS_KEPT:
+            self._programs.clear()
+        program = self._programs[layout] = Program(
+            self.comm, self.plan.pattern, self.plan.schedule(self.comm.rank), x, self._makes, shape is None, self.dtype,
+            channels_last,
+        )  # fmt: skip
+        return program
+
+    def packed(self, xs: Tensors) -> torch.Tensor:
+        """The tensors as the one that moves."""
+        return xs[0] if self._plain else pack(xs).reshape(self._takes)
+
+    def unpacked(self, y: torch.Tensor) -> Tensors:
+        """The results, as views of the one that moved, which begins its memory."""
+        return (y,) if self._plain else tuple(y.as_strided(*piece) for piece in self._pieces)
+
+    def zeros(self, device: torch.device) -> Tensors:
+        """Tensors that this worker may pass where it has nothing to give: zeros."""
+        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
+        return self
+
+    def __repr__(self) -> str:
+        return f"{self.label}: {self.plan!r}"
+
+
+def move_together(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Any]:
+    """Call several operators at once: their messages are under way at the same time, in one autograd node.
+
+    Every member passes the same operators in the same order. They may differ in their members.
+
+    Args:
+        arguments: the tensors of each operator.
+    Returns: the result of each.
+    """
+    moving = [place for place, op in enumerate(operators) if not op.still]
+    if len(moving) == 1 and operators[moving[0]]._plain:
+        found: dict[int, Tensors] = {moving[0]: (operators[moving[0]]._move(arguments[moving[0]][0]),)}
+    else:
+        ops = tuple(operators[place] for place in moving)
+        found = dict(zip(moving, _move_all(ops, [arguments[place] for place in moving]), strict=True))
+    results = []
+    for place, (op, xs) in enumerate(zip(operators, arguments, strict=True)):
+        if op.still:
+            results.append(op(*xs))
+        else:
+            results.append(found[place][0] if len(op.outputs) == 1 else found[place])
+    return results
+
+
+def _move_all(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Tensors]:
+    flat = [x for xs in arguments for x in xs]
+    noted = [op.derivatives for op in operators if op.recorded]
+    if not noted:
+        ys: Tensors = _execute(operators, [x.detach() for x in flat])
+    else:
+        derivatives = reduce(or_, noted)
+        bare = (derivatives.gradient and not any(x.requires_grad for x in flat)) or (
+            derivatives.tangent and not any(map(has_tangent, flat))
+        )
+        anchor = _anchor(flat[0], derivatives) if bare else None
+        ys = _ApplyTogether.apply(operators, anchor, *flat)  # type: ignore[no-untyped-call]
+    return _grouped(ys, [len(op.outputs) for op in operators])
+
+
+def _anchor(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tensor:
+    anchor = torch.empty(0, device=beside.device, requires_grad=derivatives.gradient)
+    return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
+
+
+class _Apply(torch.autograd.Function):
+    """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+        ctx.op, ctx.source = op, _Source(x.shape, x.dtype, x.device)
+        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
+        ctx.set_materialize_grads(False)
+        return op.execute(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
+        op, source, dx = ctx.op, ctx.source, None
+        if op.derivatives.gradient:
+            adjoint = _adjoint(op)
+            dx = source.like(adjoint._move(adjoint.zeros(source.device)[0] if dy is None else dy))
+        return None, _anchored(ctx.needs_input_grad[1], source.device), dx
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
+        op: Operator = ctx.op
+        return _tangent_map(op)._move(ctx.source.tangent(tangents[2]))
+
+
+class _ApplyTogether(torch.autograd.Function):
+    """The same for several operators, or several tensors. Those of which nothing is recorded move, too."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+        ctx.ops, ctx.sources = ops, [_Source(x.shape, x.dtype, x.device) for x in xs]
+        ctx.save_for_backward(_NOTHING)
+        ctx.set_materialize_grads(False)
+        ys = _execute(ops, xs)
+        if not all(op.recorded for op in ops):
+            grouped = zip(ops, _grouped(ys, [len(op.outputs) for op in ops]), strict=True)
+            ctx.mark_non_differentiable(*(y for op, own in grouped if not op.recorded for y in own))
+        return ys
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        device = ctx.sources[0].device
+        adjoints, cotangents = [], []
+        for op, own in zip(ctx.ops, _grouped(dys, [len(op.outputs) for op in ctx.ops]), strict=True):
+            if op.recorded and op.derivatives.gradient:
+                adjoint = _adjoint(op)
+                blank = adjoint.zeros(device) if None in own else own
+                adjoints.append(adjoint)
+                cotangents.append(tuple(zero if dy is None else dy for dy, zero in zip(own, blank, strict=True)))
+        found = iter(_move_all(adjoints, cotangents))
+        dxs: list[torch.Tensor | None] = []
+        sources: Iterator[_Source] = iter(ctx.sources)
+        for op in ctx.ops:
+            if op.recorded and op.derivatives.gradient:
+                dxs += [next(sources).like(dx) for dx in next(found)]
+            else:
+                dxs += [None for _ in islice(sources, len(op.inputs))]
+        return None, _anchored(ctx.needs_input_grad[1], device), *dxs
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        given = [source.tangent(tangent) for tangent, source in zip(tangents[2:], ctx.sources, strict=True)]
+        grouped = zip(ctx.ops, _grouped(given, [len(op.inputs) for op in ctx.ops]), strict=True)
+        ops, xs = zip(*[(_tangent_map(op), own) for op, own in grouped if op.recorded], strict=True)
+        found = iter(_move_all(ops, xs))
+        ys: list[torch.Tensor | None] = []
+        for op in ctx.ops:
+            ys += next(found) if op.recorded else [None] * len(op.outputs)
+        return tuple(ys)
+
+
+class _Stay(torch.autograd.Function):
+    """The identity, which saves a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(anchor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (anchor,) = ctx.saved_tensors
+        return dy, torch.zeros_like(anchor)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+        return tangent
+
+
+class _Source(NamedTuple):
+    """What is to be known of a tensor that has moved, for its derivatives."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def like(self, dx: torch.Tensor) -> torch.Tensor:
+        """A gradient in the dtype of its source."""
+        return dx if dx.dtype is self.dtype else dx.to(self.dtype)
+
+    def tangent(self, given: torch.Tensor | None) -> torch.Tensor:
+        """The tangent of the source; zeros if it has none."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if given is None else given
+
+
+def _adjoint(op: Operator) -> Operator:
+    """How the gradient of what has moved moves back: recorded if this backward is itself differentiated."""
+    mode, forward_mode = torch.is_grad_enabled(), is_differentiated_forward()
+    return op.T.deriving(Derivatives(mode, forward_mode, mode and forward_mode) if mode or forward_mode else NONE)
+
+
+def _tangent_map(op: Operator) -> Operator:
+    return op.deriving(Derivatives(op.derivatives.tangent_gradient))
+
+
+def _anchored(needed: bool, device: torch.device) -> torch.Tensor | None:
+    """The gradient of the anchor."""
+    return torch.zeros(0, device=device) if needed else None
+
+
+def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
+    """The same, with as many at a time in a tuple as counted."""
+    rest = iter(flat)
+    return [tuple(next(rest) for _ in range(count)) for count in counts]
+
+
+def _planned(planned: Shape | None, own: Sequence[Shape]) -> Shape:
+    """The shape in which this worker's tensors move: that of the plan; without one, of those that stand in."""
+    if planned is not None:
+        return planned
+    return own[0] if len(own) == 1 else (sum(map(prod, own)),)
+
+
+def _pieces(shapes: Sequence[Shape]) -> list[tuple[Shape, tuple[int, ...], int]]:
+    """Shape, strides and offset of each of the tensors of which a vector is packed."""
+    pieces, start = [], 0
+    for shape in shapes:
+        pieces.append((shape, torch.empty(shape, device="meta").stride(), start))
+        start += prod(shape)
+    return pieces
+
+
+def _execute(operators: Sequence[Operator], flat: Sequence[torch.Tensor]) -> Tensors:
+    arguments = _grouped(flat, [len(op.inputs) for op in operators])
+    ys = execute_together(operators, [op.packed(xs) for op, xs in zip(operators, arguments, strict=True)])
+    return tuple(part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y))
+
+
+def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
+    """Do this worker's part of several plans at once, without recording it."""
+    if torch._C._autograd._profiler_enabled():
+        with record_function(str(operators[0].label)):
+            return _execute_together(operators, xs)
+    return _execute_together(operators, xs)
+
+
+def _execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
+    begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
+    for _, pending in begun:
+        pending.wait()
+    return tuple(y for y, _ in begun)
+
+
+_NOTHING = torch.empty(0)
