@@ -1,5 +1,6 @@
 """Operators: plans that workers execute, and the programs by which they do."""
 
+from distdl.exchange.composition import Chain, Together
 from distdl.exchange.operator import Operator, move_together
 
-__all__ = ["Operator", "move_together"]
+__all__ = ["Chain", "Operator", "Together", "move_together"]

@@ -1,0 +1,47 @@
+"""Composition: several operators side by side, or one after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from distdl.exchange.operator import Operator, move_together
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Together:
+    """Operators side by side: the first takes as many tensors as it has inputs, the next those behind them, and so on.
+
+    Their messages are under way at the same time. Tensors for which there is no operator pass as they are.
+    """
+
+    def __init__(self, *operators: Operator) -> None:
+        self.operators = operators
+        ends = [sum(len(op.inputs) for op in operators[: place + 1]) for place in range(len(operators))]
+        self._taken = [slice(end - len(op.inputs), end) for op, end in zip(operators, ends, strict=True)]
+        self._rest = slice(ends[-1] if ends else 0, None)
+
+    def __call__(self, *xs: torch.Tensor) -> Tensors:
+        if len(self.operators) == 1:
+            found = [self.operators[0](*xs[self._taken[0]])]
+        else:
+            found = move_together(self.operators, [xs[taken] for taken in self._taken])
+        ys = [y for one in found for y in (one if isinstance(one, tuple) else (one,))]
+        return (*ys, *xs[self._rest])
+
+
+class Chain:
+    """Steps one after the other: each takes what the one before it returns."""
+
+    def __init__(self, *steps: Together) -> None:
+        self.steps = steps
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """All operators, in the order in which they are called."""
+        return tuple(op for step in self.steps for op in step.operators)
+
+    def __call__(self, *xs: torch.Tensor) -> Tensors:
+        for step in self.steps:
+            xs = step(*xs)
+        return xs

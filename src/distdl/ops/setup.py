@@ -1,0 +1,97 @@
+"""What an operation is set up for, and what it is set up as: three steps that each worker makes.
+
+    tensors  --move_in-->  what this worker computes on  --local-->  its partial results  --move_out-->  results
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distdl.boxes import Shape
+from distdl.comm import Communicator, Group
+from distdl.derivatives import Derivatives
+from distdl.exchange import Chain, Operator, Together
+from distdl.label import Label
+from distdl.layout import Layout
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.signature import Signature
+
+
+class Work(NamedTuple):
+    """Where an operation is carried out, by whom, and in whose name.
+
+    Attributes:
+        partition: the workers that compute.
+        members: all that take part: they have some of an input or of a result, or compute.
+        label: of the layer.
+    """
+
+    partition: Partition
+    members: Group
+    label: Label
+
+    @property
+    def comm(self) -> Communicator:
+        return self.partition.comm
+
+    @property
+    def me(self) -> int:
+        """The worker for which the operation is set up."""
+        return self.partition.comm.rank
+
+    def operator(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        derivatives: Derivatives,
+        inputs: Sequence[Shape],
+        blanks: Sequence[Shape] = ((0,),),
+        keeps_format: bool = False,
+    ) -> Operator:
+        """The operator of a plan that moves one tensor, or several of which the results are known.
+
+        Args:
+            inputs: shapes of this worker's tensors.
+            blanks: shapes of its results where the plan has none for it; of several results, always their shapes.
+        """
+        planned = plan.outputs.get(self.me)
+        outputs = [planned] if planned is not None and len(blanks) == 1 else blanks
+        return Operator(
+            plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format=keeps_format
+        )
+
+    def identity(self, dtype: torch.dtype, derivatives: Derivatives, *shapes: Shape) -> Operator:
+        """The operator where nothing moves."""
+        return Operator.identity(self.comm, self.members, self.label, dtype, derivatives, shapes)
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """What follows from signatures, for one worker: ``move_out(local(*move_in(*tensors)))``.
+
+    Attributes:
+        move_in: brings the tensors to where the work is done.
+        local: this worker's part of the work.
+        move_out: brings the result to where it belongs.
+        results: the layout of every result.
+    """
+
+    move_in: Together | Chain
+    local: Callable[..., Any]
+    move_out: Callable[..., Any]
+    results: tuple[Layout, ...] = ()
+
+
+class Op(Protocol):
+    """What a layer computes, as a value: its options, frozen. It knows no parameters, no agreement and no messages."""
+
+    def setup(self, work: Work, *signatures: Signature) -> Setup:
+        """The three steps of one worker, that of ``work``. A pure function.
+
+        Raises: ValueError for signatures that do not fit: the same on every member.
+        """

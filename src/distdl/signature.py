@@ -1,0 +1,28 @@
+"""Signature: what all members know of a tensor once they have agreed on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from distdl.boxes import Shape
+from distdl.derivatives import Derivatives
+from distdl.layout import Layout
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What is known of a tensor that is split over workers, the same on every member but for ``local``.
+
+    Attributes:
+        layout: which box of the global tensor each worker has.
+        dtype: of its elements.
+        derivatives: what it carries on any member.
+        local: shape of this worker's tensor, in elements; where it has none, of the one of zero volume that stands in.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    derivatives: Derivatives
+    local: Shape
