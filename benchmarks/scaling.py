@@ -9,13 +9,13 @@ from math import ceil, log2, prod
 
 import numpy as np
 
-from distdl.boxes import balanced, volume
-from distdl.layout import Layout, Lookup
+from distdl.agreement.rows import Marginal
+from distdl.geometry.boxes import balanced, volume
+from distdl.geometry.windows import sliding
 from distdl.partition import Partition
-from distdl.planning import broadcast, copy
-from distdl.rows import Marginal
+from distdl.partition.layout import Layout, Lookup
+from distdl.plan.planners import broadcast, copy
 from distdl.testing import Silent
-from distdl.windows import sliding
 
 LATENCY = 2e-6  # seconds for a message
 BANDWIDTH = 12.5e9  # bytes per second that a worker sends

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.boxes import balanced, runs, slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs, slices
 from distdl.nn import (
     AllGather,
     AllSumReduce,
@@ -24,8 +23,9 @@ from distdl.nn import (
     SumReduce,
 )
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import all_sum, broadcast, copy, padded_halo
+from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
 
 
 @dataclass

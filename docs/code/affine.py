@@ -14,10 +14,10 @@ channels +---------+---------+    channels +---------+
 import torch
 
 import distdl
-from distdl.layout import Layout
 from distdl.nn import Broadcast, Module
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 
 
 # [layer]

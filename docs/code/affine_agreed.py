@@ -4,16 +4,16 @@ import torch
 
 import distdl
 from distdl.agreement import Agreement
-from distdl.groups import dims
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
 from distdl.nn import Module
 from distdl.nn.module import zeros_on
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
-from distdl.planning import broadcast
-from distdl.route import Route, move
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
+from distdl.plan.planners import broadcast
+from distdl.transport.label import Label
 
 
 # [layer]

@@ -3,11 +3,11 @@
 import torch
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import Repartition
+from distdl.partition.layout import Layout
 from distdl.plan import Move
-from distdl.planning import broadcast, copy
+from distdl.plan.planners import broadcast, copy
 from distdl.testing import Counting
 
 

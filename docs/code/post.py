@@ -11,8 +11,8 @@ from torch.distributed import DistStoreError, Store
 
 import distdl
 from distdl.backends import job, register
-from distdl.comm import Communicator, Message, Pending, as_bytes
 from distdl.nn import AllSumReduce
+from distdl.transport.communicator import Communicator, Message, Pending, as_bytes
 
 PIECE = 1 << 22  # bytes; the store takes no longer entries than 8 MiB
 

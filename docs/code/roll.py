@@ -7,13 +7,13 @@
 import torch
 
 import distdl
-from distdl.boxes import shift
-from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.geometry.boxes import shift
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
+from distdl.plan.planners import copy
 
 
 # [planner]

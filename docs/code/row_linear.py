@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 import distdl
-from distdl.layout import Layout
 from distdl.nn import Module, SumReduce
 from distdl.nn.module import blank_shape, local
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 
 
 # [layer]

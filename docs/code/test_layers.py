@@ -7,7 +7,7 @@ import torch
 from row_linear import DistributedRowLinear
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn.placement import parameter_layouts
 from distdl.testing import Counting, assert_matches_sequential
 

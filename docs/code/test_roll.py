@@ -5,8 +5,8 @@ import torch
 from roll import Roll, roll
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, Silent, assert_adjoint, assert_matches_sequential
 
 

@@ -3,8 +3,8 @@
 import torch
 
 import distdl
-from distdl.layout import Layout
 from distdl.nn import DistributedLinear
+from distdl.partition.layout import Layout
 from distdl.utilities.torch import zero_volume_tensor
 
 

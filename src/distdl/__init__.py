@@ -2,13 +2,12 @@
 
 from distdl import backend, backends, nn, utilities
 from distdl.agreement import fixed_shapes
-from distdl.bookkeeping import ledger
-from distdl.cartesian import CartesianPartition
-from distdl.comm import CommunicationError
-from distdl.launch import run_workers
 from distdl.nn.checking import check
-from distdl.partition import Partition
-from distdl.worlds import world
+from distdl.partition import CartesianPartition, Partition
+from distdl.transport.communicator import CommunicationError
+from distdl.workers.launch import run_workers
+from distdl.workers.ledger import ledger
+from distdl.workers.worlds import world
 
 __version__ = "0.1.0"
 

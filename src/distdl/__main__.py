@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from distdl.backends import find, names
-from distdl.launch import run_workers
+from distdl.workers.launch import run_workers
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Interval, balanced
-from distdl.comm import Communicator, Group, Message, Pending
-from distdl.launch import run_workers
-from distdl.layout import Layout
+from distdl.geometry.boxes import Interval, balanced
 from distdl.partition import Partition
-from distdl.recording import Call, Recording
+from distdl.partition.layout import Layout
+from distdl.transport.communicator import Communicator, Group, Message, Pending
+from distdl.transport.recording import Call, Recording
+from distdl.workers.launch import run_workers
 
 __all__ = ["Counting", "Silent", "assert_adjoint", "assert_matches_sequential", "run_workers"]
 

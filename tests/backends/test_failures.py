@@ -9,8 +9,8 @@ import torch
 from launchers import FOLDER, mpirun, python_path
 
 import distdl
-from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce, Broadcast, Repartition
+from distdl.transport.communicator import CommunicationError
 
 SCENARIOS = FOLDER / "scenarios.py"
 

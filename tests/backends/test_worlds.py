@@ -14,9 +14,9 @@ import distdl
 from distdl import backends
 from distdl.backends import BACKENDS, register
 from distdl.backends.serial import SerialCommunicator
-from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce
-from distdl.worlds import launched
+from distdl.transport.communicator import CommunicationError
+from distdl.workers.worlds import launched
 
 EXAMPLES = FOLDER.parents[1] / "examples"
 MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")

@@ -3,9 +3,9 @@
 import torch
 from torch.nn import functional
 
-from distdl.boxes import slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import slices
 from distdl.nn import Repartition
+from distdl.partition.layout import Layout
 from distdl.utilities.torch import zero_volume_tensor
 
 

@@ -3,9 +3,9 @@
 import torch
 from helpers_layers import filled, noise
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedConv3d
+from distdl.partition.layout import Layout
 from distdl.testing import assert_matches_sequential
 
 CONVOLUTIONS = (

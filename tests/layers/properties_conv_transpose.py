@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from helpers_layers import filled, noise
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d
+from distdl.partition.layout import Layout
 from distdl.testing import assert_matches_sequential
 
 KINDS = {

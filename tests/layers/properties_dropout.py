@@ -6,10 +6,10 @@ A cell asserts and returns ``exact`` or ``refused``, or ``none`` where the prope
 import torch
 from helpers_layers import noise
 
-from distdl.boxes import runs, slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs, slices
 from distdl.nn import DistributedDropout, DistributedDropout1d, DistributedEmbedding
 from distdl.nn.uniform import uniform_block
+from distdl.partition.layout import Layout
 
 
 def assert_drops(P_x, shape, blocks=None, kind=DistributedDropout):

@@ -7,7 +7,7 @@ from helpers_layers import noise
 from helpers_losses import assert_loss_matches
 from torch.nn import functional
 
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,

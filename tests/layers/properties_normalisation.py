@@ -3,8 +3,7 @@
 import torch
 from helpers_layers import filled, noise
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedBatchNorm,
     DistributedGroupNorm,
@@ -12,6 +11,7 @@ from distdl.nn import (
     DistributedLayerNorm,
     DistributedRMSNorm,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import assert_matches_sequential
 
 

@@ -4,7 +4,7 @@ import torch
 from helpers_layers import noise
 from torch.nn import functional
 
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedPad
 from distdl.testing import assert_matches_sequential
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from distdl import nn
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.testing import assert_matches_sequential
 
 Cell = Callable[[Partition], str]

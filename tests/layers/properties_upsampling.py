@@ -3,9 +3,9 @@
 import torch
 from torch.nn import functional
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedUpsample
+from distdl.partition.layout import Layout
 from distdl.testing import assert_matches_sequential
 
 

@@ -6,8 +6,7 @@ import torch
 from helpers_layers import every_worker_raises, gathered, noise, on_workers
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
@@ -16,6 +15,7 @@ from distdl.nn import (
     DistributedAdaptiveMaxPool2d,
     DistributedAdaptiveMaxPool3d,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 
 LINES = [

@@ -7,8 +7,7 @@ import torch
 from helpers_layers import assert_options, every_worker_raises, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
@@ -37,6 +36,7 @@ from distdl.nn import (
     Interpolate,
 )
 from distdl.nn.module import Module, Option
+from distdl.partition.layout import Layout
 
 
 def line(P):

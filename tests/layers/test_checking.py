@@ -8,7 +8,6 @@ from helpers_layers import every_worker_raises, on_workers
 from torch import nn
 
 import distdl
-from distdl.layout import Layout
 from distdl.nn import (
     DistributedBatchNorm,
     DistributedConv3d,
@@ -19,6 +18,7 @@ from distdl.nn import (
     checking,
 )
 from distdl.nn.placement import uniform_parameter
+from distdl.partition.layout import Layout
 
 HALVES = {"kernel_size": 2, "stride": 2}
 

@@ -13,12 +13,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from distdl.bookkeeping import ledger
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedCrossEntropyLoss, DistributedNLLLoss
 from distdl.partition import Partition
 from distdl.testing import Counting
 from distdl.utilities.torch import zero_volume_tensor
+from distdl.workers.ledger import ledger
 
 GRIDS = [  # workers of the world, those of P_x, its shape, the extents of its blocks
     (1, [0], (1, 1), ([4], [3])),

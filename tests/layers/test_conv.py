@@ -9,7 +9,7 @@ from helpers_layers import every_worker_raises, filled, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedChannelConv2d,
     DistributedConv1d,

@@ -7,9 +7,9 @@ import torch
 from helpers_layers import filled, noise, on_workers
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedConv3d, DistributedFeatureConv1d
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 
 

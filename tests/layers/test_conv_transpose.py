@@ -8,14 +8,14 @@ from helpers_layers import every_worker_raises, filled, noise, on_workers
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import balanced, runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs
 from distdl.nn import (
     DistributedConv2d,
     DistributedConvTranspose1d,
     DistributedConvTranspose2d,
     DistributedConvTranspose3d,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 
 GEOMETRIES = [

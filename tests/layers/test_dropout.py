@@ -8,8 +8,7 @@ from helpers_layers import assert_options, every_worker_raises, noise, on_worker
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedDropout,
     DistributedDropout1d,
@@ -18,6 +17,7 @@ from distdl.nn import (
     DistributedLinear,
     repeat_calls,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
 

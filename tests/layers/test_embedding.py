@@ -7,7 +7,7 @@ from properties_dropout import assert_embeds, indices
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedEmbedding
 from distdl.testing import Counting
 

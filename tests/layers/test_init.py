@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers_layers import on_workers
 
-from distdl.boxes import slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import slices
 from distdl.nn import DistributedLinear, init
+from distdl.partition.layout import Layout
 
 FILLS = {
     "uniform_": ({"a": -1.0, "b": 3.0}, 1.0, 4 / math.sqrt(12)),

@@ -7,8 +7,7 @@ import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedConv1d,
     DistributedConv2d,
@@ -18,6 +17,7 @@ from distdl.nn import (
 )
 from distdl.nn.placement import parameter_layouts
 from distdl.nn.utils import get_total_norm, orthogonal, spectral_norm, weight_norm
+from distdl.partition.layout import Layout
 
 
 def one_worker_layers(P):

@@ -5,7 +5,7 @@ import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedLinear
 from distdl.testing import Counting, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor

@@ -5,10 +5,10 @@ import torch
 from helpers_layers import filled, noise, on_workers
 from torch import nn
 
-from distdl.boxes import balanced, runs, slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs, slices
 from distdl.nn import DistributedConv1d, DistributedMSELoss, DistributedPad, local
 from distdl.nn.placement import parameter_layouts
+from distdl.partition.layout import Layout
 from distdl.utilities.torch import zero_volume_tensor
 
 ELEMENT_WISE = [

@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
@@ -26,6 +25,7 @@ from distdl.nn import (
     ZeroVolumeCorrectorFunction,
 )
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.testing import Counting
 from distdl.utilities.torch import zero_volume_tensor
 

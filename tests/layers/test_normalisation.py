@@ -10,8 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import balanced, runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs
 from distdl.nn import (
     DistributedBatchNorm,
     DistributedGroupNorm,
@@ -19,6 +18,7 @@ from distdl.nn import (
     DistributedLayerNorm,
     DistributedRMSNorm,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
 

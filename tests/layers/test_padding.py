@@ -5,7 +5,7 @@ from properties_padding import Sequential
 from torch.nn import functional
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedPad
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers_layers import on_workers
 
-from distdl.layout import Layout
 from distdl.nn import DistributedConv2d, DistributedLinear
 from distdl.nn.placement import parameter_layouts, uniform_parameter
+from distdl.partition.layout import Layout
 
 
 def gathered(P, layout, parameter, shape):

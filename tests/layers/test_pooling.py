@@ -7,8 +7,7 @@ import torch
 from helpers_layers import every_worker_raises, gathered, noise, on_workers
 
 import distdl
-from distdl.boxes import runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import (
     DistributedAvgPool1d,
     DistributedAvgPool2d,
@@ -20,6 +19,7 @@ from distdl.nn import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 
 GEOMETRIES = [

@@ -7,9 +7,9 @@ from properties_upsampling import Whole, both_corners
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.boxes import balanced, runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs
 from distdl.nn import DistributedUpsample
+from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 
 LINE = ("nearest", "nearest-exact", "linear")

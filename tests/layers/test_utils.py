@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers_layers import every_worker_raises, filled, noise, on_workers
 
-from distdl.layout import Layout
 from distdl.nn import DistributedConv1d, DistributedLinear, Repartition
 from distdl.nn.placement import parameter_layouts
 from distdl.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from distdl.partition.layout import Layout
 
 ORDERS = (2.0, 1, 3.5, 0.5, math.inf, "inf")
 

@@ -12,8 +12,8 @@ from mpi4py import MPI
 import distdl
 from distdl.backends.mpi.buffer import MPIBufferManager
 from distdl.backends.mpi.partition import MPICartesianPartition, MPIPartition
-from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
+from distdl.transport.communicator import CommunicationError
 from distdl.utilities.debug import print_sequential
 from distdl.utilities.tensor_decomposition import compute_subtensor_shapes_unbalanced
 from distdl.utilities.torch import TensorStructure

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from distdl.boxes import balanced
+from distdl.geometry.boxes import balanced
 from distdl.nn.mixins import ConvMixin, HaloMixin, PoolingMixin
 
 

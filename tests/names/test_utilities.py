@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdl.boxes import balanced
+from distdl.geometry.boxes import balanced
 from distdl.utilities.dtype import (
     intID_to_numpy_dtype_dict,
     intID_to_torch_dtype_dict,

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from distdl.boxes import balanced, runs
-from distdl.layout import Layout
-from distdl.planning import all_sum, broadcast, copy, padded_halo
-from distdl.windows import sliding
+from distdl.geometry.boxes import balanced, runs
+from distdl.geometry.windows import sliding
+from distdl.partition.layout import Layout
+from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
 
 
 def plans(world):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from distdl.borders import CONVOLUTION_MODES, PADDING_MODES, Border, source
-from distdl.boxes import balanced
+from distdl.geometry.borders import CONVOLUTION_MODES, PADDING_MODES, Border, source
+from distdl.geometry.boxes import balanced
 from distdl.nn.padding import Filling
 
 CASES = [(n, before, behind) for n in range(1, 6) for before, behind in itertools.product(range(-7, 8), repeat=2)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from distdl import boxes, windows
-from distdl.boxes import around, balanced, hull, meet, runs, shape, shift, slices, volume, whole, within
+from distdl.geometry.boxes import around, balanced, hull, meet, runs, shape, shift, slices, volume, whole, within
 
 
 def test_balanced_puts_the_remainder_first():

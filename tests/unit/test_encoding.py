@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from distdl.encoding import DTYPES, decode, dtype_code, encode
+from distdl.partition.encoding import decode, encode
+from distdl.tensors.dtypes import DTYPES, dtype_code
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.text(),

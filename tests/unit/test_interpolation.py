@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from distdl.boxes import balanced
+from distdl.geometry.boxes import balanced
+from distdl.geometry.windows import reading
 from distdl.nn.resampling import Resampler, Resampling
-from distdl.windows import reading
 
 # (kind, align_corners, whether the line is an image of height 1, torch's name of the mode)
 KINDS = [

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from distdl.backends.serial import SerialCommunicator
-from distdl.boxes import balanced, meet, runs, volume
-from distdl.layout import Layout, Ruler
+from distdl.geometry.boxes import balanced, meet, runs, volume
 from distdl.partition import Partition
+from distdl.partition.layout import Layout, Ruler
 
 
 @pytest.fixture

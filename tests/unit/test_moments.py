@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from distdl.boxes import runs, shape, slices
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs, shape, slices
 from distdl.nn import (
     DistributedBatchNorm,
     DistributedGroupNorm,
@@ -20,7 +19,8 @@ from distdl.nn import (
 )
 from distdl.nn.moments import Along, subgroup
 from distdl.partition import Partition
-from distdl.planning import copy
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
 from distdl.testing import Silent
 
 

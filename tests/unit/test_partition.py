@@ -6,9 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from distdl.cartesian import CartesianPartition
-from distdl.groups import check_spread
-from distdl.partition import Partition
+from distdl.partition import CartesianPartition, Partition
+from distdl.partition.groups import check_spread
 
 
 def test_unstructured_attributes(world):

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import NAMES, halos, plans
 
-from distdl.boxes import balanced, runs, shape, slices, volume, whole
-from distdl.layout import Layout
+from distdl.geometry.boxes import balanced, runs, shape, slices, volume, whole
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.plan import Move, Pattern, Plan
-from distdl.planning import all_sum, broadcast, copy, padded_halo
+from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
 from distdl.testing import Silent
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from plans import NAMES, plans
 
-from distdl.comm import Communicator, Pending
 from distdl.exchange import program
 from distdl.exchange.program import Program
+from distdl.transport.communicator import Communicator, Pending
 
 
 class Post(Communicator):

@@ -4,8 +4,8 @@ from contract import CHECKS
 
 import distdl
 from distdl import rows
+from distdl.agreement.rows import UNSAID, Listed, Marginal, bring_together
 from distdl.partition import Partition
-from distdl.rows import UNSAID, Listed, Marginal, bring_together
 from distdl.testing import Silent
 
 

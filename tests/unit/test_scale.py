@@ -5,12 +5,12 @@ import sys
 import numpy as np
 import pytest
 
-from distdl.boxes import balanced
-from distdl.layout import Layout, Lookup
+from distdl.geometry.boxes import balanced
+from distdl.geometry.windows import sliding
 from distdl.partition import Partition
-from distdl.planning import all_sum, broadcast, copy
+from distdl.partition.layout import Layout, Lookup
+from distdl.plan.planners import all_sum, broadcast, copy
 from distdl.testing import Silent
-from distdl.windows import sliding
 
 GRIDS = [(16, 8, 8), (64, 64, 32)]
 

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from distdl.boxes import balanced, slices
+from distdl.geometry.boxes import balanced, slices
 from distdl.nn.uniform import uniform_block
 
 WHOLE = 2**64 - 1

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from distdl.boxes import Interval, balanced, runs
-from distdl.layout import Layout
+from distdl.geometry.boxes import Interval, balanced, runs
+from distdl.geometry.windows import Sliding, group_runs, grouped, sliding, sliding_extent
 from distdl.partition import Partition
-from distdl.planning import copy
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
 from distdl.testing import Silent
-from distdl.windows import Sliding, group_runs, grouped, sliding, sliding_extent
 
 WIDEST = 3
 GEOMETRIES = list(itertools.product(range(1, 8), range(1, 5), range(1, 4), range(1, 15)))

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from distdl.boxes import balanced
-from distdl.layout import Ruler
-from distdl.windows import PoolSliding, adaptive, pooled_extent, sliding
+from distdl.geometry.boxes import balanced
+from distdl.geometry.windows import PoolSliding, adaptive, pooled_extent, sliding
+from distdl.partition.layout import Ruler
 
 GEOMETRIES = [
     (k, s, p, d, n, ceil)

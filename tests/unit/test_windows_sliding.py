@@ -2,7 +2,7 @@
 
 import pytest
 
-from distdl.windows import Sliding, sliding
+from distdl.geometry.windows import Sliding, sliding
 
 
 def test_no_outputs_read_no_inputs():

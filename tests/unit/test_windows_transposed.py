@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from distdl.boxes import balanced
-from distdl.transposed import Crop, Transposed, transposed
-from distdl.windows import grouped
+from distdl.geometry.boxes import balanced
+from distdl.geometry.transposed import Crop, Transposed, transposed
+from distdl.geometry.windows import grouped
 
 
 def geometry(k, s, p, d, more):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from distdl.backends import Work, register
-from distdl.comm import Communicator, Message, Pending
+from distdl.backends.registry import Work, register
+from distdl.transport.communicator import Communicator, Message, Pending
 
 
 class SerialCommunicator(Communicator):

@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl.backends import Work, register
-from distdl.comm import CommunicationError, Communicator, Group, IntArray, Message, Pending, name_workers
+from distdl.backends.registry import Work, register
+from distdl.transport.communicator import (
+    CommunicationError,
+    Communicator,
+    Group,
+    IntArray,
+    Message,
+    Pending,
+    name_workers,
+)
 
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distdl.backends import register
-from distdl.comm import (
+from distdl.backends.job import job, of_group
+from distdl.backends.registry import register
+from distdl.transport.communicator import (
     CommunicationError,
     Communicator,
     Group,
@@ -33,7 +34,6 @@ from distdl.comm import (
     empty,
     name_workers,
 )
-from distdl.jobs import job, of_group
 
 # what the transports can add up; other dtypes are summed by messages
 _SUMS = {

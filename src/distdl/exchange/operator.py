@@ -17,15 +17,15 @@ import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
-from distdl.boxes import Shape, whole
-from distdl.comm import Communicator, Group, Pending
-from distdl.derivatives import NONE, Derivatives, has_tangent, is_checkpointed, is_differentiated_forward
-from distdl.encoding import carries_gradients
 from distdl.exchange.packing import pack
 from distdl.exchange.program import Program
-from distdl.label import Label
-from distdl.memory import is_channels_last, readable
+from distdl.geometry.boxes import Shape, whole
 from distdl.plan import Move, Plan, Shapes
+from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed, is_differentiated_forward
+from distdl.tensors.dtypes import carries_gradients
+from distdl.tensors.memory import is_channels_last, readable
+from distdl.transport.communicator import Communicator, Group, Pending
+from distdl.transport.label import Label
 
 _TAGS = 32768
 _PROGRAMS_KEPT = 8

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from distdl.boxes import Shape
+from distdl.geometry.boxes import Shape
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl.boxes import Shape
-from distdl.comm import Communicator, Pending, contiguous, fold, fold_into, wait_all
 from distdl.exchange.packing import pack, unpack
-from distdl.memory import SMALLEST, empty
+from distdl.geometry.boxes import Shape
 from distdl.plan import Pattern, Role, Schedule
-from distdl.view import Addressed, View
+from distdl.tensors.memory import SMALLEST, empty
+from distdl.transport.communicator import Communicator, Pending, contiguous, fold, fold_into, wait_all
+from distdl.transport.view import Addressed, View
 
 _SHORT_COPY = 1 << 15  # bytes; up to here torch takes longer to make views than to copy
 _WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}

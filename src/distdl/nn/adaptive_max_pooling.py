@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Interval, Shape, runs, shape
-from distdl.header import Carried, Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Interval, Shape, runs, shape
+from distdl.geometry.windows import adaptive
 from distdl.nn.adaptive_pooling import AdaptivePooling, parts_of
 from distdl.nn.module import Option, local, stay
 from distdl.nn.runs import Runs
 from distdl.nn.window_pooling import in_space
 from distdl.partition import Partition
-from distdl.planning import copy
-from distdl.route import Route, move
-from distdl.windows import adaptive
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
 
 
 @dataclass(frozen=True, eq=False)

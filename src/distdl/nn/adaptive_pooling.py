@@ -16,20 +16,20 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import Agreement
-from distdl.boxes import Interval, Shape, balanced, shape
-from distdl.encoding import HALVES
-from distdl.groups import dims
-from distdl.header import Carried, Headers
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Interval, Shape, balanced, shape
+from distdl.geometry.windows import adaptive
 from distdl.nn.module import Module, Option, local, stay
 from distdl.nn.runs import Runs, along
 from distdl.nn.window_pooling import ResultTypes, check_axes_of, taken_dtype
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
-from distdl.route import Route, move
-from distdl.windows import adaptive
+from distdl.plan.planners import copy
+from distdl.tensors.dtypes import HALVES
+from distdl.transport.label import Label
 
 
 class AdaptivePooling(Module):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl.memory import empty, is_channels_last
+from distdl.tensors.memory import empty, is_channels_last
 
 
 def affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:

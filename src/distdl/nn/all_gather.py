@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from distdl.groups import check_axes
-from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.groups import check_axes
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
+from distdl.plan.planners import copy
 
 
 class AllGather(Primitive):

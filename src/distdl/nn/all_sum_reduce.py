@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from distdl.groups import check_axes
-from distdl.header import Headers
+from distdl.agreement.header import Headers
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.groups import check_axes
 from distdl.plan import Plan
-from distdl.planning import all_sum
+from distdl.plan.planners import all_sum
 
 
 class AllSumReduce(Primitive):

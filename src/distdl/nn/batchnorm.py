@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Interval, shape
-from distdl.groups import dims
-from distdl.layout import Layout
+from distdl.geometry.boxes import Interval, shape
 from distdl.nn.moments import Along, Moments
 from distdl.nn.normalisation import Arrangement, Normalisation
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 
 
 class Tracking(Normalisation):

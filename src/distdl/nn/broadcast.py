@@ -1,11 +1,11 @@
 """Broadcast: copies of each worker's tensor on all the workers that match it."""
 
-from distdl.groups import check_spread
-from distdl.header import Headers
+from distdl.agreement.header import Headers
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.groups import check_spread
 from distdl.plan import Plan
-from distdl.planning import broadcast
+from distdl.plan.planners import broadcast
 
 
 class Broadcast(Primitive):

@@ -14,11 +14,9 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import Agreement, Decision, can_be_read
-from distdl.boxes import Shape, shape
-from distdl.encoding import HALVES, carries_gradients
-from distdl.header import Carried, Headers
-from distdl.label import Label
-from distdl.layout import Layout, Lookup
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Shape, shape
 from distdl.nn.loss_base import (
     ABSENT,
     check_given,
@@ -30,9 +28,11 @@ from distdl.nn.loss_base import (
 )
 from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
+from distdl.partition.layout import Layout, Lookup
 from distdl.plan import Plan
-from distdl.planning import broadcast, copy
-from distdl.route import Route, move
+from distdl.plan.planners import broadcast, copy
+from distdl.tensors.dtypes import HALVES, carries_gradients
+from distdl.transport.label import Label
 
 CLASS_NUMBERS = (torch.int64, torch.uint8)
 

@@ -26,13 +26,11 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.borders import Border
-from distdl.boxes import Box, Shape, balanced, shape
-from distdl.encoding import dtype_code
-from distdl.groups import dims
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout, Lookup
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.borders import Border
+from distdl.geometry.boxes import Box, Shape, balanced, shape
+from distdl.geometry.windows import Intervals
 from distdl.nn.fixed import Fixed
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.movements import LocalOperator, Movements
@@ -41,10 +39,12 @@ from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, uniform_parameter
 from distdl.nn.weights import stored_on, weight_layouts
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout, Lookup
 from distdl.plan import Plan
-from distdl.planning import broadcast, copy
-from distdl.route import Route, move
-from distdl.windows import Intervals
+from distdl.plan.planners import broadcast, copy
+from distdl.tensors.dtypes import dtype_code
+from distdl.transport.label import Label
 
 
 class Contraction(Module):

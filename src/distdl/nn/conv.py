@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from distdl.borders import CONVOLUTION_MODES, Border
-from distdl.boxes import Interval, Shape, balanced
+from distdl.geometry.borders import CONVOLUTION_MODES, Border
+from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
 from distdl.nn.contraction import Contraction
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
-from distdl.windows import Intervals, Sliding, group_runs, grouped
 
 
 class Kernels(Contraction):

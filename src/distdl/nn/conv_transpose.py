@@ -10,17 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Box, Shape, balanced, volume
-from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.geometry.boxes import Box, Shape, balanced, volume
+from distdl.geometry.transposed import Crop, Transposed
+from distdl.geometry.windows import Intervals
 from distdl.nn.conv import Kernels
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.movements import LocalOperator
 from distdl.nn.weights import own_work, shared_work
 from distdl.partition import Partition
-from distdl.transposed import Crop, Transposed
-from distdl.windows import Intervals
+from distdl.partition.layout import Layout
 
 _FARTHEST = 2**62  # what a header can hold
 

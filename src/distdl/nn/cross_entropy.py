@@ -7,16 +7,16 @@ from math import inf
 import torch
 from torch.nn import functional
 
-from distdl.boxes import balanced
-from distdl.encoding import HALVES
-from distdl.header import Carried
-from distdl.layout import Layout
+from distdl.agreement.header import Carried
+from distdl.exchange.route import move
+from distdl.geometry.boxes import balanced
 from distdl.nn.class_loss import ClassLoss, Movements, filled
 from distdl.nn.module import Option, local
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
-from distdl.route import move
+from distdl.plan.planners import copy
+from distdl.tensors.dtypes import HALVES
 
 
 class DistributedCrossEntropyLoss(ClassLoss):

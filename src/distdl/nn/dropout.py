@@ -7,15 +7,15 @@ from typing import ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Box, Shape
-from distdl.encoding import carries_gradients
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.geometry.boxes import Box, Shape
 from distdl.nn.module import Module, Option
 from distdl.nn.repeats import CallCount, checked
 from distdl.nn.uniform import next_key, uniform_block
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
+from distdl.tensors.dtypes import carries_gradients
+from distdl.transport.label import Label
 
 
 class Dropout(Module):

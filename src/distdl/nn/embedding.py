@@ -9,20 +9,20 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import Agreement
-from distdl.boxes import Interval, Shape, shape
-from distdl.groups import dims
-from distdl.header import Carried, Headers
-from distdl.label import Label
-from distdl.layout import Layout
-from distdl.memory import kind_without_memory
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Interval, Shape, shape
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import broadcast
-from distdl.route import Route, move
+from distdl.plan.planners import broadcast
+from distdl.tensors.memory import kind_without_memory
+from distdl.transport.label import Label
 
 
 @dataclass(frozen=True)

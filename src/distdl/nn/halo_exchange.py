@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from distdl.groups import IntArray
-from distdl.header import Headers
+from distdl.agreement.header import Headers
 from distdl.nn.module import Primitive, check_buffer_manager
 from distdl.partition import Partition
+from distdl.partition.groups import IntArray
 from distdl.plan import Plan
-from distdl.planning import padded_halo
+from distdl.plan.planners import padded_halo
 
 
 class HaloExchange(Primitive):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.nn.init import calculate_gain
 
-from distdl.groups import dims
-from distdl.layout import Layout
 from distdl.nn.placement import normal, random_block
 from distdl.nn.uniform import Value
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 
 
 def constant_(parameter: torch.Tensor, layout: Layout, value: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Box, Shape, shape
+from distdl.geometry.boxes import Box, Shape, shape
 from distdl.nn.module import Module, Option
 from distdl.nn.resampling import Mode, Resampler
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from distdl.boxes import shape
-from distdl.groups import dims
-from distdl.layout import Layout
+from distdl.geometry.boxes import shape
 from distdl.nn.moments import Along, Moments, subgroup
 from distdl.nn.normalisation import Arrangement, Normalisation
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 
 
 class Trailing(Normalisation):

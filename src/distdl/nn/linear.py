@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Shape
-from distdl.groups import dims
+from distdl.geometry.boxes import Shape
+from distdl.geometry.windows import Intervals
 from distdl.nn.contraction import Contraction
 from distdl.nn.fixed import Fixed, takes_partitions
 from distdl.partition import Partition
-from distdl.windows import Intervals
+from distdl.partition.groups import dims
 
 
 class Blocks(torch.nn.Module):

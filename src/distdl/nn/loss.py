@@ -8,11 +8,11 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import can_be_read
-from distdl.encoding import can_be_added
 from distdl.nn.loss_base import DistributedLossBase
 from distdl.nn.loss_base import ZeroVolumeCorrectorFunction as ZeroVolumeCorrectorFunction  # a published name
 from distdl.nn.module import Option
 from distdl.partition import Partition
+from distdl.tensors.dtypes import can_be_added
 
 
 class DistributedL1Loss(DistributedLossBase):

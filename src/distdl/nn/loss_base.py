@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Box, Shape
-from distdl.encoding import HALVES, carries_gradients
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout, Lookup
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Box, Shape
 from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
-from distdl.planning import broadcast
-from distdl.route import Route, move
+from distdl.partition.layout import Layout, Lookup
+from distdl.plan.planners import broadcast
+from distdl.tensors.dtypes import HALVES, carries_gradients
+from distdl.transport.label import Label
 
 ABSENT = torch.empty(0, 0)  # stands in an agreement for a weight that is None; no weight that fits has this shape
 _WEIGHT, _POS_WEIGHT = 2, 3  # which of the tensors they are that are agreed on

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 import torch
 
 from distdl.agreement import Agreement
-from distdl.encoding import can_be_added, carries_gradients
-from distdl.header import Carried, Headers
-from distdl.label import Label
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.plan import Plan
-from distdl.route import Route, move
+from distdl.tensors.dtypes import can_be_added, carries_gradients
+from distdl.transport.label import Label
 
 Value = TypeVar("Value")
 

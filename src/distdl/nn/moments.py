@@ -37,13 +37,13 @@ from math import gcd, prod
 
 import torch
 
-from distdl.boxes import Box, Interval, runs, shape, within
-from distdl.layout import Layout
+from distdl.geometry.boxes import Box, Interval, runs, shape, within
 from distdl.nn.merging import Measure, Merge
 from distdl.nn.module import local, zeros_on
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
+from distdl.plan.planners import copy
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Shape
+from distdl.agreement.header import Carried
 from distdl.exchange import Operator, move_together
-from distdl.header import Carried
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Shape
 from distdl.nn.module import stay
 from distdl.nn.padding import Filling
-from distdl.route import Route, move
 
 LocalOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 

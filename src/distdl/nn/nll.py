@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from distdl.encoding import HALVES
-from distdl.header import Carried
+from distdl.agreement.header import Carried
 from distdl.nn.class_loss import ClassLoss, Movements
 from distdl.partition import Partition
+from distdl.tensors.dtypes import HALVES
 
 
 class DistributedNLLLoss(ClassLoss):

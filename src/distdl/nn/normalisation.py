@@ -20,20 +20,20 @@ from typing import ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Interval, Shape, balanced, shape
-from distdl.encoding import carries_gradients
-from distdl.groups import dims
-from distdl.header import Carried, Headers
-from distdl.label import Label
-from distdl.layout import Layout, Lookup
+from distdl.agreement.header import Carried, Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.nn.affine import affine, less
 from distdl.nn.module import Module, stay, zeros_on
 from distdl.nn.moments import Moments
 from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout, Lookup
 from distdl.plan import Plan
-from distdl.planning import broadcast, copy
-from distdl.route import Route, move
+from distdl.plan.planners import broadcast, copy
+from distdl.tensors.dtypes import carries_gradients
+from distdl.transport.label import Label
 
 
 @dataclass(frozen=True)

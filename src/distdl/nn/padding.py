@@ -11,16 +11,16 @@ import torch
 from torch.nn import functional
 
 from distdl.agreement import Agreement
-from distdl.borders import PADDING_MODES, Border
-from distdl.boxes import Box, Shape, balanced
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout
-from distdl.memory import is_channels_last
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.borders import PADDING_MODES, Border
+from distdl.geometry.boxes import Box, Shape, balanced
 from distdl.nn.module import Module, Option, no_view
 from distdl.partition import Partition
-from distdl.planning import copy
-from distdl.route import Route, move
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
+from distdl.tensors.memory import is_channels_last
+from distdl.transport.label import Label
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,9 @@ from typing import Any, cast
 import torch
 from torch.nn.utils import parametrizations, parametrize
 
-from distdl.boxes import shape
-from distdl.groups import dims
-from distdl.layout import Layout
+from distdl.geometry.boxes import shape
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 
 _KINDS = ("spectral_norm", "weight_norm", "orthogonal")
 _OF_TORCH = {"_SpectralNorm": 0, "SpectralNorm": 0, "_WeightNorm": 1, "WeightNorm": 1, "_Orthogonal": 2}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from distdl.layout import Layout
 from distdl.nn.uniform import Value, next_key, uniform_block
+from distdl.partition.layout import Layout
 
 
 def random_block(layout: Layout, value: Value, dtype: torch.dtype | None = None) -> torch.Tensor:

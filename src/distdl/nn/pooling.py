@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Box, Shape
-from distdl.encoding import HALVES
+from distdl.geometry.boxes import Box, Shape
 from distdl.nn.module import Option
 from distdl.nn.window_pooling import Piece, Pooling, cut, in_space
 from distdl.partition import Partition
+from distdl.tensors.dtypes import HALVES
 
 
 class MaxPooling(Pooling):

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from distdl.boxes import balanced, runs
-from distdl.groups import check_axes
-from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.geometry.boxes import balanced, runs
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.groups import check_axes
+from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.planning import copy
+from distdl.plan.planners import copy
 
 
 class ReduceScatter(Primitive):

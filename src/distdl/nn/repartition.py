@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from distdl.boxes import Box, shape, slices
-from distdl.groups import dims
-from distdl.header import Headers
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.geometry.boxes import Box, shape, slices
 from distdl.nn.module import Primitive, check_buffer_manager
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 from distdl.plan import Move, Plan
-from distdl.planning import copy
+from distdl.plan.planners import copy
 
 
 class Repartition(Primitive):

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl.boxes import Box, shape
-from distdl.groups import IntArray
+from distdl.geometry.boxes import Box, shape
 from distdl.nn.module import local
+from distdl.partition.groups import IntArray
 
 FloatArray = NDArray[np.floating[Any]]
 Taps = list[tuple[IntArray, FloatArray | None]]

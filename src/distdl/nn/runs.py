@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch.nn import functional
 
-from distdl.boxes import Interval
+from distdl.geometry.boxes import Interval
 
 
 @dataclass(frozen=True, eq=False)

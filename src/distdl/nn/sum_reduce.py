@@ -1,12 +1,12 @@
 """SumReduce: the sum of the tensors of all the workers that match, on one worker each."""
 
-from distdl.groups import check_spread, first_of_each
-from distdl.header import Headers
-from distdl.layout import Lookup
+from distdl.agreement.header import Headers
 from distdl.nn.module import Primitive
 from distdl.partition import Partition
+from distdl.partition.groups import check_spread, first_of_each
+from distdl.partition.layout import Lookup
 from distdl.plan import Plan
-from distdl.planning import broadcast
+from distdl.plan.planners import broadcast
 
 
 class SumReduce(Primitive):

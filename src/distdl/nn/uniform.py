@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from distdl.boxes import Box
-from distdl.comm import Communicator
+from distdl.geometry.boxes import Box
+from distdl.transport.communicator import Communicator
 
 Key = tuple[int, ...]
 Value = Callable[[torch.Tensor], torch.Tensor]

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Shape, balanced
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Shape, balanced
+from distdl.geometry.windows import reading
 from distdl.nn.module import Module, Option, check_buffer_manager, stay
 from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
-from distdl.planning import copy
-from distdl.route import Route, move
-from distdl.windows import reading
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
+from distdl.transport.label import Label
 
 
 class DistributedUpsample(Module):

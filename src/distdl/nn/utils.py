@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm as local_norm
 from distdl.nn.parametrised import orthogonal, spectral_norm, weight_norm
 from distdl.nn.placement import parameter_layouts
 from distdl.partition import Partition
-from distdl.worlds import world
+from distdl.workers.worlds import world
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "orthogonal", "spectral_norm", "weight_norm"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from distdl.boxes import Shape, balanced
-from distdl.groups import dims
-from distdl.layout import Layout
+from distdl.geometry.boxes import Shape, balanced
 from distdl.partition import Partition
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
 
 
 def own_work(name: str, space: int, groups: int, P_x: Partition) -> Partition:

@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Agreement
-from distdl.boxes import Box, Shape, shape
-from distdl.groups import dims
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.agreement.header import Headers
+from distdl.exchange.route import Route, move
+from distdl.geometry.boxes import Box, Shape, shape
+from distdl.geometry.windows import PoolSliding
 from distdl.nn.module import Module, Option, check_buffer_manager, local, stay
 from distdl.partition import Partition
-from distdl.planning import copy
-from distdl.route import Route, move
-from distdl.windows import PoolSliding
+from distdl.partition.groups import dims
+from distdl.partition.layout import Layout
+from distdl.plan.planners import copy
+from distdl.transport.label import Label
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,5 @@
 """Operations: what the layers compute, as values."""
 
-from distdl.ops.setup import Op, Setup, Work
+from distdl.ops.setup import Op, Setup, Site
 
-__all__ = ["Op", "Setup", "Work"]
+__all__ = ["Op", "Setup", "Site"]

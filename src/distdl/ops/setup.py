@@ -1,6 +1,6 @@
 """What an operation is set up for, and what it is set up as: three steps that each worker makes.
 
-    tensors  --move_in-->  what this worker computes on  --local-->  its partial results  --move_out-->  results
+tensors  --move_in-->  what this worker computes on  --local-->  its partial results  --move_out-->  results
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from distdl.boxes import Shape
-from distdl.comm import Communicator, Group
-from distdl.derivatives import Derivatives
 from distdl.exchange import Chain, Operator, Together
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
+from distdl.partition.layout import Layout
+from distdl.partition.signature import Signature
 from distdl.plan import Plan
-from distdl.signature import Signature
+from distdl.tensors.derivatives import Derivatives
+from distdl.transport.communicator import Communicator, Group
+from distdl.transport.label import Label
 
 
-class Work(NamedTuple):
+class Site(NamedTuple):
     """Where an operation is carried out, by whom, and in whose name.
 
     Attributes:
@@ -90,8 +90,8 @@ class Setup:
 class Op(Protocol):
     """What a layer computes, as a value: its options, frozen. It knows no parameters, no agreement and no messages."""
 
-    def setup(self, work: Work, *signatures: Signature) -> Setup:
-        """The three steps of one worker, that of ``work``. A pure function.
+    def setup(self, site: Site, *signatures: Signature) -> Setup:
+        """The three steps of one worker, that of ``site``. A pure function.
 
         Raises: ValueError for signatures that do not fit: the same on every member.
         """

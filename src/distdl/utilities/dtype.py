@@ -2,7 +2,7 @@
 
 import torch
 
-from distdl.encoding import DTYPES, dtype_code
+from distdl.tensors.dtypes import DTYPES, dtype_code
 
 _IN_NUMPY = [dtype for dtype in DTYPES if not (dtype in (torch.bfloat16, torch.complex32) or "float8" in str(dtype))]
 

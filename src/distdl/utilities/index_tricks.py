@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distdl.groups import IntArray
+from distdl.partition.groups import IntArray
 
 
 def cartesian_index_c(shape: Sequence[int], i: int) -> IntArray:

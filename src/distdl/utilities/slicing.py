@@ -1,4 +1,4 @@
-"""Published helpers for sizes and places of blocks: :mod:`distdl.boxes` with NumPy arrays."""
+"""Published helpers for sizes and places of blocks: :mod:`distdl.geometry.boxes` with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl.boxes import balanced
-from distdl.groups import IntArray
+from distdl.geometry.boxes import balanced
+from distdl.partition.groups import IntArray
 
 Slices = tuple[slice, ...]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl.groups import IntArray
 from distdl.partition import Partition
+from distdl.partition.groups import IntArray
 from distdl.utilities.slicing import assemble_slices, compute_intersection, compute_subshape, range_index
 
 

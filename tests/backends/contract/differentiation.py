@@ -13,16 +13,16 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from contract.common import pair
-from distdl.boxes import runs
-from distdl.derivatives import Derivatives
+from distdl.agreement.rows import along_axes
 from distdl.exchange import Operator, move_together
-from distdl.label import Label
-from distdl.layout import Layout
+from distdl.geometry.boxes import runs
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
-from distdl.planning import broadcast as broadcast_plan
-from distdl.planning import copy as copy_plan
-from distdl.rows import along_axes
+from distdl.partition.layout import Layout
+from distdl.plan.planners import broadcast as broadcast_plan
+from distdl.plan.planners import copy as copy_plan
+from distdl.tensors.derivatives import Derivatives
 from distdl.testing import Counting
+from distdl.transport.label import Label
 from distdl.utilities.torch import zero_volume_tensor
 
 

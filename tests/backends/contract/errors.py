@@ -6,9 +6,9 @@ import torch
 
 import distdl
 from contract.common import expect_repartition, raises, repartition_rows_to_columns, same_everywhere
-from distdl.comm import CommunicationError
 from distdl.nn import AllSumReduce, Repartition, SumReduce
 from distdl.testing import Counting
+from distdl.transport.communicator import CommunicationError
 
 
 def check_errors_of_forward_are_the_same_on_every_member():

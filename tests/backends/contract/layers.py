@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import distdl
-from distdl.boxes import runs
+from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConv2d, DistributedCrossEntropyLoss, DistributedLinear, DistributedMaxPool2d
 from distdl.testing import assert_matches_sequential
 

@@ -9,8 +9,8 @@ import torch
 
 import distdl
 from contract.common import raises
-from distdl.comm import SMALL_SUM
-from distdl.encoding import DTYPES
+from distdl.tensors.dtypes import DTYPES
+from distdl.transport.communicator import SMALL_SUM
 
 
 def check_exchange_around_a_ring():

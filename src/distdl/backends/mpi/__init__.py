@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.backends import Work, register
-from distdl.comm import Communicator
+from distdl.backends.registry import Work, register
+from distdl.transport.communicator import Communicator
 
 
 def _open() -> Communicator:

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from distdl.backends.mpi import messages
 from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
-from distdl.comm import (
+from distdl.transport.communicator import (
     SMALL_SUM,
     Addressed,
     CommunicationError,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from distdl.comm import Addressed, Pending, Prepared, View, deliver
+from distdl.transport.communicator import Addressed, Pending, Prepared, View, deliver
 
 Shape = tuple[int, ...]
 

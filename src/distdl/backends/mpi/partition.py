@@ -8,8 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from distdl.backends.mpi.communicator import MPICommunicator
-from distdl.cartesian import CartesianPartition
-from distdl.partition import Partition
+from distdl.partition import CartesianPartition, Partition
 
 
 class MPIPartition(Partition):
@@ -33,6 +32,10 @@ class MPIPartition(Partition):
         else:
             super().__init__(MPICommunicator.over(comm))
 
+    @staticmethod
+    def _kinds() -> tuple[type[Partition], type[Partition]]:
+        return MPIPartition, MPICartesianPartition
+
     @property
     def _comm(self) -> Any:
         return _link(self).lend(tuple(self.workers.ravel().tolist())) if self.active else MPI.COMM_NULL
@@ -53,8 +56,3 @@ class MPICartesianPartition(CartesianPartition, MPIPartition):
 def _link(partition: Partition) -> MPICommunicator:
     assert isinstance(partition.comm, MPICommunicator)
     return partition.comm
-
-
-for _kind in (MPIPartition, MPICartesianPartition):
-    _kind._unstructured = MPIPartition
-    _kind._cartesian = MPICartesianPartition

@@ -1,4 +1,4 @@
-"""Which inputs a convolution reads: the published form of :mod:`distdl.windows`."""
+"""Which inputs a convolution reads: the published form of :mod:`distdl.geometry.windows`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from distdl.groups import IntArray
-from distdl.windows import sliding, sliding_extent
+from distdl.geometry.windows import sliding, sliding_extent
+from distdl.partition.groups import IntArray
 
 
 class ConvMixin:

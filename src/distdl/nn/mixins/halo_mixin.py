@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distdl.groups import IntArray
+from distdl.partition.groups import IntArray
 from distdl.utilities.slicing import compute_start_index, compute_stop_index
 from distdl.utilities.tensor_decomposition import (
     compute_subtensor_shapes_balanced,

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl.comm import Group as Group
-from distdl.comm import IntArray as IntArray
-from distdl.comm import LongGroup
+from distdl.transport.communicator import Group as Group
+from distdl.transport.communicator import IntArray as IntArray
+from distdl.transport.communicator import LongGroup
 
 
 def dims(shape: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from operator import index
 from typing import Any, Self
 
-from distdl.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import Interval, Shape, balanced
 
 Intervals = Sequence[Interval]
 

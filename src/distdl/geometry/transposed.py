@@ -1,6 +1,6 @@
 """Transposed: which inputs a transposed convolution reads for a run of outputs. Pure integer functions.
 
-Intervals are as in ``distdl.windows``.
+Intervals are as in ``distdl.geometry.windows``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from distdl.boxes import Interval, Shape, balanced
-from distdl.windows import Intervals, sizes, span
+from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.windows import Intervals, sizes, span
 
 
 def transposed(

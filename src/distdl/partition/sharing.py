@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.comm import Communicator, Group, fold
-from distdl.encoding import decode, encode
+from distdl.partition.encoding import decode, encode
+from distdl.transport.communicator import Communicator, Group, fold
 
 _VALUE, _PROBLEM = b"\0", b"\1"
 _Combine = Callable[[Any, Any], Any]

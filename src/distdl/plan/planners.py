@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from distdl.boxes import Box, Interval, Shape, meet, shape, shift, within
-from distdl.groups import IntArray, check_axes, check_spread, line_of, teams_of
-from distdl.layout import Layout, Ruler
+from distdl.geometry.boxes import Box, Interval, Shape, meet, shape, shift, within
 from distdl.partition import Partition
-from distdl.plan import Move, Pattern, Plan, Shapes, Team
+from distdl.partition.groups import IntArray, check_axes, check_spread, line_of, teams_of
+from distdl.partition.layout import Layout, Ruler
+from distdl.plan.plan import Move, Pattern, Plan, Shapes, Team
 
 
 def copy(

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl.comm import Communicator, Group
-from distdl.groups import IntArray
 from distdl.partition import Partition
+from distdl.partition.groups import IntArray
+from distdl.transport.communicator import Communicator, Group
 
 FEW = 64  # members whose rows are simply gathered
 UNSAID = np.iinfo(np.int64).min  # stands in a row for a number that nobody reads

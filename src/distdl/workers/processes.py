@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distdl.comm import CommunicationError, Communicator
-from distdl.jobs import Job, join
-from distdl.worlds import enter
+from distdl.backends.job import Job, join
+from distdl.transport.communicator import CommunicationError, Communicator
+from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from distdl.comm import Communicator, Group
-from distdl.groups import (
+from distdl.partition.groups import (
     IntArray,
     check_axes,
     check_spread,
@@ -26,7 +25,8 @@ from distdl.groups import (
     teams_of,
     topology,
 )
-from distdl.sharing import broadcast_value, gather_values, reduce_values
+from distdl.partition.sharing import broadcast_value, gather_values, reduce_values
+from distdl.transport.communicator import Communicator, Group
 
 
 class Partition:
@@ -43,9 +43,6 @@ class Partition:
     """
 
     cartesian: ClassVar[bool] = False
-    _unstructured: ClassVar[type[Partition]]  # what slices, unions and topologies of this kind of partition are:
-    _cartesian: ClassVar[type[Partition]]  # these two classes (the module ``cartesian`` fills in the second)
-
     comm: Communicator
     workers: IntArray
 
@@ -66,10 +63,16 @@ class Partition:
         self._is_root = False
 
     def _like(self, workers: IntArray, cartesian: bool = False) -> Any:
-        kind = self._cartesian if cartesian else self._unstructured
+        unstructured, with_topology = self._kinds()
+        kind = with_topology if cartesian else unstructured
         other = kind.__new__(kind)
         other._settle(self.comm, workers if cartesian else workers.reshape(-1))
         return other
+
+    @staticmethod
+    def _kinds() -> tuple[type[Partition], type[Partition]]:
+        """What slices and unions of this kind of partition are, and its topologies."""
+        return Partition, CartesianPartition
 
     # -- where this worker stands
 
@@ -229,7 +232,7 @@ class Partition:
         """Copy a value from one member to all members. The receivers need not know its type, dtype or shape.
 
         Args:
-            data: on the root, the value (see :func:`distdl.encoding.encode`); ignored elsewhere.
+            data: on the root, the value (see :func:`distdl.partition.encoding.encode`); ignored elsewhere.
             root: rank of the worker that has it, in this partition, or in ``P_data`` if that is given.
             P_data: a sub-partition of this one; workers outside it may pass it too, and must if they are to receive.
         Returns: the value on every member; None on workers outside this partition when ``P_data`` is given.
@@ -290,4 +293,63 @@ class Partition:
         self._deactivated = True
 
 
-Partition._unstructured = Partition
+class CartesianPartition(Partition):
+    """A team with a Cartesian topology: ``workers[i, j, ..]`` is the worker at index ``(i, j, ..)``.
+
+    Attributes that differ from :class:`Partition`:
+        shape, dim: number of workers along each axis (kept where inactive), and how many axes there are.
+        index: this worker's place along each axis; None where inactive.
+    """
+
+    cartesian: ClassVar[bool] = True
+
+    def __init__(self, comm: Communicator, workers: ArrayLike) -> None:
+        self._settle(comm, np.asarray(workers, dtype=np.int64))
+
+    @property
+    def shape(self) -> IntArray:
+        return np.array(self.workers.shape)
+
+    @property
+    def dim(self) -> int:
+        return self.workers.ndim
+
+    @property
+    def index(self) -> int | IntArray | None:
+        return np.array(self.index_of(self.comm.rank)) if self.active else None
+
+    def cartesian_index(self, rank: int) -> IntArray:
+        """The index of the member with this rank.
+
+        Raises: ValueError where this worker is inactive, or for a rank that does not exist.
+        """
+        self._begin("cartesian_index")
+        if not 0 <= rank < self.workers.size:
+            raise ValueError(f"cartesian_index needs a rank from 0 to {self.workers.size - 1} in {self}; got {rank}")
+        return np.array(np.unravel_index(rank, self.workers.shape))
+
+    def neighbor_ranks(self, rank: int) -> list[tuple[int, int]]:
+        """For each axis, the ranks of the members before and after the given one; ``comm.absent`` beyond the ends.
+
+        Raises: ValueError where this worker is inactive, or for a rank that does not exist.
+        """
+        index, shape = self.cartesian_index(rank), self.workers.shape
+        ranks = np.arange(self.workers.size).reshape(shape)
+        neighbours = []
+        for axis, place in enumerate(index.tolist()):
+            line = line_of(ranks, [axis], index.tolist()).ravel().tolist()
+            ends = [self.comm.absent, *line, self.comm.absent]
+            neighbours.append((ends[place], ends[place + 2]))
+        return neighbours
+
+    def create_cartesian_subtopology_partition(self, remain: Sequence[bool]) -> Any:
+        """The sub-grid through this worker that keeps the axes marked True. (Where inactive: the one through index 0.)
+
+        Raises: ValueError unless there is one mark for each axis.
+        """
+        keep = [bool(mark) for mark in remain]
+        if len(keep) != self.workers.ndim:
+            raise ValueError(f"a sub-topology needs one mark for each axis of {self}; got {list(remain)}")
+        here = self.index_of(self.comm.rank) if self._place is not None else (0,) * len(keep)
+        grid = self.workers[tuple(slice(None) if mark else i for mark, i in zip(keep, here, strict=True))]
+        return self._like(np.asarray(grid), cartesian=True)

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 
 from distdl.backends import find
-from distdl.comm import Communicator
-from distdl.processes import run_processes
-from distdl.worlds import inside, launched, world
+from distdl.transport.communicator import Communicator
+from distdl.workers.processes import run_processes
+from distdl.workers.worlds import inside, launched, world
 
 Result = TypeVar("Result")
 

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from distdl.boxes import Shape
-from distdl.comm import CommunicationError, Communicator, Group, LongGroup
-from distdl.derivatives import Derivatives
-from distdl.encoding import dtype_code
-from distdl.groups import IntArray
-from distdl.header import Headers
-from distdl.label import Label
-from distdl.memory import kind_without_memory
+from distdl.agreement.header import Headers
+from distdl.agreement.rows import Rows, bring_together
+from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
-from distdl.rows import Rows, bring_together
-from distdl.sharing import gather_values
+from distdl.partition.groups import IntArray
+from distdl.partition.sharing import gather_values
+from distdl.tensors.derivatives import Derivatives
+from distdl.tensors.dtypes import dtype_code
+from distdl.tensors.memory import kind_without_memory
+from distdl.transport.communicator import CommunicationError, Communicator, Group, LongGroup
+from distdl.transport.label import Label
 
 Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]

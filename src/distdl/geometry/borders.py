@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distdl.boxes import Box, Interval, Shape
+from distdl.geometry.boxes import Box, Interval, Shape
 
 Intervals = Sequence[Interval]
 REPEATING = ("reflect", "replicate", "circular")  # the modes in which cells of the tensor stand around it

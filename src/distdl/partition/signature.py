@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from distdl.boxes import Shape
-from distdl.derivatives import Derivatives
-from distdl.layout import Layout
+from distdl.geometry.boxes import Shape
+from distdl.partition.layout import Layout
+from distdl.tensors.derivatives import Derivatives
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from distdl.boxes import Shape
-from distdl.comm import Communicator, Group
-from distdl.derivatives import Derivatives
 from distdl.exchange.operator import Operator
-from distdl.label import Label
+from distdl.geometry.boxes import Shape
 from distdl.plan import Plan
+from distdl.tensors.derivatives import Derivatives
+from distdl.transport.communicator import Communicator, Group
+from distdl.transport.label import Label
 
 
 @dataclass(frozen=True, eq=False)

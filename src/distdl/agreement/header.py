@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from distdl.boxes import Shape, shape
-from distdl.comm import Group
-from distdl.derivatives import Derivatives
-from distdl.encoding import DTYPES
-from distdl.groups import IntArray
-from distdl.layout import Layout, Lookup
+from distdl.agreement.rows import Rows
+from distdl.geometry.boxes import Shape, shape
 from distdl.partition import Partition
-from distdl.rows import Rows
+from distdl.partition.groups import IntArray
+from distdl.partition.layout import Layout, Lookup
+from distdl.tensors.derivatives import Derivatives
+from distdl.tensors.dtypes import DTYPES
+from distdl.transport.communicator import Group
 
 Carried = Derivatives
 

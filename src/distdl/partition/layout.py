@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from distdl.boxes import Box, Interval, Shape, balanced, meet, runs, shape, slices
-from distdl.groups import IntArray
-from distdl.partition import Partition
+from distdl.geometry.boxes import Box, Interval, Shape, balanced, meet, runs, shape, slices
+from distdl.partition.groups import IntArray
+from distdl.partition.partition import Partition
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
-from distdl.boxes import Box, Shape, around, hull, meet, shape, slices, volume, whole
-from distdl.comm import Group
-from distdl.groups import IntArray, root_first
+from distdl.geometry.boxes import Box, Shape, around, hull, meet, shape, slices, volume, whole
+from distdl.partition.groups import IntArray, root_first
+from distdl.transport.communicator import Group
 
 _LARGE_SUM = 1 << 16  # elements of which two workers add up one half each, instead of all of them twice
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distdl.comm import Addressed, Communicator, Group, IntArray, Message, Pending, Prepared
+from distdl.transport.communicator import Addressed, Communicator, Group, IntArray, Message, Pending, Prepared
 
 
 @dataclass

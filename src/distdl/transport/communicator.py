@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distdl.boxes import balanced
-from distdl.memory import empty as empty
-from distdl.view import Addressed as Addressed
-from distdl.view import Message as Message
-from distdl.view import View as View
+from distdl.geometry.boxes import balanced
+from distdl.tensors.memory import empty as empty
+from distdl.transport.view import Addressed as Addressed
+from distdl.transport.view import Message as Message
+from distdl.transport.view import View as View
 
 Group = tuple[int, ...]
 IntArray = NDArray[np.int64]

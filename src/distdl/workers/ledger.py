@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from distdl.comm import Communicator
-from distdl.label import Label
-from distdl.recording import Call, Recording
-from distdl.worlds import world
+from distdl.transport.communicator import Communicator
+from distdl.transport.label import Label
+from distdl.transport.recording import Call, Recording
+from distdl.workers.worlds import world
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Boxes, and windows of convolution, pooling and interpolation: integers, and nothing else."""
