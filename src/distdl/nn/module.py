@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import torch
@@ -15,6 +14,9 @@ from distdl.exchange.route import Route, move
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.plan import Plan
+from distdl.tensors.connection import local as local
+from distdl.tensors.connection import no_view as no_view
+from distdl.tensors.connection import zeros_on as zeros_on
 from distdl.tensors.dtypes import can_be_added, carries_gradients
 from distdl.transport.label import Label
 
@@ -177,7 +179,8 @@ class _Stays(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(anchor)
-        return x.view_as(x)
+        alias: torch.Tensor = torch.ops.aten.alias(x)  # (view_as changes the strides of dims of extent 1)
+        return alias
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,39 +190,3 @@ class _Stays(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
         return tangent
-
-
-def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros of some shape that hang on a tensor in the autograd graph, whatever its own shape."""
-    # (not by torch.cat: its derivative cuts the graph at tensors of zero volume)
-    return tensor.new_zeros(tuple(shape)) + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
-
-
-def no_view(y: torch.Tensor) -> torch.Tensor:
-    """y, or a copy of it if it is a view: what is written into a view is cut off from its graph if it has no volume.
-
-    So an activation in place behind a layer would take that worker out of what the others differentiate.
-    """
-    return y.clone() if y._is_view() else y
-
-
-def local(
-    operator: Callable[..., torch.Tensor],
-    shape: Sequence[int],
-    *operands: tuple[torch.Tensor | None, Sequence[int]],
-) -> torch.Tensor:
-    """Apply a torch operator to this worker's blocks, also where there is nothing to compute.
-
-    Where an operand or the result has no volume, the operator runs on the smallest operands that it accepts, made of
-    zeros, and the result is zeros. So the result hangs on the same arguments through the same operator on every worker,
-    and whatever is differentiated, and however often, all workers come past the same exchanges. It is no view.
-
-    Args:
-        operator: takes the operands' tensors.
-        shape: of the result on this worker, in elements.
-        operands: each a tensor (None is passed on) and the smallest shape that the operator accepts.
-    """
-    if 0 not in shape and all(tensor is None or tensor.numel() for tensor, _ in operands):
-        return no_view(operator(*(tensor for tensor, _ in operands)))
-    smallest = (None if tensor is None else zeros_on(tensor, least) for tensor, least in operands)
-    return zeros_on(operator(*smallest), shape)

@@ -7,6 +7,7 @@ the same operators on every worker, also where a block is empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -15,6 +16,40 @@ def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of some shape that depend on a tensor in the autograd graph, whatever its own shape."""
     # (not by torch.cat: its derivative cuts the graph at tensors of zero volume)
     return tensor.new_zeros(tuple(shape)) + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
+
+
+def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """y, or if it is a view, a tensor by itself with its values.
+
+    What is written in place into a view of zero volume is cut off from its graph. So an activation in place behind a
+    layer would take that worker out of what the others differentiate.
+
+    Args:
+        inputs: what y was computed from. If it shares memory with one of them, it is copied.
+    """
+    if not y._is_view():
+        return y
+    storage = y.untyped_storage().data_ptr()
+    if not y.numel() or any(x is not None and x.untyped_storage().data_ptr() == storage for x in inputs):
+        return y.clone()
+    own: torch.Tensor = _Whole.apply(y)  # type: ignore[no-untyped-call]
+    return own
+
+
+class _Whole(torch.autograd.Function):
+    """A view as a tensor by itself, in the same memory: its graph does not change where it is written in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.detach()  # (which shares the count of writes: a derivative that needs the old values raises)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+    @staticmethod
+    def jvp(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.view_as(dy)
 
 
 def local(
@@ -26,7 +61,8 @@ def local(
 
     Where an operand or the result has no volume, the operator runs on the smallest operands that it accepts, made of
     zeros, and the result is zeros. So the result depends on the same arguments through the same operator on every
-    worker, and whatever is differentiated, and however often, all workers come past the same exchanges.
+    worker, and whatever is differentiated, and however often, all workers come past the same exchanges. The result is
+    no view (see :func:`no_view`).
 
     Args:
         operator: takes the operands' tensors.
@@ -34,6 +70,7 @@ def local(
         operands: each a tensor (None is passed on) and the smallest shape that the operator accepts.
     """
     if 0 not in shape and all(tensor is None or tensor.numel() for tensor, _ in operands):
-        return operator(*(tensor for tensor, _ in operands))
+        tensors = [tensor for tensor, _ in operands]
+        return no_view(operator(*tensors), *tensors)
     smallest = (None if tensor is None else zeros_on(tensor, least) for tensor, least in operands)
     return zeros_on(operator(*smallest), shape)
