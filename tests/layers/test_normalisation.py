@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checks import forward_mode
-from helpers_layers import every_worker_raises, filled, noise, on_workers
+from helpers_layers import assert_options, every_worker_raises, filled, noise, on_workers
 from properties_normalisation import PAIRS, Published, pair, second_derivatives
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -464,6 +464,19 @@ def test_channels_last_with_one_sample_on_each_worker(grid, training):
     on_workers(4, main)
 
 
+def test_channels_last_with_one_sample_in_a_checkpoint():
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(1, 1, 1, 1), 8).double().eval()
+        gradients = []
+        for network in (layer, lambda x: checkpoint(layer, x, use_reentrant=False)):
+            x = noise(1, 8, 6, 5).to(memory_format=torch.channels_last).requires_grad_()
+            network(x).backward(noise(1, 8, 6, 5, seed=1))
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+
+    on_workers(1, main)
+
+
 def test_tensors_that_are_not_contiguous():
     def main(P):
         x = noise(4, 5, 6, 6).permute(0, 3, 1, 2)
@@ -509,3 +522,143 @@ def test_bad_input_is_the_same_error_on_every_worker(make, x, words):
         layer(x(P) if callable(x) else torch.ones(x))
 
     assert words in every_worker_raises(2, main)
+
+
+PLAIN = {
+    "DistributedBatchNorm": lambda P: (DistributedBatchNorm(P, 6), torch.nn.BatchNorm1d(6)),
+    **{name: make for name, make in PAIRS.items() if name != "DistributedBatchNorm"},
+}
+
+
+@pytest.mark.parametrize(("make", "extents", "cuts"), [
+    (lambda P: DistributedGroupNorm(P.reshape(2, 1), 2, 2), (3, 2), [[2, 1], [2]]),
+    (lambda P: DistributedGroupNorm(P.reshape(1, 2), 2, 2), (3, 2), [[3], [2, 0]]),
+    (lambda P: DistributedInstanceNorm(P.reshape(1, 2, 1), 3), (2, 3, 4), [[2], [3, 0], [4]]),
+    (lambda P: DistributedInstanceNorm(P.reshape(1, 1, 2), 3), (2, 3, 3), [[2], [3], [1, 2]]),
+    (lambda P: DistributedBatchNorm(P.reshape(2, 1), 3), (3, 3), [[2, 1], [3]]),
+    (lambda P: DistributedBatchNorm(P.reshape(1, 2), 3), (3, 3), [[3], [3, 0]]),
+    (lambda P: DistributedLayerNorm(P.reshape(2, 1), 1), (3, 1), [[2, 1], [1]]),
+    (lambda P: DistributedRMSNorm(P.reshape(2, 1), 1), (1, 1), [[1, 0], [1]]),
+])  # fmt: skip
+def test_what_torch_checks_is_checked_on_the_global_shape(make, extents, cuts):
+    """One value for a mean on one worker, or none, and more in the whole tensor."""
+
+    def main(P):
+        layer = make(P).double()
+        owned = Layout.of(layer.P_x, [runs(along) for along in cuts])
+        x = owned.block(noise(*extents)).clone().requires_grad_()
+        y = layer(x)
+        (dx,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        (dx**2).sum().backward()
+        assert y.shape == x.shape == x.grad.shape and y.isfinite().all()
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("make", [
+    lambda P: DistributedGroupNorm(P.reshape(2, 1), 2, 2),
+    lambda P: DistributedBatchNorm(P.reshape(2, 1), 2),
+    lambda P: DistributedInstanceNorm(P.reshape(2, 1, 1), 2),
+])  # fmt: skip
+def test_one_value_for_a_mean_in_the_whole_tensor_is_the_same_error_on_every_worker(make):
+    def main(P):
+        layer = make(P)
+        layer(torch.ones(1 if P.rank == 0 else 0, 2, *[1] * (layer.P_x.workers.ndim - 2)))
+
+    assert "needs more than 1" in every_worker_raises(2, main)
+
+
+@pytest.mark.parametrize("kind", [DistributedBatchNorm, DistributedInstanceNorm])
+def test_evaluation_before_any_batch(kind):
+    """With an average over all batches, of which there is none yet, and also where a block is empty."""
+
+    def main(P):
+        x = noise(3, 4, 2)
+        for cuts in ([3, 0], [1, 2]):
+            layer = kind(P.reshape(2, 1, 1), 4, momentum=None, track_running_stats=True).double().eval()
+            owned = Layout.of(layer.P_x, [runs(cuts), runs([4]), runs([2])])
+            y = layer(owned.block(x))
+            assert torch.allclose(y, owned.block(x) / (1 + 1e-5) ** 0.5) and not layer.running_mean.any()
+
+    on_workers(2, main)
+
+
+def test_eps_and_momentum_may_be_changed_on_all_workers():
+    def main(P):
+        x, owned = noise(4, 6, 5), Layout.balanced(P.reshape(2, 1, 2), (4, 6, 5))
+        layer, reference = DistributedBatchNorm(owned.partition, 6).double(), torch.nn.BatchNorm1d(6).double()
+        for eps, momentum in ((1e-5, 0.1), (0.5, 0.1), (0.5, 0.75), (1e-5, None)):
+            for one in (layer, reference):
+                one.eps, one.momentum = eps, momentum
+            for mode in (True, False):
+                expected, y = reference.train(mode)(x), layer.train(mode)(owned.block(x))
+                assert torch.allclose(y, owned.block(expected)) and (layer.eps, layer.momentum) == (eps, momentum)
+            assert_kept(layer, reference)
+        for make in PLAIN.values():
+            layer, reference = (module.double() for module in make(owned.partition))
+            layer.eps = reference.eps = 0.5
+            assert torch.allclose(layer(owned.block(x)), owned.block(reference(x)))
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize(("attribute", "text"), [
+    ("eps", "needs eps that is equal on all workers; worker 0 has 1e-05 and worker 2 has 0.5"),
+    ("momentum", "needs momentum that is equal on all workers; worker 0 has 0.1 and worker 2 has 0.5"),
+])  # fmt: skip
+def test_a_number_that_is_changed_on_one_worker_is_an_error_on_all(attribute, text):
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(3, 1, 1), 2)
+        layer(torch.ones(2, 2, 2))
+        if P.rank == 2:
+            setattr(layer, attribute, 0.5)
+        layer(torch.ones(2, 2, 2))
+
+    assert text in every_worker_raises(3, main)
+
+
+def test_running_statistics_that_one_worker_has_lost():
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(2, 1, 1), 2).eval()
+        layer(torch.ones(2, 2, 2))
+        if P.rank == 1:
+            layer.running_var = None
+        layer(torch.ones(2, 2, 2))
+
+    assert "worker 0 has 2 and worker 1 has 0" in every_worker_raises(2, main)
+
+
+OPTIONS = {
+    "DistributedBatchNorm": (
+        {"num_features": 6, "affine": True, "track_running_stats": True},
+        "(P_x: 1x2x1 on workers 0, 1; num_features=6, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)",
+    ),
+    "DistributedGroupNorm": (
+        {"num_groups": 2, "num_channels": 6, "affine": True},
+        "(P_x: 1x2x1 on workers 0, 1; num_groups=2, num_channels=6, eps=1e-05, affine=True)",
+    ),
+    "DistributedInstanceNorm": (
+        {"num_features": 6, "affine": True, "track_running_stats": False},
+        "(P_x: 1x2x1 on workers 0, 1; num_features=6, eps=1e-05, momentum=0.1, affine=True, track_running_stats=False)",
+    ),
+    "DistributedLayerNorm": (
+        {"normalized_shape": (6, 5), "elementwise_affine": True},
+        "(P_x: 1x2x1 on workers 0, 1; normalized_shape=(6, 5), eps=1e-05, elementwise_affine=True)",
+    ),
+    "DistributedRMSNorm": (
+        {"normalized_shape": (5,), "elementwise_affine": True},
+        "(P_x: 1x2x1 on workers 0, 1; normalized_shape=(5,), eps=None, elementwise_affine=True)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_shown_and_cannot_be_changed(name):
+    options, shown = OPTIONS[name]
+
+    def main(P):
+        layer = PAIRS[name](P.reshape(1, 2, 1))[0]
+        assert_options(layer, **options)
+        assert repr(layer) == name + shown
+
+    on_workers(2, main)

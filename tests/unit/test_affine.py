@@ -25,6 +25,14 @@ def test_affine_and_its_derivatives(scale, shift, wanted):
         assert gradgradcheck(affine, given, check_fwd_over_rev=True)
 
 
+def test_a_result_of_another_shape_is_no_view():
+    given = [noise(2, 3, 4).requires_grad_(), noise(1, 3, 1), noise(2, 1, 1)]
+    y = affine(*given, (2, 12))
+    assert not y._is_view() and torch.equal(y, affine(*given).detach().reshape(2, 12))
+    assert gradcheck(lambda *given: affine(*given, (2, 12)), given, check_forward_ad=True)
+    assert gradgradcheck(lambda *given: affine(*given, (2, 12)), given, check_fwd_over_rev=True)
+
+
 def test_less_and_its_derivatives():
     x, constant = noise(2, 3, 4), noise(1, 3, 1)
     assert torch.equal(less(x, constant), x - constant)

@@ -6,6 +6,7 @@ derivative is itself differentiated, it is computed by torch's operators, and ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,17 @@ from torch.autograd import forward_ad
 from distdl.tensors.memory import empty, is_channels_last
 
 
-def affine(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """``x * scale + shift``; scale and shift are rows of the dtype of x."""
-    y: torch.Tensor = _Affine.apply(x, scale, shift)  # type: ignore[no-untyped-call]
+def affine(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """``x * scale + shift``; scale and shift are rows of the dtype of x.
+
+    Args:
+        shape: of the result, which is contiguous then; that of x if not given. It is no view of anything, as it would
+            be after a reshape.
+    """
+    given = None if shape is None or tuple(shape) == tuple(x.shape) else tuple(shape)
+    y: torch.Tensor = _Affine.apply(x, scale, shift, given)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -28,27 +37,34 @@ def less(x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
 
 class _Affine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, shape: tuple[int, ...] | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, scale)
         ctx.save_for_forward(x, scale)
-        ctx.shift = None if shift is None else shift.shape
-        return combine(x, scale, shift)
+        ctx.shift, ctx.shape = None if shift is None else shift.shape, shape
+        if shape is None:
+            return combine(x, scale, shift)
+        y = empty(shape, x.dtype, x)
+        combine(x, scale, shift, y.view(x.shape))
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        needs_x, needs_scale, needs_shift = ctx.needs_input_grad
+        dy = dy if ctx.shape is None else dy.reshape(x.shape)
+        needs_x, needs_scale, needs_shift, _ = ctx.needs_input_grad
         times = torch.mul if is_differentiated() else combine
         dx = times(dy, scale) if needs_x else None
         dscale = times(dy, x).sum_to_size(scale.shape) if needs_scale else None
-        return dx, dscale, dy.sum_to_size(ctx.shift) if needs_shift else None
+        return dx, dscale, dy.sum_to_size(ctx.shift) if needs_shift else None, None
 
     @staticmethod
-    def jvp(ctx: Any, dx: Any, dscale: Any, dshift: Any) -> torch.Tensor:
+    def jvp(ctx: Any, dx: Any, dscale: Any, dshift: Any, _: None) -> torch.Tensor:
         x, scale = ctx.saved_tensors
         parts = [dx * scale if dx is not None else None, x * dscale if dscale is not None else None, dshift]
-        y = torch.zeros_like(x)
-        return sum((part for part in parts if part is not None), y)
+        dy = sum((part for part in parts if part is not None), torch.zeros_like(x))
+        return dy if ctx.shape is None else dy.reshape(ctx.shape)
 
 
 class _Less(torch.autograd.Function):
@@ -65,9 +81,11 @@ class _Less(torch.autograd.Function):
         return dx.clone()
 
 
-def combine(x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
-    """``x * factor + shift``, of which no derivative is asked."""
-    y = torch.mul(x, factor, out=_like(x))
+def combine(
+    x: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x * factor + shift``, of which no derivative is asked; in a tensor of the shape of x, if one is given."""
+    y = torch.mul(x, factor, out=_like(x) if out is None else out)
     return y if shift is None else y.add_(shift)  # (torch.addcmul takes twice as long where rows broadcast)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
 import torch
-from torch.nn import functional
 
 from distdl.geometry.boxes import Interval, shape
+from distdl.nn.module import Option
 from distdl.nn.moments import Along, Moments
 from distdl.nn.normalisation import Arrangement, Normalisation
 from distdl.partition import Partition
@@ -24,8 +24,10 @@ class Tracking(Normalisation):
     the same order, so theirs are equal to the last bit and no message is needed for it.
     """
 
-    _operator: ClassVar[Callable[..., torch.Tensor]]
-    eps: float
+    shown = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+    num_features = Option[int]()
+    affine = Option[bool]()
+    track_running_stats = Option[bool]()
     running_mean: torch.Tensor | None
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
@@ -39,9 +41,9 @@ class Tracking(Normalisation):
         affine: bool,
         track_running_stats: bool,
     ) -> None:
-        super().__init__(P_x, eps, {1: int(num_features)}, 2 * affine, (momentum, track_running_stats))
+        super().__init__(P_x, float(eps), {1: int(num_features)}, 2 * bool(affine), (momentum, track_running_stats))
         self.num_features, self.momentum = int(num_features), momentum
-        self.affine, self.track_running_stats = affine, track_running_stats
+        self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
         start, stop = self._kept
         for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
             self.register_buffer(name, value if track_running_stats else None)
@@ -55,9 +57,20 @@ class Tracking(Normalisation):
         return self._blocks[1][self.P_x.index_of(me)[1]] if me in self.P_x else (0, 0)
 
     @property
+    def momentum(self) -> float | None:
+        return self._momentum
+
+    @momentum.setter
+    def momentum(self, momentum: float | None) -> None:
+        self._momentum: float | None = None if momentum is None else float(momentum)
+
+    def numbers(self) -> dict[str, float | None]:
+        return {**super().numbers(), "momentum": self._momentum}
+
+    @property
     def factor(self) -> float:
-        """The weight that a new batch gets in the running statistics."""
-        return 0.0 if self.momentum is None else self.momentum
+        """The weight that a new batch, of those in training, gets in the running statistics."""
+        return 0.0 if self._momentum is None else self._momentum
 
     def reset_running_stats(self) -> None:
         """Begin anew: mean 0, variance 1, no batch counted."""
@@ -76,15 +89,19 @@ class Tracking(Normalisation):
             return
         batch, _, *space = moments.gathered
         mean, squares = moments.of(means, (batch, self._kept, *space)).mean(1)
-        for running, new in zip(self.running(), (mean, squares / (moments.count - 1)), strict=True):
-            running.mul_(1 - self.factor).add_(self.factor * new.flatten())
+        self.approach(self.running(), (mean, squares / (moments.count - 1)))
 
-    def operate(
+    def approach(self, running: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> None:
+        """Move the running mean and variance towards those of a batch."""
+        for one, towards in zip(running, new, strict=True):
+            one.mul_(1 - self.factor).add_(self.factor * towards.flatten())
+
+    def by_running(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        tracked = (self.running_mean, self.running_var) if self.training else (None, None)
-        mean, variance = running or tracked
-        return type(self)._operator(x, mean, variance, weight, bias, not running, self.factor, self.eps)
+        """The operator where a mean and a variance are given for each channel."""
+        mean, variance = running
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, self.step(x), torch.backends.cudnn.enabled)
 
     def _channels(self, owned: Layout, training: bool) -> Along:
         """A place needs the moments of its channels and, to track them, of those that it keeps."""
@@ -133,7 +150,6 @@ class DistributedBatchNorm(Tracking):
     Source: Ioffe & Szegedy, arXiv:1502.03167.
     """
 
-    _operator = functional.batch_norm
     names = ("gamma", "beta")
     sequential_names: ClassVar[dict[str, str]] = {"gamma": "weight", "beta": "bias"}
     published = True
@@ -153,9 +169,25 @@ class DistributedBatchNorm(Tracking):
 
     @property
     def factor(self) -> float:
-        if self.momentum is None and self.num_batches_tracked is not None:
+        if self._momentum is None and self.num_batches_tracked is not None:
             return 1.0 / float(self.num_batches_tracked)
         return super().factor
+
+    def operate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running: Sequence[torch.Tensor],
+        tracked: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        if running:
+            return self.by_running(x, weight, bias, running)
+        mean, variance = tracked or (None, None)
+        factor = self.factor if tracked else 0.0
+        return torch.batch_norm(
+            x, weight, bias, mean, variance, True, factor, self.step(x), torch.backends.cudnn.enabled
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.num_batches_tracked is not None:
@@ -202,8 +234,6 @@ class DistributedInstanceNorm(Tracking):
     Source: Ulyanov et al., arXiv:1607.08022.
     """
 
-    _operator = functional.instance_norm
-
     def __init__(
         self,
         P_x: Partition,
@@ -216,6 +246,23 @@ class DistributedInstanceNorm(Tracking):
         if P_x.workers.ndim < 3:
             raise ValueError(f"DistributedInstanceNorm needs P_x: batch x channels x space; got {P_x}")
         super().__init__(P_x, num_features, eps, momentum, affine, track_running_stats)
+
+    def operate(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running: Sequence[torch.Tensor],
+        tracked: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        if running:
+            return self.by_running(x, weight, bias, running)
+        if tracked:
+            with torch.no_grad():
+                variance, mean = torch.var_mean(x, list(range(2, x.dim())))
+                self.approach(tracked, (mean.mean(0), variance.mean(0)))
+        # groups of one channel: torch's instance_norm returns a view
+        return torch.group_norm(x, x.shape[1], weight, bias, self.step(x), torch.backends.cudnn.enabled)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         if self.running() and not training:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from distdl.geometry.boxes import shape
+from distdl.nn.module import Option
 from distdl.nn.moments import Along, Moments, subgroup
 from distdl.nn.normalisation import Arrangement, Normalisation
 from distdl.partition import Partition
@@ -19,6 +20,10 @@ from distdl.partition.layout import Layout
 
 class Trailing(Normalisation):
     """Base: the last dims of x are normalised, each place of the others for itself."""
+
+    shown: ClassVar[tuple[str, ...]] = ("normalized_shape", "eps", "elementwise_affine")
+    normalized_shape = Option[tuple[int, ...]]()
+    elementwise_affine = Option[bool]()
 
     def __init__(
         self, P_x: Partition, normalized_shape: int | Sequence[int], eps: float | None, parameters: int
@@ -32,6 +37,7 @@ class Trailing(Normalisation):
             )
         super().__init__(P_x, eps, {first + dim: int(extent) for dim, extent in enumerate(extents)}, parameters)
         self.normalized_shape = tuple(map(int, extents))
+        self.elementwise_affine = parameters > 0
 
     def trailing(
         self, x: torch.Tensor, *rows: torch.Tensor | None
@@ -72,8 +78,6 @@ class DistributedLayerNorm(Trailing):
     Source: Ba et al., arXiv:1607.06450.
     """
 
-    eps: float
-
     def __init__(
         self,
         P_x: Partition,
@@ -82,13 +86,17 @@ class DistributedLayerNorm(Trailing):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        super().__init__(P_x, normalized_shape, eps, (1 + bias) * elementwise_affine)
-        self.elementwise_affine = elementwise_affine
+        super().__init__(P_x, normalized_shape, float(eps), (1 + bool(bias)) * bool(elementwise_affine))
 
     def operate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running: Sequence[torch.Tensor],
+        tracked: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        return functional.layer_norm(x, *self.trailing(x, weight, bias), self.eps)
+        return torch.layer_norm(x, *self.trailing(x, weight, bias), self.step(x))
 
 
 class DistributedRMSNorm(Trailing):
@@ -118,14 +126,18 @@ class DistributedRMSNorm(Trailing):
         eps: float | None = None,
         elementwise_affine: bool = True,
     ) -> None:
-        super().__init__(P_x, normalized_shape, eps, int(elementwise_affine))
-        self.elementwise_affine = elementwise_affine
+        super().__init__(P_x, normalized_shape, eps, int(bool(elementwise_affine)))
 
     def operate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running: Sequence[torch.Tensor],
+        tracked: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         extents, weight, _ = self.trailing(x, weight, bias)
-        return functional.rms_norm(x, extents, weight, self.eps)
+        return torch.rms_norm(x, extents, weight, self.step(x))
 
 
 class DistributedGroupNorm(Normalisation):
@@ -151,7 +163,10 @@ class DistributedGroupNorm(Normalisation):
     Source: Wu & He, arXiv:1803.08494.
     """
 
-    eps: float
+    shown = ("num_groups", "num_channels", "eps", "affine")
+    num_groups = Option[int]()
+    num_channels = Option[int]()
+    affine = Option[bool]()
 
     def __init__(
         self, P_x: Partition, num_groups: int, num_channels: int, eps: float = 1e-05, affine: bool = True
@@ -160,14 +175,19 @@ class DistributedGroupNorm(Normalisation):
             raise ValueError(f"DistributedGroupNorm needs P_x: batch x channels x space; got {P_x}")
         if not 1 <= num_groups <= num_channels or num_channels % num_groups:
             raise ValueError(f"DistributedGroupNorm needs groups that divide {num_channels} channels; got {num_groups}")
-        super().__init__(P_x, eps, {1: int(num_channels)}, 2 * affine, int(num_groups))
-        self.num_groups, self.num_channels, self.affine = int(num_groups), int(num_channels), affine
+        super().__init__(P_x, float(eps), {1: int(num_channels)}, 2 * bool(affine), int(num_groups))
+        self.num_groups, self.num_channels, self.affine = int(num_groups), int(num_channels), bool(affine)
 
     def operate(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Sequence[torch.Tensor]
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        running: Sequence[torch.Tensor],
+        tracked: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        groups = x.shape[1] * self.num_groups // self.num_channels
-        return functional.group_norm(x, groups, weight, bias, self.eps)
+        groups = max(x.shape[1] * self.num_groups // self.num_channels, 1)  # (of the one channel for an empty block, 1)
+        return torch.group_norm(x, groups, weight, bias, self.step(x), torch.backends.cudnn.enabled)
 
     def arrange(self, owned: Layout, training: bool) -> Arrangement:
         samples, _, *space = owned.extents
