@@ -5,7 +5,7 @@ import pytest
 import torch
 from checks import forward_mode
 from helpers_layers import assert_options, every_worker_raises, filled, noise, on_workers
-from properties_normalisation import PAIRS, Published, pair, second_derivatives
+from properties_normalisation import PAIRS, Published, close, pair, second_derivatives
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -13,11 +13,14 @@ import distdl
 from distdl.geometry.boxes import balanced, runs
 from distdl.nn import (
     DistributedBatchNorm,
+    DistributedFeatureConv1d,
     DistributedGroupNorm,
     DistributedInstanceNorm,
     DistributedLayerNorm,
     DistributedRMSNorm,
+    init,
 )
+from distdl.nn.placement import sequential_layouts
 from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
@@ -530,6 +533,64 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_parameters_are_filled_by_the_recipe_of_the_docs(name):
+    """In torch's shapes, on every worker; assigned, copied into, and by an initialisation."""
+
+    def main(P):
+        layer, reference = PLAIN[name](P[:4].reshape(2, 2, 1))
+        network, sequential = torch.nn.Sequential(torch.nn.Tanh(), layer.double()), torch.nn.Sequential(reference)
+        x, layouts = noise(4, 6, 5), sequential_layouts(network)
+        owned = Layout.balanced(P[:4].reshape(2, 2, 1), x.shape)
+        for step, fill in enumerate(("assigned", "copied", "initialised")):
+            filled(sequential)
+            for (key, layout), value in zip(layouts.items(), sequential.parameters(), strict=True):
+                value.data += step
+                if fill == "assigned":
+                    network.get_parameter(key).data = layout.block(value.detach()).clone()
+                elif fill == "copied":
+                    with torch.no_grad():
+                        network.get_parameter(key).copy_(layout.block(value))
+                else:
+                    value.data.fill_(0.25)
+                    init.constant_(network.get_parameter(key), layout, 0.25)
+                assert network.get_parameter(key).shape == layout.block(value).shape
+                assert torch.equal(network.get_parameter(key).detach(), layout.block(value.detach()))
+            network.zero_grad()
+            sequential.zero_grad()
+            (sequential(x.tanh()) ** 3).sum().backward()
+            y = network(owned.block(x) if P.rank < 4 else zero_volume_tensor(4, dtype=torch.float64))
+            if y.requires_grad:  # (where batch norm has no parameters, outside)
+                (y**3).sum().backward()
+            for (key, layout), value in zip(layouts.items(), sequential.parameters(), strict=True):
+                if P.rank in layout:
+                    assert torch.allclose(network.get_parameter(key).grad, layout.block(value.grad), rtol=1e-9)
+
+    on_workers(5, main)
+
+
+def test_batch_norm_has_weight_and_bias_as_torch_has_them():
+    def main(P):
+        layer = DistributedBatchNorm(P.reshape(2, 2, 1), 5)
+        assert [name for name, _ in layer.named_parameters()] == ["gamma", "beta"] * (P.rank < 2)
+        assert isinstance(layer.weight, torch.nn.Parameter) and layer.bias.shape == layer.weight.shape
+        plain = DistributedBatchNorm(P.reshape(2, 2, 1), 5, affine=False)
+        assert plain.weight is None and plain.bias is None and not sequential_layouts(plain)
+        if P.rank > 1:
+            assert layer.gamma is None and layer.weight.shape == (0,)
+            return
+        assert layer.weight.shape == layer.running_mean.shape
+        layer.weight.square().sum().backward()
+        assert torch.equal(layer.gamma.grad, torch.full_like(layer.gamma, 2.0))
+        assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, 2.0))
+        layer.weight.grad = None
+        layer.bias.data = torch.full_like(layer.bias, 3.0)
+        assert layer.gamma.grad is None and (layer.beta == 3).all() and layer.beta.dim() == 3
+        assert torch.equal(copy.deepcopy(layer).bias, layer.bias)
+
+    on_workers(4, main)
+
+
 @pytest.mark.parametrize(("make", "extents", "cuts"), [
     (lambda P: DistributedGroupNorm(P.reshape(2, 1), 2, 2), (3, 2), [[2, 1], [2]]),
     (lambda P: DistributedGroupNorm(P.reshape(1, 2), 2, 2), (3, 2), [[3], [2, 0]]),
@@ -581,6 +642,39 @@ def test_evaluation_before_any_batch(kind):
             assert torch.allclose(y, owned.block(x) / (1 + 1e-5) ** 0.5) and not layer.running_mean.any()
 
     on_workers(2, main)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grid", [(4, 1, 1), (2, 1, 2)])
+def test_second_derivatives_of_the_gradients_of_parameters(grid, training):
+    """Workers that store no gamma come past its sums, too: its gradients, too, are differentiated."""
+
+    def main(P):
+        P_x = P.reshape(grid)
+        first, last = (DistributedFeatureConv1d(P_x, 6, 6, 1) for _ in range(2))
+        ours = torch.nn.Sequential(first, DistributedBatchNorm(P_x, 6), last).double().train(training)
+        one = torch.nn.Conv1d
+        theirs = filled(torch.nn.Sequential(one(6, 6, 1), torch.nn.BatchNorm1d(6), one(6, 6, 1))).train(training)
+        layouts = sequential_layouts(ours)
+        for (name, layout), value in zip(layouts.items(), theirs.parameters(), strict=True):
+            ours.get_parameter(name).data = layout.block(value.detach()).clone()
+        x = noise(4, 6, 4)
+        owned = Layout.of(P_x, [runs([4, 0, *[0] * (grid[0] - 2)]), runs([6]), balanced(4, grid[2])])
+        expected = []
+        for network, block in ((theirs, x), (ours, owned.block(x))):
+            (network(block) ** 4).sum().backward(create_graph=True)
+            penalty = sum((parameter.grad**2).sum() for parameter in network.parameters())
+            for parameter in network.parameters():
+                parameter.grad = None
+            penalty.backward()
+            if network is theirs:
+                expected = [parameter.grad for parameter in theirs.parameters()]
+        for (name, layout), gradient in zip(layouts.items(), expected, strict=True):
+            if P.rank in layout:  # (training makes the gradient of the first bias 0)
+                close(ours.get_parameter(name).grad, layout.block(gradient), max(one.abs().max() for one in expected))
+
+    on_workers(4, main)
 
 
 def test_eps_and_momentum_may_be_changed_on_all_workers():

@@ -123,6 +123,35 @@ def _read_own_channels(module: Any, state: dict[str, Any], prefix: str, *_: Any)
             state[key] = state[key][slice(*module._kept)]
 
 
+class Flat(torch.nn.Parameter):
+    """A parameter in one dim: a view of it, to which one may also assign. Its gradient is the parameter's."""
+
+    of_parameter: torch.nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter) -> Flat:
+        flat: Flat = parameter.view(-1).as_subclass(cls)
+        flat.of_parameter = parameter
+        return flat
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.of_parameter.data.view(-1)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.of_parameter.data = value.reshape(self.of_parameter.shape)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        grad = self.of_parameter.grad
+        return None if grad is None else grad.view(-1)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.of_parameter.grad = None if value is None else value.reshape(self.of_parameter.shape)
+
+
 class DistributedBatchNorm(Tracking):
     r"""Normalise every channel over batch and space.
 
@@ -144,6 +173,8 @@ class DistributedBatchNorm(Tracking):
         ``beta`` are ``(1, local channels, 1...)``, split as evenly as possible, on workers whose index is 0 in all axes
         but the second; other workers have None. ``running_mean`` and ``running_var`` are ``(local channels,)`` on every
         worker. Workers outside P_x return a clone of their input.
+        ``weight`` and ``bias`` are the same numbers as torch has them, ``(local channels,)``, and of zero volume on
+        other workers: not parameters of their own, but ``gamma`` and ``beta`` to read and to fill.
     Raises: ValueError, on every worker, for a partition without batch and channels; in forward, on every member, for an
         input of another rank, number of channels or dtype, one value per channel where moments are taken, or workers in
         different modes.
@@ -166,6 +197,27 @@ class DistributedBatchNorm(Tracking):
         if P_x.workers.ndim < 2:
             raise ValueError(f"DistributedBatchNorm needs P_x: batch x channels x space; got {P_x}")
         super().__init__(P_x, num_features, eps, momentum, affine, track_running_stats)
+
+    @property
+    def weight(self) -> torch.nn.Parameter | None:
+        """``gamma`` in torch's shape."""
+        return self._flat("gamma")
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """``beta`` in torch's shape."""
+        return self._flat("beta")
+
+    @property
+    def sequential_layouts(self) -> dict[str, Layout]:
+        """As ``parameter_layouts``, of ``weight`` and ``bias``."""
+        return dict.fromkeys(self.sequential_names.values(), self._flat_layout) if self.affine else {}
+
+    def _flat(self, name: str) -> torch.nn.Parameter | None:
+        if not self.affine:
+            return None
+        parameter = getattr(self, name)
+        return torch.nn.Parameter(torch.empty(0)) if parameter is None else Flat.of(parameter)
 
     @property
     def factor(self) -> float:

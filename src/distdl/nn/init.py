@@ -4,7 +4,7 @@ Each function is called by every worker, with its block and the parameter's layo
 block has in the global parameter on any partition (see :func:`distdl.nn.placement.random_block`). Each returns the
 parameter::
 
-    for name, layout in parameter_layouts(network).items():
+    for name, layout in sequential_layouts(network).items():
         init.kaiming_normal_(network.get_parameter(name), layout, nonlinearity="relu")
 """
 

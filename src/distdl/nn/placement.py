@@ -65,6 +65,19 @@ def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
     }
 
 
+def sequential_layouts(network: torch.nn.Module) -> dict[str, Layout]:
+    """The same in the shapes of the sequential network, under names that ``get_parameter`` knows on every worker.
+
+    It differs for batch norm, whose published ``gamma`` and ``beta`` have all dims of x and exist on some workers only.
+    Its ``weight`` and ``bias`` are the same numbers as torch has them, and of zero volume elsewhere.
+    """
+    found: dict[str, Layout] = {}
+    for prefix, module in network.named_modules():
+        layouts = getattr(module, "sequential_layouts", None) or getattr(module, "parameter_layouts", {})
+        found |= {f"{prefix}.{name}" if prefix else name: layout for name, layout in layouts.items()}
+    return found
+
+
 def keep_sequential_keys(module: torch.nn.Module) -> None:
     """Let a module with ``parameter_layouts`` read, and where it can write, the ``state_dict`` of its sequential layer.
 
