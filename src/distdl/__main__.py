@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from distdl import __version__
 from distdl.backends import find, names
 from distdl.workers.launch import run_workers
 
@@ -15,9 +16,10 @@ from distdl.workers.launch import run_workers
 def main(arguments: list[str] | None = None) -> int:
     """Run a script on several workers; returns the exit status."""
     parser = argparse.ArgumentParser(prog="distdl", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"distdl {__version__}")
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="run a script on several workers")
-    run.add_argument("-n", "--workers", type=int, default=4, help="how many workers (default: 4)")
+    run.add_argument("-n", "--workers", type=_count, default=4, help="how many workers (default: 4)")
     default = os.environ.get("DISTDL_BACKEND") or "threads"
     run.add_argument(
         "--backend", default=default, help=f"one of {', '.join(names())}, or your own (default: {default})"
@@ -45,6 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         return _execute(options.workers, options.backend, options.script, program)
     return subprocess.run(command, env={**_environment(), "DISTDL_BACKEND": options.backend}).returncode
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least one worker is needed; got {text}")
+    return int(text)
 
 
 def _execute(workers: int, backend: str, script: Path, program: list[str]) -> int:

@@ -299,6 +299,54 @@ def test_run_refuses_a_backend_that_nobody_registers(tmp_path):
     assert done.returncode == 2 and "serial, threads, mpi, gloo, nccl; got 'smoke'" in done.stderr
 
 
+@pytest.mark.parametrize("workers", ["0", "-1", "abc", "1.5"])
+def test_run_refuses_what_is_no_number_of_workers(workers, capsys):
+    from distdl.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-n", workers, str(EXAMPLES / "broadcast.py")])
+    assert ended.value.code == 2 and f"at least one worker is needed; got {workers}" in capsys.readouterr().err
+
+
+def test_the_version_can_be_asked_for(capsys):
+    from distdl.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"distdl {distdl.__version__}\n"
+
+
+def test_modules_of_functions_are_there_after_import_distdl_and_types_are_marked():
+    code = (
+        "import distdl, importlib.resources as r; distdl.nn.utils.clip_grad_norm_; distdl.nn.init; "
+        "assert (r.files('distdl') / 'py.typed').is_file()"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60, env=python_path())
+
+
+ALONE = (
+    "this process was started alone: start {0} workers by 'distdl run -n {0} four.py', 'mpirun -n {0} python four.py'"
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "workers"), [("reshape(2, 2)", 4), ("reshape(-1, 5)", 5), ("create_partition_inclusive([1, 2])", 3)]
+)
+def test_a_script_that_wants_more_workers_than_its_own_says_how_to_start_them(tmp_path, wanted, workers):
+    script = tmp_path / "four.py"
+    script.write_text(f"import distdl\ndistdl.world().{wanted}\n")
+    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=python_path())
+    assert ALONE.format(workers) in plain.stderr
+    run = [sys.executable, "-m", "distdl", "run", "-n", "2", script]
+    launched = subprocess.run(run, capture_output=True, text=True, timeout=60, env=python_path())
+    assert "ValueError" in launched.stderr and "started" not in launched.stderr
+
+
+def test_one_worker_that_was_asked_for_is_not_told_how_to_start_more():
+    with pytest.raises(ValueError, match=r"there is 1 worker \(1 on workers 0\)$"):
+        distdl.run_workers(lambda: distdl.world().reshape(2), 1, "serial")
+
+
 def test_run_with_mpirun_missing_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     from distdl.__main__ import main
 

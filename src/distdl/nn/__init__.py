@@ -1,6 +1,6 @@
 """The distributed modules: data movement primitives, and the layers that are built on them."""
 
-from distdl.nn import loss, mixins
+from distdl.nn import init, loss, mixins, utils
 from distdl.nn.adaptive_max_pooling import (
     DistributedAdaptiveMaxPool1d,
     DistributedAdaptiveMaxPool2d,
@@ -145,8 +145,10 @@ __all__ = [
     "Repartition",
     "SumReduce",
     "ZeroVolumeCorrectorFunction",
+    "init",
     "local",
     "loss",
     "mixins",
     "repeat_calls",
+    "utils",
 ]

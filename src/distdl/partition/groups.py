@@ -6,7 +6,7 @@ strided view, so its cost does not depend on how many workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -32,9 +32,11 @@ def describe(workers: IntArray) -> str:
     return f"{dims(workers.shape)} on workers {names}{', ..' if listed.size > 16 else ''}"
 
 
-def topology(workers: IntArray, shape: ArrayLike) -> IntArray:
+def topology(workers: IntArray, shape: ArrayLike, how_to_start: Callable[[int], str] = lambda workers: "") -> IntArray:
     """The workers, row-major, over a grid of this shape, one entry of which may be -1.
 
+    Args:
+        how_to_start: what the error adds where there are too few workers; see :meth:`Communicator.how_to_start`.
     Raises: ValueError unless the grid has as many places as there are workers.
     """
     extents = [int(extent) for extent in np.atleast_1d(np.asarray(shape, dtype=np.int64))]
@@ -42,9 +44,11 @@ def topology(workers: IntArray, shape: ArrayLike) -> IntArray:
     if extents.count(-1) == 1 and known > 0 and workers.size % known == 0:
         extents[extents.index(-1)] = workers.size // known
     if not extents or min(extents) < 1 or prod(extents) != workers.size:
+        places, fewest = max(prod(extents), 0), abs(prod(extents))
+        there = "is 1 worker" if workers.size == 1 else f"are {workers.size} workers"
         raise ValueError(
-            f"a topology must have as many places as there are workers; {dims(extents)} has {max(prod(extents), 0)} "
-            f"places, and there are {workers.size} workers ({describe(workers)})"
+            f"a topology must have as many places as there are workers; {dims(extents)} has {places} "
+            f"places, and there {there} ({describe(workers)}){how_to_start(fewest) if fewest > workers.size else ''}"
         )
     return workers.reshape(extents)
 

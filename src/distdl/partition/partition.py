@@ -173,7 +173,8 @@ class Partition:
         """The unstructured partition of these members, given by their ranks in this partition, in the order given."""
         places = np.asarray(ranks, dtype=np.int64).reshape(-1)
         if places.size and not 0 <= places.min() <= places.max() < self.workers.size:
-            raise ValueError(f"ranks must be from 0 to {self.workers.size - 1} in {self}; got {places.tolist()}")
+            how = self.comm.how_to_start(int(places.max()) + 1) if places.max() >= self.comm.size else ""
+            raise ValueError(f"ranks must be from 0 to {self.workers.size - 1} in {self}; got {places.tolist()}{how}")
         return self._like(self.workers.ravel()[places])
 
     def create_partition_union(self, other: Partition) -> Any:
@@ -182,7 +183,7 @@ class Partition:
 
     def create_cartesian_topology_partition(self, shape: ArrayLike) -> Any:
         """The workers of this partition, row-major, over a Cartesian topology of this shape (one entry may be -1)."""
-        return self._like(topology(self.workers, shape), cartesian=True)
+        return self._like(topology(self.workers, shape, self.comm.how_to_start), cartesian=True)
 
     def create_allreduction_partition(self, axes: int | Sequence[int]) -> Any:
         """The team within which this worker's tensor is all-sum-reduced along the given partition axes, root first."""

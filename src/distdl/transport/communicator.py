@@ -11,9 +11,11 @@ root, it comes first.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -133,6 +135,7 @@ class Communicator(ABC):
         absent: the ``rank`` that a partition reports where this worker is not a member.
         timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
         released: whether :meth:`release` has left it unusable.
+        started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
         recorder: what is told of all that goes through this communicator, and passes it on; None if nothing is.
     """
@@ -141,6 +144,7 @@ class Communicator(ABC):
     size: int
     absent: int = -1
     released: bool = False
+    started_alone: bool = False
     recorder: Communicator | None = None
 
     def __init__(self) -> None:
@@ -156,6 +160,17 @@ class Communicator(ABC):
     def calls(self, group: Group) -> Calls:
         """How many exchanges a group of workers has begun, as this worker counts them: the same object every time."""
         return self._calls.setdefault(group, Calls())
+
+    def how_to_start(self, workers: int) -> str:
+        """Where this worker was started alone, what an error says of starting more of them; elsewhere nothing."""
+        if not self.started_alone:
+            return ""
+        script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "SCRIPT"
+        return (
+            f"; this process was started alone: start {workers} workers by 'distdl run -n {workers} {script}', "
+            f"'mpirun -n {workers} python {script}' or 'torchrun --nproc-per-node {workers} {script}', or call "
+            f"distdl.run_workers(function, {workers})"
+        )
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:

@@ -77,7 +77,7 @@ def world(backend: Any = None) -> Partition:
     worlds = _here.worlds if name == "serial" or _is_entered(name) else _process_worlds
     key = name if isinstance(name, str) else _open_over(name)
     if key not in worlds or not worlds[key].active or worlds[key].comm.released:
-        worlds[key] = Partition(_open(name))
+        worlds[key] = Partition(_open(name, asked_for=backend is not None))
     return worlds[key]
 
 
@@ -105,10 +105,14 @@ def _is_of_processes(name: str) -> bool:
         return False
 
 
-def _open(name: Any) -> Communicator:
+def _open(name: Any, asked_for: bool) -> Communicator:
     if _is_entered(name) and _here.communicator is not None:
         return _here.communicator
-    return find(name).opener() if isinstance(name, str) else _open_over(name)
+    if not isinstance(name, str):
+        return _open_over(name)
+    communicator = find(name).opener()
+    communicator.started_alone = name == "serial" and not asked_for
+    return communicator
 
 
 def _open_over(communicator: Any) -> Communicator:
