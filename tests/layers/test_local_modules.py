@@ -96,7 +96,7 @@ def test_sums_and_concatenations_of_tensors_of_zero_volume():
         assert y.shape == shape and torch.autograd.grad(y.sum(), x, create_graph=True)[0].requires_grad
     assert (x + torch.zeros(3, 0)).shape == (3, 0)
     assert (torch.zeros(0, 0) + torch.zeros(0)).shape == (0, 0)
-    with pytest.raises(IndexError):  # there is no such dim where a worker has no part: see docs/layers.md
+    with pytest.raises(IndexError):  # there is no such dim where a worker has no part: see docs/layers/index.md
         torch.cat([x, x], 2)
 
 
