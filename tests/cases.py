@@ -250,12 +250,9 @@ def make_reduce_scatter(P: Partition, rng: np.random.Generator) -> Case:
     )
 
 
+# "SumReduce": make_sum_reduce, and so on, in the order of this file
 MAKERS = {
-    "Broadcast": make_broadcast,
-    "SumReduce": make_sum_reduce,
-    "AllSumReduce": make_all_sum_reduce,
-    "Repartition": make_repartition,
-    "HaloExchange": make_halo_exchange,
-    "AllGather": make_all_gather,
-    "ReduceScatter": make_reduce_scatter,
+    "".join(word.capitalize() for word in name.split("_")[1:]): maker
+    for name, maker in globals().items()
+    if name.startswith("make_")
 }
