@@ -28,8 +28,8 @@ class DistributedAffine(Module):
         self._layout = Layout.balanced(self._stored, (1, channels, *ones))
         self.scale = uniform_parameter(self._layout, bound=1.0)
         self.shift = uniform_parameter(self._layout, bound=1.0)
-        self._name = Label(f"DistributedAffine (P_x: {P_x}; {channels} channels)")
-        self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, channels), self._derive)
+        self.label = Label(f"DistributedAffine (P_x: {P_x}; {channels} channels)")
+        self._agreement = Agreement.among(P_x, self.label, (P_x.workers.shape, channels), self._derive)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
@@ -51,12 +51,12 @@ class DistributedAffine(Module):
         owned = Layout.tiled(self.P_x, headers.shapes(self.P_x, "DistributedAffine", self.P_x.workers.ndim))
         if owned.intervals[1] != self._layout.intervals[1]:
             raise ValueError(
-                f"{self._name} needs the channels at {list(self._layout.intervals[1])}; "
+                f"{self.label} needs the channels at {list(self._layout.intervals[1])}; "
                 f"the blocks of an input of shape {dims(owned.extents)} are at {list(owned.intervals[1])}"
             )
         plan = broadcast(self._stored, self.P_x, self._layout.shapes, self.P_x.comm.rank)
         dtype = headers.dtype(self._stored, "DistributedAffine", tensor=1)
-        return Route(plan, self.P_x.comm, headers.members, self._name), dtype
+        return Route(plan, self.P_x.comm, headers.members, self.label), dtype
 
 
 # [use]

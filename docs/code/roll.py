@@ -9,7 +9,8 @@ import torch
 import distdl
 from distdl.agreement.header import Headers
 from distdl.geometry.boxes import shift
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
@@ -40,7 +41,7 @@ def _moved(owned: Layout, dim: int, offset: int) -> Layout:
 
 
 # [primitive]
-class Roll(Primitive):
+class Roll(Layer):
     r"""Shift a tensor cyclically along one dim.
 
     Forward: :math:`y[c] = x[(c - by) \bmod n]`.   Adjoint: the shift by -by.
@@ -58,12 +59,13 @@ class Roll(Primitive):
     def __init__(self, P_x: Partition, dim: int, by: int) -> None:
         if not 0 <= dim < P_x.workers.ndim:
             raise ValueError(f"Roll needs a dim from 0 to {P_x.workers.ndim - 1}; got {dim} (P_x: {P_x})")
-        super().__init__(P_x, P_x, options=(dim, by))
-        self.dim, self.by = dim, by
 
-    def plan(self, headers: Headers) -> Plan:
-        owned = Layout.tiled(self.P_x, headers.shapes(self.P_x, "Roll", self.P_x.workers.ndim))
-        return roll(owned, self.dim, self.by, self.P_x.comm.rank)
+        def plan(headers: Headers, me: int) -> Plan:
+            return roll(Layout.tiled(P_x, headers.shapes(P_x, "Roll", P_x.workers.ndim)), dim, by, me)
+
+        movement = Movement(P_x, P_x, plan)
+        super().__init__(movement.name("Roll"), movement.team, movement, (dim, by))
+        self.P_x, self.dim, self.by = P_x, dim, by
 
 
 # [use]

@@ -59,10 +59,10 @@ class AdaptivePooling(Module):
         check_axes_of(name, P_x, self.space)
         self.P_x = P_x
         self.output_size = _sizes(name, output_size, self.space)
-        self._name = Label(f"{name} (P_x: {P_x}; output {'x'.join(map(str, self.output_size))})")
+        self.label = Label(f"{name} (P_x: {P_x}; output {'x'.join(map(str, self.output_size))})")
         self._results = ResultTypes(self.sample, (1,) * (self.space + 2))
         identity = (self.output_size, P_x.workers.shape, *options)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
+        self._agreement = Agreement.among(P_x, self.label, identity, self._derive)
 
     @abstractmethod
     def _derive(self, headers: Headers) -> Any:
@@ -93,7 +93,7 @@ class AdaptivePooling(Module):
         return dtype, owned, Layout.of(P_x, [*owned.intervals[:2], *spans])
 
     def _route(self, headers: Headers, plan: Plan) -> Route:
-        return Route(plan, self.P_x.comm, headers.members, self._name)
+        return Route(plan, self.P_x.comm, headers.members, self.label)
 
 
 def _sizes(name: str, given: Any, space: int) -> tuple[int | None, ...]:

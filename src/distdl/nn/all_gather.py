@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from distdl.agreement.header import Headers
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import check_axes
 from distdl.partition.layout import Layout
@@ -11,7 +13,7 @@ from distdl.plan import Plan
 from distdl.plan.planners import copy
 
 
-class AllGather(Primitive):
+class AllGather(Layer):
     r"""Concatenate the blocks of the workers along some axes of a partition, on every worker.
 
     Forward: y on a worker is the part of the global tensor that has the worker's own range in the other dims, and the
@@ -28,11 +30,16 @@ class AllGather(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108 (as a composition of broadcasts).
     """
 
-    def __init__(self, P_x: Partition, axes: int | Sequence[int]) -> None:
-        self_axes = check_axes(axes, P_x.workers.ndim, "AllGather")
-        super().__init__(P_x, P_x, options=self_axes)
-        self.axes = self_axes
+    P_x = Option[Partition]()
+    axes = Option[tuple[int, ...]]()
 
-    def plan(self, headers: Headers) -> Plan:
-        owned = Layout.tiled(self.P_x, headers.shapes(self.P_x, "AllGather", self.P_x.workers.ndim))
-        return copy(owned, owned.gathered(self.axes), self.P_x.comm.rank)
+    def __init__(self, P_x: Partition, axes: int | Sequence[int]) -> None:
+        gathered = check_axes(axes, P_x.workers.ndim, "AllGather")
+
+        def plan(headers: Headers, me: int) -> Plan:
+            owned = Layout.tiled(P_x, headers.shapes(P_x, "AllGather", P_x.workers.ndim))
+            return copy(owned, owned.gathered(gathered), me)
+
+        movement = Movement(P_x, P_x, plan)
+        super().__init__(movement.name("AllGather"), movement.team, movement, gathered, (P_x,))
+        self.P_x, self.axes = P_x, gathered

@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 
 from distdl.agreement.header import Headers
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import check_axes
 from distdl.plan import Plan
 from distdl.plan.planners import all_sum
 
 
-class AllSumReduce(Primitive):
+class AllSumReduce(Layer):
     r"""Add up the tensors of a partition along some of its axes and leave the sum on every worker.
 
     Forward: :math:`y_t = \sum_{s \in L(t)} x_s`, L(t) being the workers that one reaches from t along the reduced axes.
@@ -27,7 +29,8 @@ class AllSumReduce(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
-    adds = True
+    P_x = Option[Partition]()
+    axes = Option[tuple[int, ...]]()
 
     def __init__(
         self,
@@ -39,17 +42,18 @@ class AllSumReduce(Primitive):
             raise ValueError(
                 f"AllSumReduce needs exactly one of axes_reduce and axes_keep; got {axes_reduce} and {axes_keep}"
             )
-        dim = P_x.workers.ndim
+        workers = P_x.workers
         if axes_reduce is not None:
-            axes = check_axes(axes_reduce, dim, "AllSumReduce")
+            axes = check_axes(axes_reduce, workers.ndim, "AllSumReduce")
         else:
-            kept = check_axes(axes_keep if axes_keep is not None else (), dim, "AllSumReduce")
-            axes = tuple(axis for axis in range(dim) if axis not in kept)
-        super().__init__(P_x, P_x, options=axes)
-        self.axes = axes
+            kept = check_axes(axes_keep if axes_keep is not None else (), workers.ndim, "AllSumReduce")
+            axes = tuple(axis for axis in range(workers.ndim) if axis not in kept)
+        first = workers[tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(workers.ndim))]
 
-    def plan(self, headers: Headers) -> Plan:
-        workers = self.P_x.workers
-        first = workers[tuple(slice(0, 1) if axis in self.axes else slice(None) for axis in range(workers.ndim))]
-        headers.check_equal(workers, first, "AllSumReduce")
-        return all_sum(self.P_x, self.axes, headers.local_shapes, self.P_x.comm.rank)
+        def plan(headers: Headers, me: int) -> Plan:
+            headers.check_equal(workers, first, "AllSumReduce")
+            return all_sum(P_x, axes, headers.local_shapes, me)
+
+        movement = Movement(P_x, P_x, plan, adds=True)
+        super().__init__(movement.name("AllSumReduce"), movement.team, movement, axes, (P_x,))
+        self.P_x, self.axes = P_x, axes

@@ -252,7 +252,7 @@ class DistributedBatchNorm(Tracking):
         batch, _, *space = owned.extents
         if batch * prod(space) == 1:
             raise ValueError(
-                f"{self._name} needs more than 1 value per channel when training; the global shape of the input is "
+                f"{self.label} needs more than 1 value per channel when training; the global shape of the input is "
                 f"{dims(owned.extents)}"
             )
         batches, _, *spaces = owned.intervals
@@ -322,7 +322,7 @@ class DistributedInstanceNorm(Tracking):
         samples, _, *space = owned.extents
         if prod(space) == 1:
             raise ValueError(
-                f"{self._name} needs more than 1 spatial element when training; the global shape of the input is "
+                f"{self.label} needs more than 1 spatial element when training; the global shape of the input is "
                 f"{dims(owned.extents)}"
             )
         batches, _, *spaces = owned.intervals

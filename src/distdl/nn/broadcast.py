@@ -1,14 +1,16 @@
 """Broadcast: copies of each worker's tensor on all the workers that match it."""
 
 from distdl.agreement.header import Headers
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import check_spread
 from distdl.plan import Plan
 from distdl.plan.planners import broadcast
 
 
-class Broadcast(Primitive):
+class Broadcast(Layer):
     r"""Copy the tensors of the workers of ``P_x`` to the workers of ``P_y``, along the axes where P_x has one worker.
 
     Forward: :math:`y_t = x_{s(t)}`, where s(t) is the worker of P_x at t's index, with 0 along the axes where P_x is 1.
@@ -22,10 +24,15 @@ class Broadcast(Primitive):
         transpose_src, transpose_dest: reverse the axes of P_x, of P_y: the worker at index (i, j, k) stands at (k, j,
             i). That comes before the extension with ones. Tensors are not transposed.
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
-    Shapes: x local, any shape, in elements; y has the shape of x on s(t). See :class:`Primitive` for all other workers.
+    Shapes: x local, any shape, in elements; y has the shape of x on s(t). All other workers: see
+        :class:`~distdl.nn.primitive.Movement`.
     Raises: ValueError, on every worker, if an axis does not match; in forward, on every member, if dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
+
+    P_x = Option[Partition]()
+    P_y = Option[Partition]()
+    preserve_batch = Option[bool]()
 
     def __init__(
         self,
@@ -35,10 +42,14 @@ class Broadcast(Primitive):
         transpose_dest: bool = False,
         preserve_batch: bool = True,
     ) -> None:
-        super().__init__(P_x, P_y, preserve_batch, (transpose_src, transpose_dest))
-        self._source = P_x.T if transpose_src else P_x
-        self._target = P_y.T if transpose_dest else P_y
-        check_spread(self._source.workers.shape, self._target.workers.shape)
+        source, target = P_x.T if transpose_src else P_x, P_y.T if transpose_dest else P_y
+        check_spread(source.workers.shape, target.workers.shape)
 
-    def plan(self, headers: Headers) -> Plan:
-        return broadcast(self._source, self._target, headers.local_shapes, self.P_x.comm.rank)
+        def plan(headers: Headers, me: int) -> Plan:
+            return broadcast(source, target, headers.local_shapes, me)
+
+        movement = Movement(P_x, P_y, plan, preserve_batch)
+        super().__init__(
+            movement.name("Broadcast"), movement.team, movement, (transpose_src, transpose_dest), (P_x, P_y)
+        )
+        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch

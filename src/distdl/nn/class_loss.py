@@ -90,11 +90,11 @@ class ClassLoss(Module):
         self.ignore_index, self.reduction = int(ignore_index), reduction
         self._places = P_x[:, :1]
         self._root = P_x.create_partition_inclusive([0])
-        self._name = Label(f"{name} (P_x: {P_x}; {reduction})")
+        self.label = Label(f"{name} (P_x: {P_x}; {reduction})")
         self._classes = 0  # how many the members last agreed on; before that none, and nothing is said of class numbers
         weighted = None if weight is None else tuple(weight.shape)
         identity = (P_x.workers.shape, self.ignore_index, reduction, weighted, *options)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive, parts=(P_x, self._places, P_x))
+        self._agreement = Agreement.among(P_x, self.label, identity, self._derive, parts=(P_x, self._places, P_x))
 
     @abstractmethod
     def shares(self, x: torch.Tensor, target: torch.Tensor, go: Movements, carried: Carried) -> torch.Tensor:
@@ -201,7 +201,7 @@ class ClassLoss(Module):
             routes["collect"] = along.T
         return Movements(
             **{key: self._route(headers, plan) for key, plan in routes.items()},
-            add=sum_to_root(headers, self._root, P_x, (2,), self._name),
+            add=sum_to_root(headers, self._root, P_x, (2,), self.label),
             dtypes=(dtype, target, torch.promote_types(dtype, target))
             if probabilities
             else (dtype, torch.int64, dtype),
@@ -211,7 +211,7 @@ class ClassLoss(Module):
         )
 
     def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
-        return None if plan is None else Route(plan, self.P_x.comm, headers.members, self._name)
+        return None if plan is None else Route(plan, self.P_x.comm, headers.members, self.label)
 
     def _check_weight(self, headers: Headers, classes: int) -> None:
         name, workers = type(self).__name__, self.P_x.workers.ravel().tolist()

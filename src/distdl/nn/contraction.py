@@ -34,10 +34,10 @@ from distdl.geometry.windows import Intervals
 from distdl.nn.fixed import Fixed
 from distdl.nn.module import Module, blank_shape, local, zeros_on
 from distdl.nn.movements import LocalOperator, Movements
-from distdl.nn.padding import Filling
 from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import keep_sequential_keys, uniform_parameter
 from distdl.nn.weights import stored_on, weight_layouts
+from distdl.ops.padding import Filling
 from distdl.partition import Partition
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout, Lookup
@@ -81,11 +81,11 @@ class Contraction(Module):
         self._lead = work.workers.ndim - 2 - len(taps)
         self._stored = stored_on(work, self._lead)
         options = (self.in_channels, self.out_channels, taps, groups, bias, work.workers.shape)
-        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)")
+        self.label = Label(f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {in_channels} to {out_channels} channels)")
         self._weights, self._biases = self.layouts(taps)
         said = (*options, *self.options())
         parts = (P_x, self._stored, self._biases.partition)
-        self._agreement = Agreement.among(self._everyone, self._name, said, self._derive, (work,), parts)
+        self._agreement = Agreement.among(self._everyone, self.label, said, self._derive, (work,), parts)
         bound = 1 / sqrt(max(prod(self._weights.extents[1:]), 1))
         weight = uniform_parameter(self._weights, bound)
         self.register(weight, uniform_parameter(self._biases, bound) if bias else None)
@@ -199,15 +199,15 @@ class Contraction(Module):
     def _derive(self, headers: Headers) -> Movements:
         kind, me = type(self).__name__, self._work.comm.rank
         of_weight, of_bias = headers.extras(self._everyone)[:, 1:3].max(axis=0).tolist()
-        check_unfit(str(self._name), "weight", of_weight, self._weights)
-        check_unfit(str(self._name), "bias", of_bias, self._biases)
+        check_unfit(str(self.label), "weight", of_weight, self._weights)
+        check_unfit(str(self.label), "bias", of_bias, self._biases)
         shapes = headers.shapes(self.P_x, kind, None if self.extends else self.P_x.workers.ndim)
         P_x, P_y, work = (self._extended(P, shapes.shape[-1]) for P in (self.P_x, self.P_y, self._work))
         owned = Layout.tiled(P_x, shapes.reshape(*P_x.workers.shape, -1))
         channel = work.workers.ndim - 2 - len(self.least_space)
         if owned.extents[channel] != self.in_channels:
             raise ValueError(
-                f"{self._name} needs an input with {self.in_channels} channels in dim {channel}; "
+                f"{self.label} needs an input with {self.in_channels} channels in dim {channel}; "
                 f"the global shape of the input is {dims(owned.extents)}"
             )
         inputs, outputs = self.asked_windows(headers, owned.extents[channel + 1 :])
@@ -248,7 +248,7 @@ class Contraction(Module):
         return {
             name: None
             if plan is None
-            else Route(plan, work.comm, headers.members, self._name, last and name == "align")
+            else Route(plan, work.comm, headers.members, self.label, last and name == "align")
             for name, plan in plans.items()
         }
 
@@ -257,7 +257,7 @@ class Contraction(Module):
         more = rank - self.P_x.workers.ndim
         if more < 0:
             raise ValueError(
-                f"{self._name} needs an input with at least {self.P_x.workers.ndim} dims, one for each axis of P_x; "
+                f"{self.label} needs an input with at least {self.P_x.workers.ndim} dims, one for each axis of P_x; "
                 f"got one with {rank}"
             )
         axes = P.workers.shape
@@ -284,16 +284,16 @@ class Contraction(Module):
     def _dtypes(self, headers: Headers) -> tuple[torch.dtype, torch.dtype]:
         kind = type(self).__name__
         found = [headers.dtype(self.P_x, kind), headers.dtype(self._stored, kind, tensor=1)]
-        headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
+        headers.check_blocks(self._weights, f"{self.label}: weight", tensor=1)
         if self._adds_bias:
-            headers.check_blocks(self._biases, f"{self._name}: bias", tensor=2)
+            headers.check_blocks(self._biases, f"{self.label}: bias", tensor=2)
             found.append(headers.dtype(self._biases.partition, kind, tensor=2))
         autocast = headers.extras(self._everyone)[..., 0]
         if (autocast != autocast.flat[0]).any():
-            raise ValueError(f"{self._name} needs autocast to be on or off, and of one dtype, on all workers alike")
+            raise ValueError(f"{self.label} needs autocast to be on or off, and of one dtype, on all workers alike")
         if len(set(found[1:] if autocast.any() else found)) > 1:
             listed = ", ".join(map(str, found))
-            raise ValueError(f"{self._name} needs input, weight and bias of one dtype; got {listed}")
+            raise ValueError(f"{self.label} needs input, weight and bias of one dtype; got {listed}")
         return found[0], found[1]
 
 

@@ -110,7 +110,7 @@ class TransposedConvolution(Kernels):
         if self.groups == 1:
             grid, columns = stored.T, outputs
         else:
-            parts = _parts_of_groups(str(self._name), self.groups, self._group[1], outputs)
+            parts = _parts_of_groups(str(self.label), self.groups, self._group[1], outputs)
             grid, columns = stored.reshape(out // parts, parts), balanced(self._group[1], parts)
             rows = self.input_channels(outputs)[::parts]
         weights = Layout.of(grid.reshape(*grid.workers.shape, *[1] * len(taps)), [rows, columns, *kernel])
@@ -142,7 +142,7 @@ class TransposedConvolution(Kernels):
             theirs, *others = asked[wrong[0]].tolist()
             one, other = ([None, given, "something else"][told] for told, given in ((kind, sizes), (theirs, others)))
             raise ValueError(
-                f"{self._name} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers, the "
+                f"{self.label} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers, the "
                 f"same on all workers; got {one} on worker {workers[0]} and {other} on worker {workers[wrong[0]]}"
             )
         return tuple(sizes) if kind else None

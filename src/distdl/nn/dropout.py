@@ -55,8 +55,8 @@ class Dropout(Module):
         self.calls = CallCount()
         seed, kind, place = next_key(P_x.comm, "layer")
         self._marks = (seed // 2**32, seed % 2**32, kind, place)  # a header's integers have a sign
-        self._name = Label(f"{name} (P_x: {P_x}; p: {p})")
-        self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, p), self._derive)
+        self.label = Label(f"{name} (P_x: {P_x}; p: {p})")
+        self._agreement = Agreement.among(P_x, self.label, (P_x.workers.shape, p), self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
@@ -76,7 +76,7 @@ class Dropout(Module):
         owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
         dtype = headers.dtype(P_x, name)
         if not carries_gradients(dtype):
-            raise ValueError(f"{self._name} needs a tensor of floating-point or complex numbers; got {dtype}")
+            raise ValueError(f"{self.label} needs a tensor of floating-point or complex numbers; got {dtype}")
         key = (high * 2**32 + low, kind, place)
         return key, owned[P_x.comm.rank][: self.leading], owned.extents[: self.leading], dtype
 

@@ -98,11 +98,11 @@ class DistributedEmbedding(Module):
         self.padding_idx = _row(padding_idx, self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self._everyone = P_x | P_y | work
-        self._name = Label(
+        self.label = Label(
             f"DistributedEmbedding (P_x: {P_x}; P_y: {P_y}; {num_embeddings} rows, {embedding_dim} columns)"
         )
         options = (self.num_embeddings, self.embedding_dim, self.padding_idx, work.workers.shape)
-        self._agreement = Agreement.among(self._everyone, self._name, options, self._derive)
+        self._agreement = Agreement.among(self._everyone, self.label, options, self._derive)
         self._stored = work[(slice(0, 1),) * P_x.workers.ndim]
         table = self._stored.reshape(work.workers.shape[-2:])
         self._weights = Layout.balanced(table, (self.num_embeddings, self.embedding_dim))
@@ -175,14 +175,14 @@ class DistributedEmbedding(Module):
         computed = Layout.of(self.P_y, [*owned.intervals, columns])
         dtype = torch.int64 if 0 in owned.extents else headers.dtype(P_x, name)
         if dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{self._name} needs indices in int32 or int64; got {dtype}")
+            raise ValueError(f"{self.label} needs indices in int32 or int64; got {dtype}")
         for worker, (wrong, index) in zip(P_x.workers.flat, headers.extras(P_x).reshape(-1, 3)[:, :2], strict=True):
             if wrong:
                 raise ValueError(
-                    f"{self._name} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
+                    f"{self.label} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
                 )
-        check_unfit(str(self._name), "weight", headers.extras(self._everyone)[..., 2].max().item(), self._weights)
-        headers.check_blocks(self._weights, f"{self._name}: weight", tensor=1)
+        check_unfit(str(self.label), "weight", headers.extras(self._everyone)[..., 2].max().item(), self._weights)
+        headers.check_blocks(self._weights, f"{self.label}: weight", tensor=1)
         p_x = P_x.workers.shape
         P_along_both, P_along_rows = P_x.reshape(*p_x, 1, 1), self.P_y.reshape(*p_x, 1, len(columns))
         plans: dict[str, Plan | None] = {
@@ -201,7 +201,7 @@ class DistributedEmbedding(Module):
         )
 
     def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
-        return None if plan is None else Route(plan, self._work.comm, headers.members, self._name)
+        return None if plan is None else Route(plan, self._work.comm, headers.members, self.label)
 
     def extra_repr(self) -> str:
         options = f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}"

@@ -3,16 +3,19 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from distdl.agreement.header import Headers
-from distdl.nn.module import Primitive, check_buffer_manager
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option, check_buffer_manager
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
 from distdl.plan import Plan
 from distdl.plan.planners import padded_halo
 
 
-class HaloExchange(Primitive):
+class HaloExchange(Layer):
     r"""Fill the halo of each worker's block with the cells of the global tensor that lie there.
 
     Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and y[halo] is the bulk of the workers that own those cells: in
@@ -36,6 +39,8 @@ class HaloExchange(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
+    P_x = Option[Partition]()
+
     def __init__(
         self,
         P_x: Partition,
@@ -45,41 +50,46 @@ class HaloExchange(Primitive):
         buffer_manager: Any = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        super().__init__(P_x, P_x)
+        dim = P_x.workers.ndim
+
+        def plan(headers: Headers, me: int) -> Plan:
+            shapes = headers.shapes(P_x, "HaloExchange", dim)
+            halo, receive, send = np.moveaxis(headers.extras(P_x).reshape(*P_x.workers.shape, 3, dim, 2), -3, 0)
+            _check(P_x, halo, receive, send)
+            return padded_halo(P_x, shapes, halo, me)
+
+        movement = Movement(P_x, P_x, plan)
+        super().__init__(movement.name("HaloExchange"), movement.team, movement, (), (P_x,))
+        self.P_x = P_x
         given = (halo_shape, recv_buffer_shape, send_buffer_shape)
         sizes = [np.zeros((0, 2), dtype=int) if size is None else np.asarray(size, dtype=int) for size in given]
-        expected = (P_x.workers.ndim, 2)
-        fits = all(size.shape == expected for size in sizes)
+        fits = all(size.shape == (dim, 2) for size in sizes)
         # a wrong shape on one worker must be an error on all, so it is reported with the header, as -1
-        self._extras = tuple(int(n) for size in sizes for n in size.flat) if fits else (-1,) * (6 * expected[0])
+        self._sizes = tuple(int(n) for size in sizes for n in size.flat) if fits else (-1,) * (6 * dim)
 
-    def header_extras(self) -> tuple[int, ...]:
-        return self._extras
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        setup = self.agree(x, extra=self._sizes)
+        y: torch.Tensor = setup.local(*setup.move_in(x))
+        return y
 
-    def plan(self, headers: Headers) -> Plan:
-        dim = self.P_x.workers.ndim
-        shapes = headers.shapes(self.P_x, "HaloExchange", dim)
-        halo, receive, send = np.moveaxis(headers.extras(self.P_x).reshape(*self.P_x.workers.shape, 3, dim, 2), -3, 0)
-        self._check(halo, receive, send)
-        return padded_halo(self.P_x, shapes, halo, self.P_x.comm.rank)
 
-    def _check(self, halo: IntArray, receive: IntArray, send: IntArray) -> None:
-        workers = self.P_x.workers
-        negative = np.argwhere((halo < 0).any(axis=(-1, -2)))
-        if len(negative):
-            raise ValueError(
-                f"HaloExchange needs halo, receive and send sizes of shape {workers.ndim} x 2, none of them negative; "
-                f"those of worker {workers[tuple(negative[0])]} are not"
-            )
-        for axis in range(workers.ndim):
-            names = np.moveaxis(workers, axis, 0)
-            for side, here, there in ((0, slice(1, None), slice(0, -1)), (1, slice(0, -1), slice(1, None))):
-                room = np.moveaxis(halo[..., axis, side], axis, 0)[here]
-                wanted = np.moveaxis(receive[..., axis, side], axis, 0)[here]
-                offered = np.moveaxis(send[..., axis, 1 - side], axis, 0)[there]
-                for at in map(tuple, np.argwhere((wanted != offered) | (wanted != room))):
-                    raise ValueError(
-                        f"HaloExchange needs sizes that agree; in dim {axis} worker {names[here][at]} has a halo of "
-                        f"{room[at]} cells and receives {wanted[at]} from worker {names[there][at]}, which sends "
-                        f"{offered[at]}"
-                    )
+def _check(P_x: Partition, halo: IntArray, receive: IntArray, send: IntArray) -> None:
+    workers = P_x.workers
+    negative = np.argwhere((halo < 0).any(axis=(-1, -2)))
+    if len(negative):
+        raise ValueError(
+            f"HaloExchange needs halo, receive and send sizes of shape {workers.ndim} x 2, none of them negative; "
+            f"those of worker {workers[tuple(negative[0])]} are not"
+        )
+    for axis in range(workers.ndim):
+        names = np.moveaxis(workers, axis, 0)
+        for side, here, there in ((0, slice(1, None), slice(0, -1)), (1, slice(0, -1), slice(1, None))):
+            width = np.moveaxis(halo[..., axis, side], axis, 0)[here]
+            wanted = np.moveaxis(receive[..., axis, side], axis, 0)[here]
+            offered = np.moveaxis(send[..., axis, 1 - side], axis, 0)[there]
+            for at in map(tuple, np.argwhere((wanted != offered) | (wanted != width))):
+                raise ValueError(
+                    f"HaloExchange needs sizes that agree; in dim {axis} worker {names[here][at]} has a halo of "
+                    f"{width[at]} cells and receives {wanted[at]} from worker {names[there][at]}, which sends "
+                    f"{offered[at]}"
+                )

@@ -194,7 +194,7 @@ class DistributedGroupNorm(Normalisation):
         size = self.num_channels // self.num_groups
         if samples * size * prod(space) == 1:
             raise ValueError(
-                f"{self._name} needs more than 1 value per channel when training; the global shape of the input is "
+                f"{self.label} needs more than 1 value per channel when training; the global shape of the input is "
                 f"{dims(owned.extents)} in {self.num_groups} groups"
             )
         batches, blocks, *spaces = owned.intervals

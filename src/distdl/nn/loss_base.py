@@ -87,9 +87,9 @@ class DistributedLossBase(Module):
         self.register_buffer("weight", weight)
         self.register_buffer("pos_weight", pos_weight)
         self._root = P_x.create_partition_inclusive([0])
-        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; {reduction})")
+        self.label = Label(f"{type(self).__name__} (P_x: {P_x}; {reduction})")
         weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
-        self._agreement = Agreement.among(P_x, self._name, (P_x.workers.shape, options, weights), self._derive)
+        self._agreement = Agreement.among(P_x, self.label, (P_x.workers.shape, options, weights), self._derive)
 
     def elements(self, x: torch.Tensor, target: torch.Tensor, reduction: str, decided: Decided | None) -> torch.Tensor:
         """torch's loss of local tensors, with torch's reduction ``none`` or ``sum``.
@@ -141,7 +141,7 @@ class DistributedLossBase(Module):
             divisor = float(shapes.prod(axis=-1).sum())
         elif self.reduction == "batchmean":
             divisor = float(owned.extents[0])
-        return Decided(sum_to_root(headers, self._root, P_x, (), self._name), dtypes, divisor, box)
+        return Decided(sum_to_root(headers, self._root, P_x, (), self.label), dtypes, divisor, box)
 
     def is_out_of_range(self, x: Any, target: Any) -> bool:
         """Whether torch's loss takes other values only than these. It is asked before the members agree, of anything

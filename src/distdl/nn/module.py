@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
-from abc import abstractmethod
-from typing import Any, ClassVar, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from distdl.agreement import Agreement
-from distdl.agreement.header import Carried, Headers
-from distdl.exchange.route import Route, move
+from distdl.agreement.header import Carried
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
-from distdl.plan import Plan
 from distdl.tensors.connection import local as local
 from distdl.tensors.connection import no_view as no_view
 from distdl.tensors.connection import zeros_on as zeros_on
-from distdl.tensors.dtypes import can_be_added, carries_gradients
-from distdl.transport.label import Label
+from distdl.tensors.dtypes import carries_gradients
 
 Value = TypeVar("Value")
 
@@ -86,66 +80,6 @@ class Option(Generic[Value]):
             f"{type(module).__name__} keeps the {self._name} that it was built with, because what its workers have set "
             f"up follows from it; build a new layer with another {self._name}"
         )
-
-
-class Primitive(Module):
-    """A linear map from the tensors of the workers of ``P_x`` to those of the workers of ``P_y``.
-
-    What a worker gets back:
-
-    =============  =============  ==================================================================================
-    in ``P_x``     in ``P_y``     returns
-    =============  =============  ==================================================================================
-    yes or no      yes            its part of y, with the dtype of the workers that have a part of x
-    yes            no             a tensor of zero volume: shape ``(batch, 0)`` with ``preserve_batch``, else ``(0,)``
-    no             no             a clone of its input
-    =============  =============  ==================================================================================
-
-    A worker outside ``P_x`` passes any tensor of zero volume. Inputs and gradients are never written or returned. The
-    gradient of an input has that input's shape and dtype, also where it has no volume.
-
-    Subclasses give ``plan``, and say with ``adds`` whether its forward adds tensors up.
-    """
-
-    adds: ClassVar[bool] = False
-
-    def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, options: Any = ()) -> None:
-        team = P_x | P_y
-        super().__init__()
-        self.P_x = P_x
-        self.P_y = P_y
-        self.preserve_batch = preserve_batch
-        self._member = P_x.comm.rank in team
-        self._last: Route | None = None  # what the latest forward moved along
-        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y})")
-        places = [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (P_x, P_y)]
-        self._agreement = Agreement.among(team, self._name, (options, places), self._derive, (P_x, P_y), (P_x,))
-
-    @abstractmethod
-    def plan(self, headers: Headers) -> Plan:
-        """The plan that follows from what the members reported. A pure function; what it raises, all members raise."""
-
-    def header_extras(self) -> tuple[int, ...]:
-        """More integers for this worker's header."""
-        return ()
-
-    def _derive(self, headers: Headers) -> tuple[Route, torch.dtype]:
-        dtype = headers.dtype(self.P_x, type(self).__name__)
-        if self.adds and not can_be_added(dtype):
-            raise ValueError(f"{type(self).__name__} adds tensors, and torch does not add tensors of {dtype}")
-        comm = self.P_x.comm
-        return Route(self.plan(headers), comm, headers.members, self._name), dtype
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._member:
-            return x.clone()
-        decision = self._agreement.reach((x,), self.header_extras())
-        route, dtype = decision.outcome
-        self.__dict__["_last"] = route  # (torch's way to set an attribute takes longer)
-        return move(route, x, dtype, blank_shape(x, self.preserve_batch), decision.carried[0])
-
-    def extra_repr(self) -> str:
-        return f"P_x: {self.P_x}; P_y: {self.P_y}"
 
 
 def blank_shape(x: torch.Tensor, preserve_batch: bool) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from distdl.exchange import Operator, move_together
 from distdl.exchange.route import Route, move
 from distdl.geometry.boxes import Shape
 from distdl.nn.module import stay
-from distdl.nn.padding import Filling
+from distdl.ops.padding import Filling
 
 LocalOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 

@@ -103,9 +103,9 @@ class Normalisation(Module):
         self._eps = None if eps is None else float(eps)
         self._blocks = {dim: balanced(extent, places[dim]) for dim, extent in extents.items()}
         self._stored = P_x[tuple(slice(None if dim in extents else 1) for dim in range(len(places)))]
-        self._name = Label(f"{type(self).__name__} (P_x: {P_x}; {dims(list(extents.values()))})")
+        self.label = Label(f"{type(self).__name__} (P_x: {P_x}; {dims(list(extents.values()))})")
         identity = (eps, self._extents, parameters, options, places)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
+        self._agreement = Agreement.among(P_x, self.label, identity, self._derive)
         self._given = self.names[:parameters]
         for name, value in zip(self.names, (1.0, 0.0), strict=True):
             self.register_parameter(name, self._parameter(value) if name in self._given else None)
@@ -292,7 +292,7 @@ class Normalisation(Module):
         owned = Layout.tiled(P_x, headers.shapes(P_x, type(self).__name__, P_x.workers.ndim))
         if any(owned.extents[dim] != extent for dim, extent in self._extents.items()):
             raise ValueError(
-                f"{self._name} needs an input whose extents are {dims(list(self._extents.values()))} in dims "
+                f"{self.label} needs an input whose extents are {dims(list(self._extents.values()))} in dims "
                 f"{', '.join(map(str, self._extents))}; the global shape of the input is {dims(owned.extents)}"
             )
         training = self._agreed_mode(headers)
@@ -318,7 +318,7 @@ class Normalisation(Module):
         P_x = self.P_x
         training, running, *numbers = headers.extras(P_x).reshape(P_x.workers.size, -1).T
         if training.any() != training.all():
-            raise ValueError(f"{self._name} needs to be in training or in evaluation mode on all workers alike")
+            raise ValueError(f"{self.label} needs to be in training or in evaluation mode on all workers alike")
         said = {"a number of running statistics": running, **dict(zip(self.numbers(), numbers, strict=True))}
         for what, values in said.items():
             differ = (values != values[0]).nonzero()[0]
@@ -326,13 +326,13 @@ class Normalisation(Module):
                 show = (lambda value: _number(int(value))) if what in self.numbers() else int
                 workers, other = P_x.workers.ravel(), differ[0]
                 raise ValueError(
-                    f"{self._name} needs {what} that is equal on all workers; worker {workers[0]} has "
+                    f"{self.label} needs {what} that is equal on all workers; worker {workers[0]} has "
                     f"{show(values[0])} and worker {workers[other]} has {show(values[other])}"
                 )
         return bool(training.all())
 
     def _route(self, headers: Headers, plan: Plan | None) -> Route | None:
-        return None if plan is None else Route(plan, self.P_x.comm, headers.members, self._name)
+        return None if plan is None else Route(plan, self.P_x.comm, headers.members, self.label)
 
     def _row_plan(self, needed: Mapping[int, Sequence[Interval]], rows: int, me: int) -> Plan | None:
         if not rows or (needed == self._blocks and self._stored == self.P_x):
@@ -349,11 +349,11 @@ class Normalisation(Module):
             raise ValueError(f"{kind} needs an input of a floating-point dtype; got {dtype}")
         found = [headers.dtype(self._stored, kind, tensor=1 + number) for number in range(len(self._given))]
         for number, name in enumerate(self._given):
-            headers.check_blocks(self._parameter_layout, f"{self._name}: {name}", tensor=1 + number)
+            headers.check_blocks(self._parameter_layout, f"{self.label}: {name}", tensor=1 + number)
         for name, other in zip(self._given, found, strict=True):
             if other not in (dtype, torch.float32 if dtype.itemsize < 4 else dtype) or other != found[0]:
                 raise ValueError(
-                    f"{self._name} needs {name} of the input's dtype, {dtype}, or float32 for less; got {other}"
+                    f"{self.label} needs {name} of the input's dtype, {dtype}, or float32 for less; got {other}"
                 )
         return dtype, found[0] if found else dtype
 

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from distdl.agreement.header import Headers
 from distdl.geometry.boxes import balanced, runs
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import check_axes
 from distdl.partition.layout import Layout
@@ -12,7 +14,7 @@ from distdl.plan import Plan
 from distdl.plan.planners import copy
 
 
-class ReduceScatter(Primitive):
+class ReduceScatter(Layer):
     r"""Add up the tensors of the workers along some axes of a partition; each worker keeps one block of the sum.
 
     Forward: :math:`y_t = \sum_s x_s[\text{block of } t]` over the workers s of t's group.
@@ -30,7 +32,9 @@ class ReduceScatter(Primitive):
     Source: Hewett & Grady, arXiv:2006.03108 (as a composition of sum-reductions).
     """
 
-    adds = True
+    P_x = Option[Partition]()
+    axes = Option[tuple[int, ...]]()
+    sizes = Option[dict[int, tuple[int, ...]]]()
 
     def __init__(
         self, P_x: Partition, axes: int | Sequence[int], sizes: Mapping[int, Sequence[int]] | None = None
@@ -43,31 +47,38 @@ class ReduceScatter(Primitive):
                     f"ReduceScatter needs sizes for axes that it scatters along, one for each worker along the axis; "
                     f"got {extents} for axis {axis} of {P_x}, scattered along {list(scattered)}"
                 )
-        super().__init__(P_x, P_x, options=(scattered, sorted(given.items())))
-        self.axes = scattered
-        self.sizes = given
 
-    def plan(self, headers: Headers) -> Plan:
-        workers = self.P_x.workers
-        shapes = headers.shapes(self.P_x, "ReduceScatter", workers.ndim)
-        first = tuple(slice(0, 1) if axis in self.axes else slice(None) for axis in range(workers.ndim))
-        headers.check_equal(workers, workers[first], "ReduceScatter")
-        kept = Layout.tiled(self.P_x.reshape(workers.shape)[first], shapes[first])
-        blocks = [
-            self._blocks(axis, kept.extents[axis]) if axis in self.axes else ruler.intervals
+        def plan(headers: Headers, me: int) -> Plan:
+            owned = _scattered(P_x, scattered, given, headers)
+            return copy(owned, owned.gathered(scattered), me).T
+
+        movement, options = Movement(P_x, P_x, plan, adds=True), (scattered, sorted(given.items()))
+        super().__init__(movement.name("ReduceScatter"), movement.team, movement, options, (P_x,))
+        self.P_x, self.axes, self.sizes = P_x, scattered, given
+
+
+def _scattered(P_x: Partition, axes: Sequence[int], sizes: Mapping[int, tuple[int, ...]], headers: Headers) -> Layout:
+    """The layout of the blocks that workers keep."""
+    workers = P_x.workers
+    shapes = headers.shapes(P_x, "ReduceScatter", workers.ndim)
+    first = tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(workers.ndim))
+    headers.check_equal(workers, workers[first], "ReduceScatter")
+    kept = Layout.tiled(P_x.reshape(workers.shape)[first], shapes[first])
+    return Layout.of(
+        P_x,
+        [
+            _blocks(axis, kept.extents[axis], workers.shape[axis], sizes.get(axis)) if axis in axes else ruler.intervals
             for axis, ruler in enumerate(kept.rulers)
-        ]
-        owned = Layout.of(self.P_x, blocks)
-        return copy(owned, owned.gathered(self.axes), self.P_x.comm.rank).T
+        ],
+    )
 
-    def _blocks(self, axis: int, extent: int) -> Sequence[tuple[int, int]]:
-        parts = self.P_x.workers.shape[axis]
-        if axis not in self.sizes:
-            return balanced(extent, parts)
-        total = sum(self.sizes[axis])
-        if total != extent:
-            raise ValueError(
-                f"ReduceScatter needs sizes that add up to the extent of their dim; in dim {axis} the sizes "
-                f"{list(self.sizes[axis])} add up to {total}, and the tensors have {extent} elements"
-            )
-        return runs(self.sizes[axis])
+
+def _blocks(axis: int, extent: int, parts: int, sizes: tuple[int, ...] | None) -> Sequence[tuple[int, int]]:
+    if sizes is None:
+        return balanced(extent, parts)
+    if sum(sizes) != extent:
+        raise ValueError(
+            f"ReduceScatter needs sizes that add up to the extent of their dim; in dim {axis} the sizes "
+            f"{list(sizes)} add up to {sum(sizes)}, and the tensors have {extent} elements"
+        )
+    return runs(sizes)

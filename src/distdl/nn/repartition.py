@@ -2,9 +2,14 @@
 
 from typing import Any
 
+import torch
+
 from distdl.agreement.header import Headers
 from distdl.geometry.boxes import Box, shape, slices
-from distdl.nn.module import Primitive, check_buffer_manager
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option, check_buffer_manager
+from distdl.nn.primitive import Movement
+from distdl.ops import Setup
 from distdl.partition import Partition
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
@@ -12,7 +17,7 @@ from distdl.plan import Move, Plan
 from distdl.plan.planners import copy
 
 
-class Repartition(Primitive):
+class Repartition(Layer):
     r"""Move a tensor that is cut up over ``P_x`` so that it is cut up over ``P_y``, in one hop.
 
     Forward: :math:`y[c] = x[c]` for every cell c of the global tensor.   Adjoint: the same in the other direction.
@@ -25,12 +30,16 @@ class Repartition(Primitive):
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
         buffer_manager: checked for its type; not used.
     Shapes: x local, as many dims as P_x has axes, in elements; blocks may be empty. y likewise over P_y. See
-        :class:`Primitive` for all other workers.
+        :class:`~distdl.nn.primitive.Movement` for all other workers.
     Raises: ValueError, on every worker, if the partitions differ in dimension; in forward, on every member, if a
         tensor's rank is not that dimension, the blocks form no grid, dtypes differ, or P_y splits a dim whose global
         extent is 1.
     Source: Hewett & Grady, arXiv:2006.03108 (there: scatter and gather; upstream also calls it a transpose).
     """
+
+    P_x = Option[Partition]()
+    P_y = Option[Partition]()
+    preserve_batch = Option[bool]()
 
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, buffer_manager: Any = None) -> None:
         if P_x.workers.ndim != P_y.workers.ndim:
@@ -39,18 +48,27 @@ class Repartition(Primitive):
                 f"{P_y.workers.ndim} (P_x: {dims(P_x.workers.shape)}, P_y: {dims(P_y.workers.shape)})"
             )
         check_buffer_manager(buffer_manager)
-        super().__init__(P_x, P_y, preserve_batch)
 
-    def plan(self, headers: Headers) -> Plan:
-        shapes = headers.shapes(self.P_x, "Repartition", self.P_x.workers.ndim)
-        owned = Layout.tiled(self.P_x, shapes)
-        for dim, (extent, parts) in enumerate(zip(owned.extents, self.P_y.workers.shape, strict=True)):
-            if extent == 1 and parts > 1:
-                raise ValueError(
-                    f"Repartition cannot split a dim of global extent 1; dim {dim} of the tensor {dims(owned.extents)} "
-                    f"is split over {parts} workers (P_y: {dims(self.P_y.workers.shape)})"
-                )
-        return copy(owned, Layout.balanced(self.P_y, owned.extents), self.P_x.comm.rank)
+        def plan(headers: Headers, me: int) -> Plan:
+            owned = Layout.tiled(P_x, headers.shapes(P_x, "Repartition", P_x.workers.ndim))
+            for dim, (extent, parts) in enumerate(zip(owned.extents, P_y.workers.shape, strict=True)):
+                if extent == 1 and parts > 1:
+                    raise ValueError(
+                        f"Repartition cannot split a dim of global extent 1; dim {dim} of the tensor "
+                        f"{dims(owned.extents)} is split over {parts} workers (P_y: {dims(P_y.workers.shape)})"
+                    )
+            return copy(owned, Layout.balanced(P_y, owned.extents), me)
+
+        movement = Movement(P_x, P_y, plan, preserve_batch)
+        super().__init__(movement.name("Repartition"), movement.team, movement, (), (P_x, P_y))
+        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        self._last: Setup | None = None  # that of the latest forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        setup = self.agree(x)
+        self.__dict__["_last"] = setup  # (torch's way to set an attribute takes longer)
+        y: torch.Tensor = setup.local(*setup.move_in(x))
+        return y
 
     @property
     def P_x_to_y_overlaps(self) -> list[tuple[Any, Any, Any]]:
@@ -65,11 +83,12 @@ class Repartition(Primitive):
         return self._overlaps(self.P_x, {move.source: move.dst for move in self._moves() if move.target == me})
 
     def _moves(self) -> tuple[Move, ...]:
-        return () if self._last is None else self._last.plan.moves
+        operators = () if self._last is None else self._last.move_in.operators
+        return tuple(move for op in operators for move in op.plan.moves)
 
     def _overlaps(self, others: Partition, shared: dict[int, Box]) -> list[tuple[Any, Any, Any]]:
         """For each worker: slices of the local tensor, their shape, its rank in the union or "self"; or three None."""
-        if self._last is None:
+        if self._last is None or not self._last.move_in.operators:
             return []
         me, ranks = self.P_x.comm.rank, (self.P_x | self.P_y).workers.tolist()
         return [

@@ -1,7 +1,9 @@
 """SumReduce: the sum of the tensors of all the workers that match, on one worker each."""
 
 from distdl.agreement.header import Headers
-from distdl.nn.module import Primitive
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.primitive import Movement
 from distdl.partition import Partition
 from distdl.partition.groups import check_spread, first_of_each
 from distdl.partition.layout import Lookup
@@ -9,7 +11,7 @@ from distdl.plan import Plan
 from distdl.plan.planners import broadcast
 
 
-class SumReduce(Primitive):
+class SumReduce(Layer):
     r"""Add up the tensors of the workers of ``P_x`` on the workers of ``P_y``, along the axes where P_y has one worker.
 
     Forward: :math:`y_t = \sum_{s:\,t(s)=t} x_s`, where t(s) is the worker of P_y at s's index, with 0 along the axes
@@ -24,13 +26,15 @@ class SumReduce(Primitive):
             i). That comes before the extension with ones. Tensors are not transposed.
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
     Shapes: x local, any shape, in elements, equal on workers whose tensors are added; y has that shape. See
-        :class:`Primitive` for all other workers.
+        :class:`~distdl.nn.primitive.Movement` for all other workers.
     Raises: ValueError, on every worker, if an axis does not match; in forward, on every member, if shapes that are to
         be added differ, or dtypes.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
-    adds = True
+    P_x = Option[Partition]()
+    P_y = Option[Partition]()
+    preserve_batch = Option[bool]()
 
     def __init__(
         self,
@@ -40,15 +44,18 @@ class SumReduce(Primitive):
         transpose_dest: bool = False,
         preserve_batch: bool = True,
     ) -> None:
-        super().__init__(P_x, P_y, preserve_batch, (transpose_src, transpose_dest))
-        self._source = P_x.T if transpose_src else P_x
-        self._target = P_y.T if transpose_dest else P_y
-        check_spread(self._target.workers.shape, self._source.workers.shape, "SumReduce", ("P_y", "P_x"))
+        source, target = P_x.T if transpose_src else P_x, P_y.T if transpose_dest else P_y
+        check_spread(target.workers.shape, source.workers.shape, "SumReduce", ("P_y", "P_x"))
+        first = first_of_each(target.workers.shape, source.workers)
+        first_of = first.reshape(target.workers.shape)
 
-    def plan(self, headers: Headers) -> Plan:
-        few, many = self._target, self._source.workers
-        first = first_of_each(few.workers.shape, many)
-        headers.check_equal(many, first, "SumReduce")
-        first_of = first.reshape(few.workers.shape)
-        shapes = Lookup(headers.members, lambda target: headers.shape(int(first_of[few.index_of(target)])))
-        return broadcast(few, self._source, shapes, self.P_x.comm.rank).T
+        def plan(headers: Headers, me: int) -> Plan:
+            headers.check_equal(source.workers, first, "SumReduce")
+            shapes = Lookup(headers.members, lambda worker: headers.shape(int(first_of[target.index_of(worker)])))
+            return broadcast(target, source, shapes, me).T
+
+        movement = Movement(P_x, P_y, plan, preserve_batch, adds=True)
+        super().__init__(
+            movement.name("SumReduce"), movement.team, movement, (transpose_src, transpose_dest), (P_x, P_y)
+        )
+        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch

@@ -66,8 +66,8 @@ class DistributedUpsample(Module):
         self._mode = Mode.of(name, P_x.workers.ndim - 2, mode, align_corners, scale_factor)
         self.size = None if size is None else _shape(name, size, P_x)
         self.scale_factor, self.mode, self.align_corners = self._mode.factors, mode, self._mode.align_corners
-        self._name = Label(f"{name} (P_x: {P_x}; {mode} to {size if scale_factor is None else scale_factor})")
-        self._agreement = Agreement.among(P_x, self._name, (self._mode, self.size, P_x.workers.shape), self._derive)
+        self.label = Label(f"{name} (P_x: {P_x}; {mode} to {size if scale_factor is None else scale_factor})")
+        self._agreement = Agreement.among(P_x, self.label, (self._mode, self.size, P_x.workers.shape), self._derive)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
@@ -90,7 +90,7 @@ class DistributedUpsample(Module):
         needed = Layout.of(P_x, [*owned.intervals[:2], *inputs])
         computed = Layout.of(P_x, [*owned.intervals[:2], *outputs])
         still = needed.intervals == owned.intervals
-        route = None if still else Route(copy(owned, needed, me), P_x.comm, headers.members, self._name)
+        route = None if still else Route(copy(owned, needed, me), P_x.comm, headers.members, self.label)
         return route, dtype, Resampler(along, needed[me], computed[me])
 
     def _results(self, extents: Shape) -> Shape:

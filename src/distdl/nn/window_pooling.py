@@ -96,13 +96,13 @@ class Pooling(Module):
         check_axes_of(name, P_x, self.space)
         if any(2 * p > k for p, k in zip(self._sliding.padding, self._sliding.kernel, strict=True)):
             raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel_size}")
-        self._name = Label(f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})")
+        self.label = Label(f"{name} (P_x: {P_x}; kernel {dims(self._sliding.kernel)})")
         self.kernel_size, self.stride = self._sliding.kernel, self._sliding.stride
         self.padding, self.dilation = self._sliding.padding, self._sliding.dilation
         self.ceil_mode = self._sliding.ceil_mode
         self._results = ResultTypes(self.sample, (1, 1, *self._sliding.spans))
         identity = (self._sliding, P_x.workers.shape, *options)
-        self._agreement = Agreement.among(P_x, self._name, identity, self._derive)
+        self._agreement = Agreement.among(P_x, self.label, identity, self._derive)
 
     @abstractmethod
     def sample(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Pooling(Module):
         needed = Layout.of(P_x, [*owned.intervals[:2], *inside])
         moves = needed.intervals != owned.intervals
         plan = copy(owned, needed, me) if moves else None
-        route = None if plan is None else Route(plan, P_x.comm, headers.members, self._name, keeps_format=True)
+        route = None if plan is None else Route(plan, P_x.comm, headers.members, self.label, keeps_format=True)
         computed = Layout.of(P_x, [*owned.intervals[:2], *outputs])[me]
         box = needed[me]
         piece = Piece(route, dtype, shape(computed), (0,) * self.space, (), 1, tuple(i for i, _ in box[2:]), extents)

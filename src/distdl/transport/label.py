@@ -21,5 +21,11 @@ class Label:
         self.path = path
         self.mark = zlib.crc32(name.encode())
 
+    @property
+    def kind(self) -> str:
+        """The class alone, and the path."""
+        kind = self.name.partition(" ")[0]
+        return f"{self.path}: {kind}" if self.path else kind
+
     def __str__(self) -> str:
         return f"{self.path}: {self.name}" if self.path else self.name

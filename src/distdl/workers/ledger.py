@@ -102,6 +102,6 @@ def ledger(model: torch.nn.Module | None = None, comm: Communicator | None = Non
 def name_layers(model: torch.nn.Module) -> None:
     """Tell every layer of a model its path in it: errors, the ledger and a profile then say ``encoder.2.conv``, too."""
     for path, module in model.named_modules():
-        label = getattr(module, "_name", None)
+        label = getattr(module, "label", None)
         if isinstance(label, Label):
             label.path = path

@@ -1,0 +1,173 @@
+"""Layer: agree, move in, compute, move out. What all distributed layers and primitives have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from distdl.agreement import Agreement, Headers
+from distdl.exchange import Together
+from distdl.nn.module import Module
+from distdl.ops import Op, Setup, Site
+from distdl.ops.setup import same
+from distdl.partition import Layout, Partition, Signature
+from distdl.tensors.connection import zeros_on
+from distdl.transport import Label
+
+Place = Partition | Layout | Callable[[Headers, int], Signature]
+
+
+class Derivation(Protocol):
+    """How the setup of a layer follows from what its members have reported.
+
+    Attributes:
+        read: for each tensor, the partition whose reports are looked up.
+        identity: what tells it from other derivations; equal on all members, with a text that says it.
+    """
+
+    @property
+    def read(self) -> Sequence[Partition]: ...
+
+    @property
+    def identity(self) -> object: ...
+
+    def __call__(self, headers: Headers, label: Label) -> Setup:
+        """The setup. A pure function; what it raises, all members raise, so no check may depend on the worker."""
+
+
+@dataclass(frozen=True, eq=False)
+class Application:
+    """An operation that is applied to tensors of which each has its place.
+
+    Attributes:
+        op: the operation.
+        places: for each tensor, where it lives: a partition, over which its blocks tile it; a layout, for a parameter
+            whose blocks are known; or a function of the headers and the number of the tensor.
+        work: the workers that compute.
+        configure: how the operation follows from further integers of the headers. Else it is what it is.
+    """
+
+    op: Op
+    places: tuple[Place, ...]
+    work: Partition
+    configure: Callable[[Any, Headers], Op] | None = None
+
+    @property
+    def read(self) -> Sequence[Partition]:
+        if not all(isinstance(place, (Partition, Layout)) for place in self.places):
+            return ()
+        return [place.partition if isinstance(place, Layout) else place for place in self.places]  # type: ignore[misc]
+
+    @property
+    def identity(self) -> object:
+        return (self.op, self.work.workers.shape)
+
+    def __call__(self, headers: Headers, label: Label) -> Setup:
+        op = self.op if self.configure is None else self.configure(self.op, headers)
+        return op.setup(Site(self.work, headers.members, label), *self._signatures(headers, label))
+
+    def _signatures(self, headers: Headers, label: Label) -> Iterator[Signature]:
+        for number, place in enumerate(self.places):
+            if isinstance(place, Layout):
+                yield stored(headers, place, number, label)
+            elif isinstance(place, Partition):
+                yield tiled(headers, place, number, label)
+            else:
+                yield place(headers, number)
+
+
+def tiled(headers: Headers, P: Partition, number: int, label: Label) -> Signature:
+    """The signature of a tensor whose blocks tile it over a partition, one axis for each dim.
+
+    Raises: ValueError if they form no grid, or differ in rank or dtype.
+    """
+    layout = Layout.tiled(P, headers.shapes(P, label.kind, P.workers.ndim, number))
+    dtype = headers.dtype(P, label.kind, number)
+    return Signature(layout, dtype, headers.derivatives[number], headers.own[number])
+
+
+def stored(headers: Headers, layout: Layout, number: int, label: Label) -> Signature:
+    """The signature of a parameter.
+
+    Raises: ValueError if a worker has another block than the layout says, or another dtype.
+    """
+    headers.check_blocks(layout, f"{label}: parameter {number}", number)
+    dtype = headers.dtype(layout.partition, label.kind, number)
+    return Signature(layout, dtype, headers.derivatives[number], headers.own[number])
+
+
+class Layer(Module):
+    """A module whose workers agree on their tensors, and then each makes its three steps.
+
+    A layer's forward is::
+
+        setup = self.agree(x, self.weight)           # the same setup, or the same error, on every member
+        moved = setup.move_in(x, self.weight)
+        return setup.move_out(setup.local(*moved))
+
+    Layers are final: they hold an operation, their parameters and where these live, and give nothing but a ``forward``.
+
+    Args:
+        name: for people: the class, its partitions and main options.
+        team: all workers that take part. The others return a clone of their input, connected to their parameters.
+        derive: how the setup follows from what the members report.
+        options: what tells this layer from others of its name; equal on all members.
+        along: partitions along whose axes shapes may change. (In a large team, headers come together along them.)
+    Attributes:
+        label: the name; with the layer's path once its model has named it (see ``distdl.workers.name_layers``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        team: Partition,
+        derive: Derivation,
+        options: object = (),
+        along: Sequence[Partition] = (),
+    ) -> None:
+        super().__init__()
+        self.label = Label(name)
+        self._derive = derive
+        self._member = team.comm.rank in team
+        self._agreement: Agreement[Setup] = Agreement.among(
+            team, self.label, (options, derive.identity), self._set_up, along, derive.read
+        )
+        self._alone = Setup(Together(), self._outside, same)
+
+    def agree(self, *tensors: Any, extra: tuple[int, ...] = ()) -> Setup:
+        """Agree with the other members on this call's tensors. Every member calls it, in the same order.
+
+        Args:
+            tensors: this worker's tensors, at most four.
+            extra: more integers for the header, equally many on each member.
+        Returns: the setup. On a worker outside, that of a clone of the first tensor.
+        Raises: the same error on every member.
+        """
+        if not self._member:
+            return self._alone
+        return self._agreement.reach(tensors, extra).outcome
+
+    def forward(self, x: torch.Tensor) -> Any:
+        setup = self.agree(x)
+        moved = setup.move_in(x)
+        return setup.move_out(setup.local(*moved))
+
+    def _set_up(self, headers: Headers) -> Setup:
+        return self._derive(headers, self.label)
+
+    def _outside(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """What a worker outside returns: its input, connected to all that it was given."""
+        return sum((zeros_on(other, ()) for other in others), x.clone())
+
+
+def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Those of the tensors that there are."""
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
+def blank_shape(x: Sequence[int], preserve_batch: bool = True) -> tuple[int, ...]:
+    """Shape of the tensor of zero volume that a worker without output returns for an input of the given shape."""
+    return (x[0], 0) if preserve_batch and len(x) else (0,)

@@ -1,0 +1,75 @@
+"""What the primitives have in common: each is a layer with one operator."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distdl.agreement import Headers
+from distdl.exchange import Together
+from distdl.nn.layer import blank_shape
+from distdl.ops import Setup, Site
+from distdl.ops.setup import same
+from distdl.partition import Partition
+from distdl.plan import Plan
+from distdl.tensors.dtypes import can_be_added
+from distdl.transport import Label
+
+
+@dataclass(frozen=True, eq=False)
+class Movement:
+    """A linear map from the tensors of the workers of ``P_x`` to those of the workers of ``P_y``, by one plan.
+
+    What a worker gets back:
+
+    =============  =============  ==================================================================================
+    in ``P_x``     in ``P_y``     returns
+    =============  =============  ==================================================================================
+    yes or no      yes            its part of y, with the dtype of the workers that have a part of x
+    yes            no             a tensor of zero volume: shape ``(batch, 0)`` with ``preserve_batch``, else ``(0,)``
+    no             no             a clone of its input
+    =============  =============  ==================================================================================
+
+    A worker outside ``P_x`` passes any tensor of zero volume. Inputs and gradients are never written or returned. The
+    gradient of an input has that input's shape and dtype, also where it has no volume.
+
+    Attributes:
+        plan: the plan that follows from what the members reported, for one worker. A pure function; what it raises, all
+            members raise.
+        adds: whether the forward adds tensors up.
+    """
+
+    P_x: Partition
+    P_y: Partition
+    plan: Callable[[Headers, int], Plan]
+    preserve_batch: bool = True
+    adds: bool = False
+
+    def name(self, kind: str) -> str:
+        """The name of a primitive of this kind, for people."""
+        return f"{kind} (P_x: {self.P_x}; P_y: {self.P_y})"
+
+    @property
+    def team(self) -> Partition:
+        """All workers that take part."""
+        team: Partition = self.P_x | self.P_y
+        return team
+
+    @property
+    def read(self) -> Sequence[Partition]:
+        return (self.P_x,)
+
+    @property
+    def identity(self) -> object:
+        """What tells this movement from one between other partitions."""
+        return [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (self.P_x, self.P_y)]
+
+    def __call__(self, headers: Headers, label: Label) -> Setup:
+        dtype = headers.dtype(self.P_x, label.kind)
+        if self.adds and not can_be_added(dtype):
+            raise ValueError(f"{label.kind} adds tensors, and torch does not add tensors of {dtype}")
+        site, (own,) = Site(self.P_x, headers.members, label), headers.own
+        blank = blank_shape(own, self.preserve_batch)
+        plan = self.plan(headers, site.me)
+        return Setup(Together(site.operator(plan, dtype, headers.derivatives[0], [own], [blank])), same, same)
