@@ -11,7 +11,7 @@ from plans import NAMES, halos, plans
 from distdl.geometry.boxes import balanced, runs, shape, slices, volume, whole
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
-from distdl.plan import Move, Pattern, Plan
+from distdl.plan.plan import Move, Pattern, Plan
 from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
 from distdl.testing import Silent
 

@@ -54,7 +54,7 @@ def test_what_was_published_is_in_the_reference(paths):
 
 
 def test_what_the_pages_import_is_in_the_reference(paths):
-    assert {"Layout", "Communicator", "Move", "Plan", "Primitive", "parameter_layouts", "clip_grad_norm_"} <= {
+    assert {"Layout", "Communicator", "Move", "Plan", "Movement", "parameter_layouts", "clip_grad_norm_"} <= {
         path.rpartition(".")[2] for path in paths
     }
 

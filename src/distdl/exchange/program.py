@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from distdl.exchange.packing import pack, unpack
 from distdl.geometry.boxes import Shape
-from distdl.plan import Pattern, Role, Schedule
+from distdl.plan.plan import Pattern, Role, Schedule
 from distdl.tensors.memory import SMALLEST, empty
 from distdl.transport.communicator import Communicator, Pending, contiguous, fold, fold_into, wait_all
 from distdl.transport.view import Addressed, View

@@ -1,5 +1,5 @@
 """Plans: data movements as values, and the planners that make them."""
 
-from distdl.plan.plan import Move, Pattern, Plan, Role, Schedule, Shapes, Team
+from distdl.plan.plan import Move, Plan, Shapes
 
-__all__ = ["Move", "Pattern", "Plan", "Role", "Schedule", "Shapes", "Team"]
+__all__ = ["Move", "Plan", "Shapes"]
