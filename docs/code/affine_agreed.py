@@ -7,12 +7,12 @@ from distdl.agreement import Agreement
 from distdl.agreement.header import Headers
 from distdl.exchange.route import Route, move
 from distdl.nn import Module
-from distdl.nn.module import zeros_on
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Partition
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.plan.planners import broadcast
+from distdl.tensors.connection import outside
 from distdl.transport.label import Label
 
 
@@ -38,7 +38,7 @@ class DistributedAffine(Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parameters = (self.scale, self.shift)
         if self.P_x.comm.rank not in self.P_x:
-            return sum((zeros_on(parameter, ()) for parameter in parameters), x.clone())
+            return outside(x, *parameters)
         decision = self._agreement.reach((x, *parameters))
         route, dtype = decision.outcome
         scale, shift = (

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distdl.geometry.boxes import runs
 from distdl.nn import (
+    AllSumReduce,
     DistributedAdaptiveAvgPool1d,
     DistributedAdaptiveAvgPool2d,
     DistributedAdaptiveMaxPool1d,
@@ -19,6 +20,7 @@ from distdl.nn import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
     DistributedCrossEntropyLoss,
+    DistributedDropout,
     DistributedEmbedding,
     DistributedFeatureConv1d,
     DistributedFeatureConv2d,
@@ -80,6 +82,55 @@ def test_a_checkpoint_around_a_layer_that_moves_nothing(layer):
         assert P.rank or torch.equal(x.grad, expected)
 
     on_workers(4, main)
+
+
+def pair(P):
+    """A line of the first two workers: the others have no part in a layer over it."""
+    return P[:2].reshape(1, 1, 2)
+
+
+WITHOUT_THE_LAST = {
+    "primitive": lambda P: AllSumReduce(pair(P), [2]),
+    "convolution": lambda P: DistributedFeatureConv1d(pair(P), 1, 1, 3, padding=1),
+    "frozen convolution": lambda P: DistributedFeatureConv1d(pair(P), 1, 1, 3, padding=1).requires_grad_(False),
+    "batch norm": lambda P: DistributedBatchNorm(pair(P), 1),
+    "layer norm": lambda P: DistributedLayerNorm(pair(P), 8, elementwise_affine=False),
+    "pooling": lambda P: DistributedLPPool1d(pair(P), 2, 2),
+    "max-pooling with indices": lambda P: lambda x: DistributedMaxPool1d(pair(P), 2, return_indices=True)(x)[0],
+    "adaptive pooling": lambda P: DistributedAdaptiveAvgPool1d(pair(P), 3),
+    "adaptive max-pooling": lambda P: DistributedAdaptiveMaxPool1d(pair(P), 3),
+    "padding": lambda P: DistributedPad(pair(P), (1, 1)),
+    "upsampling": lambda P: DistributedUpsample(pair(P), scale_factor=2.0),
+    "dropout": lambda P: DistributedDropout(pair(P), 1.0),
+    "dropout in evaluation": lambda P: DistributedDropout(pair(P), 0.5).eval(),
+    "loss": lambda P: lambda x: DistributedL1Loss(pair(P))(x, torch.zeros_like(x)),
+    "loss of classes": lambda P: lambda x: DistributedCrossEntropyLoss(pair(P))(x, torch.zeros(1, 4).long()),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("layer", WITHOUT_THE_LAST)
+def test_nested_checkpoints_in_front_of_a_layer_in_which_a_worker_has_no_part(layer, depth):
+    """What a worker saves last decides how far it computes again: behind an inner checkpoint, or not even into it."""
+
+    def main(P):
+        everyone, last = AllSumReduce(P, [0]), WITHOUT_THE_LAST[layer](P)
+
+        def gradient(around):
+            def outer(x):
+                return last(around(everyone)(x))
+
+            def outermost(x):
+                return everyone(around(outer)(x).sum().reshape(1))
+
+            x = noise(1, 1, 4, seed=P.rank).float().requires_grad_()
+            around(outer if depth == 1 else outermost)(x).square().sum().backward()
+            return x.grad
+
+        plain = gradient(lambda function: function)
+        assert torch.equal(gradient(lambda function: lambda x: checkpoint(function, x, use_reentrant=False)), plain)
+
+    on_workers(3, main)
 
 
 def test_a_checkpoint_where_one_worker_has_an_empty_block():

@@ -21,6 +21,7 @@ from distdl.nn.window_pooling import in_space
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
+from distdl.tensors.connection import outside
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,7 @@ class AdaptiveMaxPooling(AdaptivePooling):
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.P_x.comm.rank not in self.P_x:
-            return (x.clone(), torch.zeros_like(x, dtype=torch.int64)) if self.return_indices else x.clone()
+            return (outside(x), torch.zeros_like(x, dtype=torch.int64)) if self.return_indices else outside(x)
         go, carried = self._reach(x)
         y = x = stay(x.to(go.dtype), carried)
         found: torch.Tensor | None = None

@@ -23,7 +23,7 @@ from distdl.nn.loss_base import (
     check_reduction,
     described,
     differentiable,
-    outside,
+    loss_outside,
     sum_to_root,
 )
 from distdl.nn.module import Module, Option, stay, zeros_on
@@ -107,7 +107,7 @@ class ClassLoss(Module):
     def forward(self, x: torch.Tensor, target: Any = None) -> torch.Tensor:
         me = self.P_x.comm.rank
         if me not in self.P_x:
-            return outside(x, target, self.reduction)
+            return loss_outside(x, target, self.reduction)
         holds = me in self._places
         target = target if holds else _ignored(target, x)
         decision = self._agree(x, target)

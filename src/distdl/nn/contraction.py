@@ -43,6 +43,7 @@ from distdl.partition.groups import dims
 from distdl.partition.layout import Layout, Lookup
 from distdl.plan import Plan
 from distdl.plan.planners import broadcast, copy
+from distdl.tensors.connection import outside
 from distdl.tensors.dtypes import dtype_code
 from distdl.transport.label import Label
 
@@ -171,7 +172,7 @@ class Contraction(Module):
         weight, bias = self.blocks()
         parameters = (weight,) if bias is None else (weight, bias)
         if self._work.comm.rank not in self._everyone:
-            return sum((zeros_on(parameter, ()) for parameter in parameters), x.clone())
+            return outside(x, *parameters)
         kind = weight.device.type
         autocast = 1 + dtype_code(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else 0
         holder = self.holder

@@ -14,6 +14,7 @@ from distdl.nn.repeats import CallCount, checked
 from distdl.nn.uniform import next_key, uniform_block
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
+from distdl.tensors.connection import outside
 from distdl.tensors.dtypes import carries_gradients
 from distdl.transport.label import Label
 
@@ -60,7 +61,7 @@ class Dropout(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
-            return x.clone()
+            return outside(x) if self.training and self.p else x.clone()  # (what saves nothing on the members neither)
         if not self.training or self.p == 0:
             return x
         key, box, extents, dtype = self._agreement.reach((x,), self._marks).outcome

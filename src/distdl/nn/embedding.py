@@ -21,6 +21,7 @@ from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
 from distdl.plan.planners import broadcast
+from distdl.tensors.connection import outside
 from distdl.tensors.memory import kind_without_memory
 from distdl.transport.label import Label
 
@@ -124,7 +125,7 @@ class DistributedEmbedding(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._work.comm.rank not in self._everyone:
-            return x.clone() + zeros_on(self.weight, ())
+            return outside(x, self.weight)
         weight: torch.Tensor = self.weight  # read once: a parametrisation computes it each time
         asked = (*self._wrong_index(x), unfit(self, "weight", self._weights))
         decision = self._agreement.reach((x, weight), asked)

@@ -14,7 +14,7 @@ from distdl.nn.module import Module
 from distdl.ops import Op, Setup, Site
 from distdl.ops.setup import same
 from distdl.partition import Layout, Partition, Signature
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import outside
 from distdl.transport import Label
 
 Place = Partition | Layout | Callable[[Headers, int], Signature]
@@ -135,7 +135,7 @@ class Layer(Module):
         self._agreement: Agreement[Setup] = Agreement.among(
             team, self.label, (options, derive.identity), self._set_up, along, derive.read
         )
-        self._alone = Setup(Together(), self._outside, same)
+        self._alone = Setup(Together(), outside, same)
 
     def agree(self, *tensors: Any, extra: tuple[int, ...] = ()) -> Setup:
         """Agree with the other members on this call's tensors. Every member calls it, in the same order.
@@ -157,10 +157,6 @@ class Layer(Module):
 
     def _set_up(self, headers: Headers) -> Setup:
         return self._derive(headers, self.label)
-
-    def _outside(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """What a worker outside returns: its input, connected to all that it was given."""
-        return sum((zeros_on(other, ()) for other in others), x.clone())
 
 
 def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

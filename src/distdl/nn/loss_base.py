@@ -18,6 +18,7 @@ from distdl.nn.module import Module, Option, stay, zeros_on
 from distdl.partition import Partition
 from distdl.partition.layout import Layout, Lookup
 from distdl.plan.planners import broadcast
+from distdl.tensors.connection import outside
 from distdl.tensors.dtypes import HALVES, carries_gradients
 from distdl.transport.label import Label
 
@@ -108,7 +109,7 @@ class DistributedLossBase(Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
-            return outside(x, target, self.reduction)
+            return loss_outside(x, target, self.reduction)
         if self.reduction == "none" and self.pos_weight is None:
             return self.elements(x, target, "none", None)
         weights = (ABSENT if one is None else one for one in (self.weight, self.pos_weight))
@@ -209,11 +210,12 @@ def check_reduction(name: str, reduction: str, valid: tuple[str, ...]) -> None:
         raise ValueError(f"{name} has the reductions {', '.join(valid)}; got {reduction!r}")
 
 
-def outside(x: torch.Tensor, target: Any, reduction: str) -> torch.Tensor:
+def loss_outside(x: torch.Tensor, target: Any, reduction: str) -> torch.Tensor:
     """What a worker outside P_x returns: its (empty) input, or 0. It hangs on the target, too."""
-    y = x.clone() if reduction == "none" else x.sum()
+    y = x if reduction == "none" else x.sum()
     if isinstance(target, torch.Tensor) and target.requires_grad:
         y = y + zeros_on(target, ()).to(y.dtype)
+    y = outside(y)
     return y if reduction == "none" else differentiable(y)
 
 

@@ -25,7 +25,7 @@ from distdl.agreement.header import Carried, Headers
 from distdl.exchange.route import Route, move
 from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.nn.affine import affine, less
-from distdl.nn.module import Module, Option, local, stay, zeros_on
+from distdl.nn.module import Module, Option, local, stay
 from distdl.nn.moments import Moments
 from distdl.nn.placement import keep_sequential_keys
 from distdl.partition import Partition
@@ -33,6 +33,7 @@ from distdl.partition.groups import dims
 from distdl.partition.layout import Layout, Lookup
 from distdl.plan import Plan
 from distdl.plan.planners import broadcast, copy
+from distdl.tensors.connection import outside
 from distdl.tensors.dtypes import carries_gradients
 from distdl.transport.label import Label
 
@@ -189,7 +190,7 @@ class Normalisation(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
-            return sum((zeros_on(parameter, ()) for parameter in self.parameters()), x.clone())
+            return outside(x, *self.parameters())
         found = (getattr(self, name) for name in self._given)
         stored = [torch.empty(0) if one is None else one for one in found]
         mode = (int(self.training), len(self.running()), *map(_bits, self.numbers().values()))

@@ -13,6 +13,7 @@ from distdl.geometry.boxes import Box, Shape
 from distdl.nn.module import Option
 from distdl.nn.window_pooling import Piece, Pooling, cut, in_space
 from distdl.partition import Partition
+from distdl.tensors.connection import outside
 from distdl.tensors.dtypes import HALVES
 
 
@@ -53,7 +54,7 @@ class MaxPooling(Pooling):
         if not self.return_indices:
             return super().forward(x)
         if self.P_x.comm.rank not in self.P_x:
-            return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+            return outside(x), torch.zeros_like(x, dtype=torch.int64)
         x, piece = self._window(x)
         indices = torch.zeros(piece.result, dtype=torch.int64, device=x.device)
 

@@ -17,6 +17,7 @@ from distdl.nn.resampling import Mode, Resampler
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
+from distdl.tensors.connection import outside
 from distdl.transport.label import Label
 
 
@@ -71,7 +72,7 @@ class DistributedUpsample(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.P_x.comm.rank not in self.P_x:
-            return x.clone()
+            return outside(x)
         decision = self._agreement.reach((x,))
         route, dtype, resampler = decision.outcome
         carried = decision.carried[0]

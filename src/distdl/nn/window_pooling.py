@@ -19,6 +19,7 @@ from distdl.partition import Partition
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
+from distdl.tensors.connection import outside
 from distdl.transport.label import Label
 
 
@@ -118,7 +119,7 @@ class Pooling(Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.P_x.comm.rank not in self.P_x:
-            return x.clone()
+            return outside(x)
         x, piece = self._window(x)
         return self._local(lambda window: self.operate(window, piece), x, piece)
 

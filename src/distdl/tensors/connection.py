@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from distdl.tensors.derivatives import is_checkpointed
+
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of some shape that depend on a tensor in the autograd graph, whatever its own shape."""
@@ -50,6 +52,39 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         return dy.view_as(dy)
+
+
+def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """What a worker that has no part in a layer returns: a clone of x that depends on the layer's other tensors, too.
+
+    Inside an activation checkpoint it saves something where the members do, so that it recomputes as much as they. Else
+    it would stop before an inner checkpoint in front of this layer, and the others would wait for it there.
+    """
+    y = x.clone()
+    for other in others:
+        y = y + zeros_on(other, ())
+    if not (y.requires_grad and is_checkpointed()):
+        return y
+    recorded: torch.Tensor = _Outside.apply(y)  # type: ignore[no-untyped-call]
+    return recorded
+
+
+class _Outside(torch.autograd.Function):
+    """A copy, which saves a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty(0))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors  # this is where a checkpoint recomputes its forward
+        return dy.clone()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.clone()
 
 
 def local(
