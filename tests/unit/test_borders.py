@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, PADDING_MODES, Border, source
 from distdl.geometry.boxes import balanced
-from distdl.nn.padding import Filling
+from distdl.ops.padding import Filling
 
 CASES = [(n, before, behind) for n in range(1, 6) for before, behind in itertools.product(range(-7, 8), repeat=2)]
 

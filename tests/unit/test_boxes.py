@@ -3,7 +3,7 @@ import doctest
 import numpy as np
 import pytest
 
-from distdl import boxes, windows
+from distdl.geometry import boxes, windows
 from distdl.geometry.boxes import around, balanced, hull, meet, runs, shape, shift, slices, volume, whole, within
 
 

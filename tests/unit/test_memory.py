@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from distdl import memory
+from distdl.tensors import memory
 
 LARGE = (memory.SMALLEST // 4,)
 

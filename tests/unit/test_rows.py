@@ -3,7 +3,7 @@ import pytest
 from contract import CHECKS
 
 import distdl
-from distdl import rows
+from distdl.agreement import rows
 from distdl.agreement.rows import UNSAID, Listed, Marginal, bring_together
 from distdl.partition import Partition
 from distdl.testing import Silent
