@@ -222,7 +222,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("call", "words"), [
     (lambda P: DistributedPad(line(P), (1, 1), value=float(P.rank // 2))(torch.ones(1, 1, 2)),
-     "(exchange 0) has options that differ: 0.0 on 0, 1; 1.0 on 2, 3"),
+     "0.0 on 0, 1; 1.0 on 2, 3"),
     (lambda P: DistributedFeatureConv1d(line(P), 2, 2, 1, groups=1 + P.rank % 2)(torch.ones(1, 2, 2)),
      "options that differ: 1 on 0, 2; 2 on 1, 3"),
     (lambda P: (DistributedLPPool1d(line(P), 2, 2) if P.rank else DistributedAvgPool1d(line(P), 2))(HALF),

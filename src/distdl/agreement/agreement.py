@@ -187,7 +187,7 @@ class Agreement(Generic[Outcome]):
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
 
         Args:
-            tensors: this worker's tensors, at most four; None in place of one is an empty tensor.
+            tensors: this worker's tensors, at most four.
             extra: more integers for the header, equally many on each member.
         Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
             members, CommunicationError if the members are in different calls, and what ``derive`` raises.

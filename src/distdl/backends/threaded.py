@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl.backends.registry import Work, register
+from distdl.backends import Work, register
 from distdl.transport.communicator import (
     CommunicationError,
     Communicator,

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distdl.backends.job import job, of_group
-from distdl.backends.registry import register
+from distdl.backends import register
 from distdl.transport.communicator import (
     CommunicationError,
     Communicator,
@@ -34,6 +33,7 @@ from distdl.transport.communicator import (
     empty,
     name_workers,
 )
+from distdl.transport.job import job, of_group
 
 # what the transports can add up; other dtypes are summed by messages
 _SUMS = {

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from distdl.backends.job import Job, join
 from distdl.transport.communicator import CommunicationError, Communicator
+from distdl.transport.job import Job, join
 from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")

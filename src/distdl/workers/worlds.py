@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from distdl.backends import find, names
-from distdl.backends.job import TORCHRUN
 from distdl.partition import Partition
 from distdl.transport.communicator import Communicator
+from distdl.transport.job import TORCHRUN
 
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distdl.backends.registry import Work, register
+from distdl.backends import Work, register
 from distdl.transport.communicator import Communicator
 
 
