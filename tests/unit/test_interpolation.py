@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from distdl.geometry.boxes import balanced
 from distdl.geometry.windows import reading
-from distdl.nn.resampling import Resampler, Resampling
+from distdl.ops.resampling import Resampler, Resampling
 
 # (kind, align_corners, whether the line is an image of height 1, torch's name of the mode)
 KINDS = [

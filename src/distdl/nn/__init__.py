@@ -1,16 +1,6 @@
 """The distributed modules: data movement primitives, and the layers that are built on them."""
 
 from distdl.nn import init, loss, mixins, utils
-from distdl.nn.adaptive_max_pooling import (
-    DistributedAdaptiveMaxPool1d,
-    DistributedAdaptiveMaxPool2d,
-    DistributedAdaptiveMaxPool3d,
-)
-from distdl.nn.adaptive_pooling import (
-    DistributedAdaptiveAvgPool1d,
-    DistributedAdaptiveAvgPool2d,
-    DistributedAdaptiveAvgPool3d,
-)
 from distdl.nn.all_gather import AllGather
 from distdl.nn.all_sum_reduce import AllSumReduce
 from distdl.nn.batchnorm import DistributedBatchNorm, DistributedInstanceNorm
@@ -61,6 +51,12 @@ from distdl.nn.module import Module, Option, local
 from distdl.nn.nll import DistributedNLLLoss
 from distdl.nn.padding import DistributedPad
 from distdl.nn.pooling import (
+    DistributedAdaptiveAvgPool1d,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveAvgPool3d,
+    DistributedAdaptiveMaxPool1d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedAdaptiveMaxPool3d,
     DistributedAvgPool1d,
     DistributedAvgPool2d,
     DistributedAvgPool3d,

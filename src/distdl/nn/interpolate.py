@@ -10,7 +10,7 @@ import torch
 
 from distdl.geometry.boxes import Box, Shape, shape
 from distdl.nn.module import Module, Option
-from distdl.nn.resampling import Mode, Resampler
+from distdl.ops.resampling import Mode, Resampler
 
 
 class Interpolate(Module):

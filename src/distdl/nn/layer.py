@@ -117,6 +117,7 @@ class Layer(Module):
         derive: how the setup follows from what the members report.
         options: what tells this layer from others of its name; equal on all members.
         along: partitions along whose axes shapes may change. (In a large team, headers come together along them.)
+        alone: what a worker outside returns, of what the others compute on.
     Attributes:
         label: the name; with the layer's path once its model has named it (see ``distdl.workers.name_layers``).
     """
@@ -128,6 +129,7 @@ class Layer(Module):
         derive: Derivation,
         options: object = (),
         along: Sequence[Partition] = (),
+        alone: Callable[..., Any] = outside,
     ) -> None:
         super().__init__()
         self.label = Label(name)
@@ -136,7 +138,7 @@ class Layer(Module):
         self._agreement: Agreement[Setup] = Agreement.among(
             team, self.label, (options, derive.identity), self._set_up, along, derive.read
         )
-        self._alone = Setup(Together(), outside, same)
+        self._alone = Setup(Together(), alone, same)
 
     def agree(self, *tensors: Any, extra: tuple[int, ...] = ()) -> Setup:
         """Agree with the other members on this call's tensors. Every member calls it, in the same order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -80,6 +81,11 @@ class Option(Generic[Value]):
             f"{type(module).__name__} keeps the {self._name} that it was built with, because what its workers have set "
             f"up follows from it; build a new layer with another {self._name}"
         )
+
+
+def options(count: int) -> Iterator[Option[Any]]:
+    """As many options, for names that stand side by side: ``kernel_size, stride = options(2)``."""
+    return (Option[Any]() for _ in range(count))
 
 
 def blank_shape(x: torch.Tensor, preserve_batch: bool) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from distdl.geometry.boxes import Box, shape
-from distdl.nn.module import local
 from distdl.partition.groups import IntArray
+from distdl.tensors.connection import local
 
 FloatArray = NDArray[np.floating[Any]]
 Taps = list[tuple[IntArray, FloatArray | None]]

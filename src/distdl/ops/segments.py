@@ -1,4 +1,4 @@
-"""Reducing runs of cells along a dim, by torch's operators: the local part of adaptive pooling."""
+"""Segments of a dim, each of which is reduced to one cell: the local part of adaptive pooling."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distdl.geometry.boxes import Interval
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
-    """Runs of cells along a dim of a block, each of which is reduced to one.
+class Segments:
+    """Segments of cells along a dim of a block, each of which is reduced to one cell.
 
     Attributes:
         dim: which dim.
-        count, width: how many runs, and the length of the longest.
-        cells: ``count x width`` numbers of cells, the last of a shorter run repeated; None where runs of one width are
-            the block, end to end.
+        count, width: how many segments, and the length of the longest.
+        cells: ``count x width`` numbers of cells, the last of a shorter segment repeated; None where segments of one
+            width are the block, end to end.
         repeated: where they are repeated; None where nowhere.
     """
 
@@ -31,7 +31,7 @@ class Runs:
     repeated: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, dim: int, intervals: Sequence[Interval], extent: int) -> Runs:
+    def of(cls, dim: int, intervals: Sequence[Interval], extent: int) -> Segments:
         """From intervals of a block's cells along a dim, none of them empty."""
         count, width = len(intervals), max((stop - start for start, stop in intervals), default=1)
         if list(intervals) == [(i * width, i * width + width) for i in range(count)] and extent == count * width:
@@ -43,18 +43,18 @@ class Runs:
 
     @property
     def trivial(self) -> bool:
-        """Whether every run is one cell, and they are the block."""
+        """Whether every segment is one cell, and they are the block."""
         return self.cells is None and self.width == 1
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """x with two dims, runs and their cells, in place of one."""
+        """x with two dims, segments and their cells, in place of one."""
         if self.cells is not None:
             x = x.index_select(self.dim, self.cells.reshape(-1).to(x.device))
         parts: torch.Tensor = x.unflatten(self.dim, (self.count, self.width))
         return parts
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of each run."""
+        """The sum of each segment."""
         if self.trivial:
             return x
         parts = self.spread(x)
@@ -64,7 +64,7 @@ class Runs:
         return parts.sum(dim=self.dim + 1)
 
     def largest(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The largest cell of each run, chosen as torch's pooling does, and its number along the dim."""
+        """The largest cell of each segment, chosen as torch's pooling does, and its number along the dim."""
         if self.trivial:
             return x, along(self.dim, torch.arange(self.count, device=x.device), x).expand(x.shape)
         parts = self.spread(x)

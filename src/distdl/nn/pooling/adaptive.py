@@ -1,0 +1,105 @@
+"""The adaptive pooling layers: as many outputs as asked for, whatever the extent of the input."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from distdl.nn.layer import Layer
+from distdl.nn.module import options
+from distdl.nn.pooling.results import build, pool
+from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
+from distdl.partition import Partition
+
+
+def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
+    r"""Pool to a given global shape in space: the mean of each window.
+
+    Along each dim, output o of n is reduced from the cells from ``floor(o L / n)`` to ``ceil((o + 1) L / n)`` of L.
+    Forward: each worker sums what lies in its own block, and the parts are added up on the worker that has the output.
+    Adjoint: the transpose. A worker may have no output, if there are fewer than workers.
+
+    Args:
+        P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
+        output_size: global extents of y in space, one number or one for each dim; None in place of one keeps x's.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
+        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
+        another rank, empty in space, or of a dtype that torch's operator does not take.
+    """
+    extents = _extents(type(self).__name__, output_size, self.space)
+    build(self, P_x, AdaptiveAverage(extents), (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
+    self.P_x, self.output_size = P_x, extents
+
+
+def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
+    r"""Pool to a given global shape in space: the largest cell of each window.
+
+    Along each dim, output o of n is reduced from the cells from ``floor(o L / n)`` to ``ceil((o + 1) L / n)`` of L.
+    Forward: each worker takes the largest of what lies in its own block, and the parts are compared on the worker that
+    has the output. Adjoint: the transpose. A worker may have no output, if there are fewer than workers.
+
+    Args:
+        P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
+        output_size: global extents of y in space, one number or one for each dim; None in place of one keeps x's.
+        return_indices: return also where in space each cell stands, as torch does: its number in the flattened global
+            space. They take messages of their own.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
+        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
+        another rank, empty in space, or of a dtype that torch's operator does not take.
+    """
+    extents = _extents(type(self).__name__, output_size, self.space)
+    op = AdaptiveMaximum(extents, bool(return_indices))
+    build(self, P_x, op, (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
+    self.P_x, self.output_size, self.return_indices = P_x, extents, op.indices
+
+
+def _extents(name: str, given: Any, space: int) -> tuple[int | None, ...]:
+    """One extent for each dim of space, from one for all or a sequence."""
+    try:
+        listed = [given] * space if hasattr(given, "__index__") else list(given)
+        extents = tuple(None if extent is None else index(extent) for extent in listed)
+    except TypeError:
+        extents = ()
+    if len(extents) != space or any(extent is not None and extent < 1 for extent in extents):
+        raise ValueError(
+            f"{name} needs output_size to be one whole number at least 1, or {space} of them or None; got {given!r}"
+        )
+    return extents
+
+
+class DistributedAdaptiveAvgPool1d(Layer):
+    __doc__, space = _average_pool.__doc__, 1
+    P_x, output_size = options(2)
+    __init__, forward = _average_pool, pool
+
+
+class DistributedAdaptiveAvgPool2d(Layer):
+    __doc__, space = _average_pool.__doc__, 2
+    P_x, output_size = options(2)
+    __init__, forward = _average_pool, pool
+
+
+class DistributedAdaptiveAvgPool3d(Layer):
+    __doc__, space = _average_pool.__doc__, 3
+    P_x, output_size = options(2)
+    __init__, forward = _average_pool, pool
+
+
+class DistributedAdaptiveMaxPool1d(Layer):
+    __doc__, space = _max_pool.__doc__, 1
+    P_x, output_size, return_indices = options(3)
+    __init__, forward = _max_pool, pool
+
+
+class DistributedAdaptiveMaxPool2d(Layer):
+    __doc__, space = _max_pool.__doc__, 2
+    P_x, output_size, return_indices = options(3)
+    __init__, forward = _max_pool, pool
+
+
+class DistributedAdaptiveMaxPool3d(Layer):
+    __doc__, space = _max_pool.__doc__, 3
+    P_x, output_size, return_indices = options(3)
+    __init__, forward = _max_pool, pool

@@ -1,0 +1,88 @@
+"""What the pooling layers have in common: they also agree on which dtype torch's operator makes of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.agreement import Headers
+from distdl.geometry.boxes import Shape
+from distdl.nn.layer import Application, Layer
+from distdl.ops import Op
+from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
+from distdl.ops.pooling import Pooling
+from distdl.partition import Partition
+from distdl.tensors.connection import outside
+from distdl.tensors.dtypes import DTYPES, dtype_code
+
+
+class ResultTypes:
+    """Which dtype torch's operator makes of a tensor's: it does not take all, and under autocast makes another.
+
+    Args:
+        sample: the operator.
+        least: shape of a tensor that it accepts.
+    """
+
+    def __init__(self, sample: Callable[[torch.Tensor], torch.Tensor], least: Shape) -> None:
+        self._sample = sample
+        self._least = least
+        self._known: dict[object, int] = {}
+
+    def of(self, x: Any) -> int:
+        """1 plus the code of the dtype of the result; 0 where the operator does not take x.
+
+        It is found out on zeros, once for each dtype and device, with autocast and without.
+        """
+        if not isinstance(x, torch.Tensor) or x.is_meta:
+            return 0
+        key = (x.dtype, x.device, torch.is_autocast_enabled(x.device.type))
+        if key not in self._known:
+            try:
+                y = self._sample(torch.zeros(self._least, dtype=x.dtype, device=x.device))
+                self._known[key] = 1 + dtype_code(y.dtype)
+            except RuntimeError:
+                self._known[key] = 0
+        return self._known[key]
+
+
+def build(
+    layer: Layer, P_x: Partition, op: Pooling | AdaptiveAverage | AdaptiveMaximum, least: Shape, options: str
+) -> None:
+    """Make a module the layer of a pooling.
+
+    Args:
+        least: shape of the smallest tensor that torch's operator accepts.
+        options: the main ones, for its name.
+    """
+    kind = type(layer).__name__
+    if P_x.workers.ndim != len(least):
+        raise ValueError(f"{kind} needs P_x: batch x channels x {len(least) - 2} dims of space; got {P_x}")
+
+    def configure(op: Any, headers: Headers) -> Op:
+        dtype = headers.dtype(P_x, kind)
+        empty = headers.shapes(P_x, kind, P_x.workers.ndim).prod(axis=-1) == 0
+        codes = headers.extras(P_x)[..., 0]
+        if not ((codes > 0) | empty).all():
+            raise ValueError(f"{kind} needs a dtype that torch's operator takes; got {dtype}")
+        code = int(codes.flat[np.argmin(empty)])  # of the first worker that has an element
+        configured: Op = replace(op, result=DTYPES[code - 1] if code else dtype)
+        return configured
+
+    def alone(x: torch.Tensor) -> Any:
+        return (outside(x), torch.zeros_like(x, dtype=torch.int64)) if op.indices else outside(x)
+
+    Layer.__init__(layer, f"{kind} (P_x: {P_x}; {options})", P_x, Application(op, (P_x,), P_x, configure), alone=alone)
+    results: Any = layer
+    results._results = ResultTypes(op.sample, least)
+
+
+def pool(self: Any, x: torch.Tensor) -> Any:
+    """The forward of every pooling layer."""
+    setup = self.agree(x, extra=(self._results.of(x),))
+    moved = setup.move_in(x)
+    return setup.move_out(setup.local(*moved))
