@@ -318,8 +318,8 @@ def test_options_are_kept_and_shown(kind):
     def main(P):
         criterion = kind(P.reshape(1, 2), torch.ones(4), 3, "sum", **more)
         assert_options(criterion, P_x=P.reshape(1, 2), ignore_index=3, reduction="sum", **more)
-        listed = f"P_x: {criterion.P_x}; reduction=sum, ignore_index=3, weight: [4]"
-        assert repr(criterion) == f"{kind.__name__}({listed}{', label_smoothing=0.5' if more else ''})"
+        listed = f"P_x: {criterion.P_x}; ignore_index=3, reduction='sum'{', label_smoothing=0.5' if more else ''}"
+        assert repr(criterion) == f"{kind.__name__}({listed}, weight: [4])"
 
     on_workers(2, main)
 

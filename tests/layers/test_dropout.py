@@ -339,7 +339,7 @@ def test_options_are_kept_and_shown():
             P_x = P.reshape(2, *[1] * (dims - 1))
             layer = kind(P_x, 0.25)
             assert_options(layer, P_x=P_x, p=0.25, inplace=False)
-            assert repr(layer) == f"{kind.__name__}(P_x: {P_x}; p=0.25)"
+            assert repr(layer) == f"{kind.__name__}(P_x: {P_x}; p=0.25, inplace=False)"
 
     on_workers(2, main)
 

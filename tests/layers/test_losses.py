@@ -288,7 +288,7 @@ def test_options_are_kept_and_shown(name):
     def main(P):
         criterion = kind(P.reshape(1, 2), "sum", **options)
         assert_options(criterion, P_x=P.reshape(1, 2), reduction="sum", **options)
-        assert repr(criterion).startswith(f"{kind.__name__}(P_x: {P.reshape(1, 2)}; reduction=sum")
+        assert repr(criterion).startswith(f"{kind.__name__}(P_x: {P.reshape(1, 2)}; reduction='sum'")
         assert all(f", {option}={value}" in repr(criterion) for option, value in options.items())
 
     on_workers(2, main)
@@ -297,7 +297,7 @@ def test_options_are_kept_and_shown(name):
 def test_weights_are_shown():
     def main(P):
         criterion = DistributedBCEWithLogitsLoss(P.reshape(1, 2), "mean", torch.ones(3, 1), torch.ones(2))
-        assert repr(criterion).endswith("; reduction=mean, weight: [3, 1], pos_weight: [2])")
+        assert repr(criterion).endswith("; reduction='mean', weight: [3, 1], pos_weight: [2])")
 
     on_workers(2, main)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from distdl.agreement.rows import Rows
 from distdl.geometry.boxes import Shape, shape
@@ -83,6 +84,15 @@ class Headers:
                 f"worker {P.workers[at]} has one with {ranks[at]} dims"
             )
         return rows[..., 2 : 2 + expected]
+
+    def have_shape(self, P: Partition, shape: Shape, tensor: int = 0) -> NDArray[np.bool_]:
+        """Which of the workers of P have a tensor of this shape, in the order of their ranks."""
+        row = (len(shape), *shape)
+        columns = self.rows.of(P.workers.ravel())[:, self._columns(tensor) + 1 : self._columns(tensor + 1)]
+        if columns.shape[1] < len(row):
+            return np.zeros(P.workers.size, dtype=bool)
+        found: NDArray[np.bool_] = (columns[:, : len(row)] == row).all(axis=1)
+        return found
 
     def check_blocks(self, layout: Layout, what: str, tensor: int) -> None:
         """Check that each worker of a layout has its block, by the shape of one of its tensors.

@@ -22,6 +22,8 @@ class Together:
         self._rest = slice(ends[-1] if ends else 0, None)
 
     def __call__(self, *xs: torch.Tensor) -> Tensors:
+        if not self.operators:
+            return xs
         if len(self.operators) == 1 == len(xs):  # (what most layers do)
             y = self.operators[0](*xs)
             return y if isinstance(y, tuple) else (y,)

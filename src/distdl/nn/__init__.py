@@ -24,7 +24,6 @@ from distdl.nn.conv_transpose import (
     DistributedConvTranspose2d,
     DistributedConvTranspose3d,
 )
-from distdl.nn.cross_entropy import DistributedCrossEntropyLoss
 from distdl.nn.dropout import (
     DistributedDropout,
     DistributedDropout1d,
@@ -39,16 +38,18 @@ from distdl.nn.linear import DistributedLinear
 from distdl.nn.loss import (
     DistributedBCELoss,
     DistributedBCEWithLogitsLoss,
+    DistributedCrossEntropyLoss,
     DistributedHuberLoss,
     DistributedKLDivLoss,
     DistributedL1Loss,
+    DistributedLossBase,
     DistributedMSELoss,
+    DistributedNLLLoss,
     DistributedPoissonNLLLoss,
     DistributedSmoothL1Loss,
+    ZeroVolumeCorrectorFunction,
 )
-from distdl.nn.loss_base import DistributedLossBase, ZeroVolumeCorrectorFunction
 from distdl.nn.module import Module, Option, local
-from distdl.nn.nll import DistributedNLLLoss
 from distdl.nn.padding import DistributedPad
 from distdl.nn.pooling import (
     DistributedAdaptiveAvgPool1d,
@@ -69,10 +70,10 @@ from distdl.nn.pooling import (
 )
 from distdl.nn.reduce_scatter import ReduceScatter
 from distdl.nn.repartition import Repartition
-from distdl.nn.repeats import repeat_calls
 from distdl.nn.sum_reduce import SumReduce
 from distdl.nn.transpose import DistributedTranspose
 from distdl.nn.upsampling import DistributedUpsample
+from distdl.tensors.repeats import repeat_calls
 
 __all__ = [
     "AllGather",

@@ -2,25 +2,62 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from distdl.agreement import Agreement
-from distdl.agreement.header import Headers
-from distdl.geometry.boxes import Box, Shape
-from distdl.nn.module import Module, Option
-from distdl.nn.repeats import CallCount, checked
-from distdl.nn.uniform import next_key, uniform_block
+from distdl.agreement import Headers
+from distdl.nn.layer import Application, Layer
+from distdl.nn.module import Option
+from distdl.nn.uniform import next_key
+from distdl.ops.dropout import Dropout
 from distdl.partition import Partition
-from distdl.partition.layout import Layout
 from distdl.tensors.connection import outside
-from distdl.tensors.dtypes import carries_gradients
-from distdl.transport.label import Label
+from distdl.tensors.repeats import CallCount
 
 
-class Dropout(Module):
-    r"""Set random parts of a tensor to zero while training, with a mask that does not depend on the partition.
+def _build(self: Any, P_x: Partition, p: float, inplace: bool, leading: int | None = None) -> None:
+    kind = type(self).__name__
+    if not 0 <= p <= 1:
+        raise ValueError(f"{kind} needs p from 0 to 1; got {p}")
+    if inplace:
+        raise ValueError(f"{kind} never writes into its input, so it needs inplace=False; got {inplace}")
+    seed, number, place = next_key(P_x.comm, "layer")
+
+    def configured(op: Dropout, headers: Headers) -> Dropout:
+        """The dropout with the key of the first worker."""
+        high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
+        return replace(op, key=(high * 2**32 + low, *rest))
+
+    derive = Application(Dropout(float(p), leading), (P_x,), P_x, configured)
+    Layer.__init__(self, f"{kind} (P_x: {P_x}; p: {p})", P_x, derive, alone=_alone)
+    self.P_x, self.p, self.inplace = P_x, float(p), False
+    self.calls = CallCount()
+    self._marks = (seed // 2**32, seed % 2**32, number, place)  # a header's integers have a sign
+
+
+def _build_of_channels(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
+    if P_x.workers.ndim != self.space + 2:
+        raise ValueError(f"{type(self).__name__} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")
+    _build(self, P_x, p, inplace, leading=2)
+
+
+def _forward(self: Any, x: torch.Tensor) -> Any:
+    if not self.training or self.p == 0:
+        return x if self._member else x.clone()
+    setup = self.agree(x, extra=self._marks)
+    moved = setup.move_in(x)
+    return setup.move_out(setup.local(*moved, self.calls))
+
+
+def _alone(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
+    return outside(x)
+
+
+class DistributedDropout(Layer):
+    r"""Dropout of single elements: set random ones to zero while training, with a mask that does not depend on the
+    partition.
 
     Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from the seed of
     torch on the first worker when the layer was made, from how many random layers were made before in this world, from
@@ -37,83 +74,59 @@ class Dropout(Module):
     Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
         another rank or of integers. RuntimeError in a backward whose checkpoint repeats another call than the latest:
-        see :func:`distdl.nn.repeats.repeat_calls`.
+        see :func:`distdl.nn.repeat_calls`.
     """
 
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
-    leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
 
     def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
-        super().__init__()
-        name = type(self).__name__
-        if not 0 <= p <= 1:
-            raise ValueError(f"{name} needs p from 0 to 1; got {p}")
-        if inplace:
-            raise ValueError(f"{name} never writes into its input, so it needs inplace=False; got {inplace}")
-        self.P_x, self.p, self.inplace = P_x, float(p), False
-        self.calls = CallCount()
-        seed, kind, place = next_key(P_x.comm, "layer")
-        self._marks = (seed // 2**32, seed % 2**32, kind, place)  # a header's integers have a sign
-        self.label = Label(f"{name} (P_x: {P_x}; p: {p})")
-        self._agreement = Agreement.among(P_x, self.label, (P_x.workers.shape, p), self._derive)
+        _build(self, P_x, p, inplace)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.P_x.comm.rank not in self.P_x:
-            return outside(x) if self.training and self.p else x.clone()  # (what saves nothing on the members neither)
-        if not self.training or self.p == 0:
-            return x
-        key, box, extents, dtype = self._agreement.reach((x,), self._marks).outcome
-        number = self.calls.next()
-        x = checked(x if x.numel() else x.to(dtype), number)
-        mask = uniform_block((*key, number), box, extents, lambda u: u >= self.p, torch.bool, x.device)
-        mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
-        return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)
-
-    def _derive(self, headers: Headers) -> tuple[tuple[int, int, int], Box, Shape, torch.dtype]:
-        name, P_x = type(self).__name__, self.P_x
-        high, low, kind, place = headers.extras(P_x).reshape(-1, 4)[0].tolist()
-        owned = Layout.tiled(P_x, headers.shapes(P_x, name, P_x.workers.ndim))
-        dtype = headers.dtype(P_x, name)
-        if not carries_gradients(dtype):
-            raise ValueError(f"{self.label} needs a tensor of floating-point or complex numbers; got {dtype}")
-        key = (high * 2**32 + low, kind, place)
-        return key, owned[P_x.comm.rank][: self.leading], owned.extents[: self.leading], dtype
-
-    def extra_repr(self) -> str:
-        return f"P_x: {self.P_x}; p={self.p}"
+    forward = _forward
 
 
-class DistributedDropout(Dropout):
-    """Dropout of single elements, as torch's ``Dropout``."""
-
-
-class ChannelDropout(Dropout):
-    """Dropout of whole channels of whole samples: the mask is one number for each of them.
+class DistributedDropout1d(Layer):
+    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
 
     Args:
-        P_x: ``batch x channels x space...``.
+        P_x: ``batch x channels x space``, with 1 dim of space.
     """
 
-    leading = 2
-    space: ClassVar[int]
-
-    def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
-        if P_x.workers.ndim != self.space + 2:
-            raise ValueError(
-                f"{type(self).__name__} needs P_x: batch x channels x {self.space} dims of space; got {P_x}"
-            )
-        super().__init__(P_x, p, inplace)
-
-
-class DistributedDropout1d(ChannelDropout):
+    P_x = Option[Partition]()
+    p = Option[float]()
+    inplace = Option[bool]()
     space = 1
+    __init__ = _build_of_channels
+    forward = _forward
 
 
-class DistributedDropout2d(ChannelDropout):
+class DistributedDropout2d(Layer):
+    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
+
+    Args:
+        P_x: ``batch x channels x space``, with 2 dims of space.
+    """
+
+    P_x = Option[Partition]()
+    p = Option[float]()
+    inplace = Option[bool]()
     space = 2
+    __init__ = _build_of_channels
+    forward = _forward
 
 
-class DistributedDropout3d(ChannelDropout):
+class DistributedDropout3d(Layer):
+    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
+
+    Args:
+        P_x: ``batch x channels x space``, with 3 dims of space.
+    """
+
+    P_x = Option[Partition]()
+    p = Option[float]()
+    inplace = Option[bool]()
     space = 3
+    __init__ = _build_of_channels
+    forward = _forward

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from distdl.tensors.derivatives import is_checkpointed
+
 
 class CallCount:
     """The calls of one random layer.
@@ -58,8 +60,7 @@ def checked(x: torch.Tensor, number: int) -> torch.Tensor:
     RuntimeError.
     """
     inside = _in_backward()
-    packed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not torch.is_grad_enabled() or not (inside or packed):
+    if not torch.is_grad_enabled() or not (inside or is_checkpointed()):
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to come past here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -114,7 +115,7 @@ class _Checked(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (repeated,) = ctx.saved_tensors
         number, inside = ctx.call
-        if inside:  # what a checkpoint without re-entry computes again has no backward of its own
+        if inside:  # what a checkpoint without re-entry recomputes has no backward of its own
             raise RuntimeError(f"a random layer needs torch.utils.checkpoint with use_reentrant=False; {_ADVICE}")
         if int(repeated) != number:
             raise RuntimeError(

@@ -1,0 +1,60 @@
+"""What the losses have in common."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distdl.agreement import Headers
+from distdl.nn.module import Module
+from distdl.ops.loss import ABSENT, differentiable
+from distdl.partition import Partition
+from distdl.tensors.connection import outside, zeros_on
+
+
+def check_reduction(kind: str, reduction: str, valid: tuple[str, ...]) -> None:
+    """Raises: ValueError for a reduction that the loss of this name does not have."""
+    if reduction not in valid:
+        raise ValueError(f"{kind} has the reductions {', '.join(valid)}; got {reduction!r}")
+
+
+def or_absent(weight: torch.Tensor | None) -> torch.Tensor:
+    """The weight, or what stands for one that is not given: so every worker agrees on as many tensors."""
+    return ABSENT if weight is None else weight
+
+
+def is_given(headers: Headers, P: Partition, kind: str, what: str, number: int) -> bool:
+    """Whether the workers of P have a weight of this kind, as the tensor of this number.
+
+    Raises: ValueError if some have one and others have none.
+    """
+    absent: NDArray[np.bool_] = headers.have_shape(P, ABSENT.shape, number)
+    if absent.all() or not absent.any():
+        return not absent[0]
+    with_one, without = (int(P.workers.flat[int(place)]) for place in (absent.argmin(), absent.argmax()))
+    raise ValueError(
+        f"{kind} needs a {what} on all workers or on none; worker {with_one} has one and worker {without} has none"
+    )
+
+
+def alone(reduction: str) -> Any:
+    """What a worker outside returns: its (empty) input, or 0. It depends on the target, too."""
+    return partial(_alone, reduction)
+
+
+def _alone(reduction: str, x: torch.Tensor, target: Any, *weights: torch.Tensor) -> torch.Tensor:
+    y = x if reduction == "none" else x.sum()
+    if isinstance(target, torch.Tensor) and target.requires_grad:
+        y = y + zeros_on(target, ()).to(y.dtype)
+    y = outside(y)
+    return y if reduction == "none" else differentiable(y)
+
+
+def described(loss: Module) -> str:
+    """The ``extra_repr`` of a loss: its options, and the shapes of its weights."""
+    weights = [f"{name}: {list(one.shape)}" for name, one in loss.named_buffers()]
+    return ", ".join([Module.extra_repr(loss), *weights])

@@ -1,0 +1,327 @@
+"""The distributed element-wise losses: torch's losses of a tensor that is split over workers.
+
+All of them are made and called alike. Each has ``P_x``, the partition, and
+
+    reduction: ``none`` (each worker returns the losses of its own elements), ``mean`` or ``sum``.
+
+Forward: :math:`\\ell = c^{-1} \\sum_s f(x_s, t_s)` on the worker of rank 0 in P_x: each worker sums its elements, a
+sum-reduce adds them up, and the sum is divided once, by 1 (``sum``), the global number of elements (``mean``) or the
+global batch (``batchmean``). All other workers, those outside P_x too, return a 0-d tensor of value 0.
+Adjoint: a broadcast of the gradient from rank 0. Every worker calls ``backward()``; what the others pass has no effect.
+
+Input and target are local, equal in shape on each worker, in elements. ``weight`` is a factor for each element, this
+worker's block (or what broadcasts to it); ``pos_weight`` is a factor for positive targets, the same global tensor on
+every worker; None stands for 1. Both may be replaced between two calls, on every worker.
+
+Raises: ValueError, on every worker, for another reduction; in forward, on every member, if input and target differ in
+    shape on some worker, or dtypes between workers, or if a weight does not fit, or only some workers have one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distdl.agreement import Headers, can_be_read
+from distdl.exchange import Together
+from distdl.geometry.boxes import runs
+from distdl.nn.layer import Layer
+from distdl.nn.loss.common import alone, check_reduction, described, is_given, or_absent
+from distdl.nn.module import Option
+from distdl.ops import Setup, Site
+from distdl.ops.loss import ElementLoss, broadcasts
+from distdl.ops.setup import same
+from distdl.partition import Layout, Partition, Signature
+from distdl.tensors.dtypes import can_be_added
+from distdl.transport import Label
+
+_WEIGHT, _POS_WEIGHT = 2, 3  # which of the tensors they are that are agreed on
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True, eq=False)
+class _SplitAlike:
+    """How the setup of a loss follows from an input and a target that are split alike, and weights."""
+
+    op: ElementLoss
+    P_x: Partition
+
+    @property
+    def read(self) -> Sequence[Partition]:
+        return ()
+
+    @property
+    def identity(self) -> object:
+        return (self.op, self.P_x.workers.shape)
+
+    def __call__(self, headers: Headers, label: Label) -> Setup:
+        kind, P_x = label.kind, self.P_x
+        headers.check_alike(P_x, kind, "input", "target")
+        out_of_range = headers.extras(P_x)[..., 0].ravel().argmax()
+        if headers.extras(P_x)[..., 0].flat[out_of_range]:
+            raise ValueError(
+                f"{kind} needs input and target from 0 to 1; on worker {P_x.workers.flat[out_of_range]} they are not"
+            )
+        if is_given(headers, P_x, kind, "weight", _WEIGHT):
+            self._check_weight(headers, kind)
+        in_dims = self.op.reduction == "batchmean"
+        if is_given(headers, P_x, kind, "pos_weight", _POS_WEIGHT):
+            self._check_pos_weight(headers, kind)
+            in_dims = True
+        signatures = [
+            Signature(
+                self._layout(headers, kind, number, in_dims and number < _WEIGHT),
+                headers.dtype(P_x, kind, number),
+                headers.derivatives[number],
+                headers.own[number],
+            )
+            for number in range(4)
+        ]
+        return self.op.setup(Site(P_x, headers.members, label), *signatures)
+
+    def _layout(self, headers: Headers, kind: str, number: int, in_dims: bool) -> Layout:
+        """Where a tensor lives: its dims along the axes of P_x; or, as any split will do, its elements in one line."""
+        P_x = self.P_x
+        if in_dims:
+            return Layout.tiled(P_x, headers.shapes(P_x, kind, P_x.workers.ndim, number))
+        line = P_x.reshape(P_x.workers.size)
+        if number >= _WEIGHT:  # of which nobody asks where it lies
+            return Layout.of(line, [[(0, 0)] * P_x.workers.size])
+        return Layout.of(line, [runs(headers.shapes(P_x, kind, tensor=number).prod(axis=-1).ravel().tolist())])
+
+    def _check_weight(self, headers: Headers, kind: str) -> None:
+        for worker in self.P_x.workers.ravel().tolist():
+            weight, x = headers.shape(worker, _WEIGHT), headers.shape(worker)
+            if not broadcasts(weight, x):
+                raise ValueError(
+                    f"{kind} needs a weight that broadcasts to the input's block; on worker {worker} "
+                    f"they have {list(weight)} and {list(x)}"
+                )
+
+    def _check_pos_weight(self, headers: Headers, kind: str) -> None:
+        first = int(self.P_x.workers.flat[0])
+        shape = headers.shape(first, _POS_WEIGHT)
+        alike = headers.have_shape(self.P_x, shape, _POS_WEIGHT)
+        if not alike.all():
+            other = int(self.P_x.workers.flat[int(alike.argmin())])
+            raise ValueError(
+                f"{kind} needs the same pos_weight on all workers; worker {first} has one of shape {list(shape)} and "
+                f"worker {other} {list(headers.shape(other, _POS_WEIGHT))}"
+            )
+
+
+def _build(
+    self: Any,
+    P_x: Partition,
+    function: str,
+    reduction: str,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    bounded: bool = False,
+    **options: Any,
+) -> None:
+    """Make a loss of a function of ``torch.nn.functional``.
+
+    Args:
+        bounded: whether input and target have to be from 0 to 1.
+        options: what the function takes besides; they become attributes.
+    """
+    kind = type(self).__name__
+    check_reduction(kind, reduction, self._valid_reductions)
+    op = ElementLoss(function, reduction, tuple(options.items()))
+    weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
+    name = f"{kind} (P_x: {P_x}; {reduction})"
+    Layer.__init__(self, name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction))
+    self.P_x, self.reduction, self._bounded = P_x, reduction, bounded
+    for option, value in options.items():
+        setattr(self, option, value)
+    self.register_buffer("weight", weight)
+    self.register_buffer("pos_weight", pos_weight)
+    # of elements nothing has to be agreed on, unless what is global has to be split
+    self._by_itself = Setup(Together(), op.elements, same) if self._member else self._alone
+
+
+def _apply(self: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
+    tensors = (x, target, or_absent(self.weight), or_absent(self.pos_weight))
+    if self.reduction == "none" and self.pos_weight is None:
+        setup: Setup = self._by_itself
+    else:
+        setup = self.agree(*tensors, extra=(int(self._bounded and _is_out_of_range(x, target)),))
+    moved = setup.move_in(*tensors)
+    return setup.move_out(setup.local(*moved))
+
+
+_forward: Callable[..., Any] = _apply  # (that of a layer in general takes one tensor)
+
+
+def _is_out_of_range(*tensors: Any) -> bool:
+    """Whether there are numbers that are not from 0 to 1. It is asked before the members agree, of anything that a
+    caller may pass.
+    """
+    return any(
+        one.numel() and not bool(((one >= 0) & (one <= 1)).all())
+        for one in tensors
+        if can_be_read(one) and can_be_added(one.dtype) and not one.is_complex()
+        for one in (one.detach(),)
+    )
+
+
+class DistributedLossBase(ABC):  # noqa: B024
+    """What all losses of elements are: a published name, for ``isinstance``. They have nothing else of it."""
+
+
+@DistributedLossBase.register
+class DistributedL1Loss(Layer):
+    r"""Mean absolute error: :math:`f(x, t) = \sum |x - t|`."""
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        _build(self, P_x, "l1_loss", reduction)
+
+    forward = _forward
+
+
+@DistributedLossBase.register
+class DistributedMSELoss(Layer):
+    r"""Mean squared error: :math:`f(x, t) = \sum (x - t)^2`."""
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        _build(self, P_x, "mse_loss", reduction)
+
+    forward = _forward
+
+
+@DistributedLossBase.register
+class DistributedSmoothL1Loss(Layer):
+    r"""Quadratic near zero, :math:`|x - t| - \beta/2` beyond: :math:`\sum \tfrac{1}{2\beta} (x - t)^2` for
+    :math:`|x - t| < \beta`.
+
+    Raises: ValueError, on every worker, for a negative beta.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    beta = Option[float]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
+        if not beta >= 0:
+            raise ValueError(f"DistributedSmoothL1Loss needs a beta of at least 0; got {beta}")
+        _build(self, P_x, "smooth_l1_loss", reduction, beta=float(beta))
+
+    forward = _forward
+
+
+@DistributedLossBase.register
+class DistributedHuberLoss(Layer):
+    r"""Quadratic near zero, linear beyond: :math:`\tfrac12 (x - t)^2` for :math:`|x - t| < \delta`, else
+    :math:`\delta (|x - t| - \delta/2)`.
+
+    Raises: ValueError, on every worker, for a delta that is not positive.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    delta = Option[float]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
+        if not delta > 0:
+            raise ValueError(f"DistributedHuberLoss needs a positive delta; got {delta}")
+        _build(self, P_x, "huber_loss", reduction, delta=float(delta))
+
+    forward = _forward
+
+
+@DistributedLossBase.register
+class DistributedPoissonNLLLoss(Layer):
+    r"""Negative log-likelihood of Poisson targets: :math:`f(x, t) = \sum e^x - t x`; without ``log_input``
+    :math:`\sum x - t \log(x + \epsilon)`; with ``full``, plus Stirling's approximation of :math:`\log t!` where t > 1.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    log_input = Option[bool]()
+    full = Option[bool]()
+    eps = Option[float]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(
+        self, P_x: Partition, reduction: str = "mean", log_input: bool = True, full: bool = False, eps: float = 1e-8
+    ) -> None:
+        _build(self, P_x, "poisson_nll_loss", reduction, log_input=log_input, full=full, eps=eps)
+
+    forward = _forward
+
+
+@DistributedLossBase.register
+class DistributedBCELoss(Layer):
+    r"""Binary cross-entropy of probabilities: :math:`f(x, t) = -\sum w (t \log x + (1 - t) \log(1 - x))`.
+
+    ``weight`` is this worker's block, as the input is, or broadcasts to it.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
+        _build(self, P_x, "binary_cross_entropy", reduction, weight, bounded=True)
+
+    forward = _forward
+    extra_repr = described
+
+
+@DistributedLossBase.register
+class DistributedBCEWithLogitsLoss(Layer):
+    r"""Binary cross-entropy of the sigmoid of the input:
+    :math:`f(x, t) = -\sum w (p\, t \log \sigma(x) + (1 - t) \log(1 - \sigma(x)))`.
+
+    ``weight`` w is this worker's block, as the input is, or broadcasts to it. ``pos_weight`` p, often one number for
+    each class, is the same global tensor on every worker. It broadcasts to the global input, of which P_x then needs
+    one axis for each dim, and each worker takes its part.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    _valid_reductions = _REDUCTIONS
+
+    def __init__(
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        weight: torch.Tensor | None = None,
+        pos_weight: torch.Tensor | None = None,
+    ) -> None:
+        _build(self, P_x, "binary_cross_entropy_with_logits", reduction, weight, pos_weight)
+
+    forward = _forward
+    extra_repr = described
+
+
+@DistributedLossBase.register
+class DistributedKLDivLoss(Layer):
+    r"""Kullback-Leibler divergence, x being log-probabilities: :math:`f(x, t) = \sum t (\log t - x)`; with
+    ``log_target`` t are log-probabilities, too: :math:`\sum e^t (t - x)`.
+    """
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    log_target = Option[bool]()
+    _valid_reductions = ("none", "mean", "sum", "batchmean")
+
+    def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        _build(self, P_x, "kl_div", reduction, log_target=log_target)
+
+    forward = _forward

@@ -1,0 +1,170 @@
+"""Losses of elements: each worker sums the losses of its elements, and the first one divides the sum.
+
+x, target  --->  sum of the own elements  ---sum-reduce--->  first worker: total / c    the others: 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from operator import or_
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.exchange import Together
+from distdl.geometry.boxes import Box, Shape
+from distdl.ops.setup import Setup, Site, same
+from distdl.partition import Layout, Signature
+from distdl.partition.layout import Lookup
+from distdl.plan import Plan
+from distdl.plan.planners import broadcast
+from distdl.tensors.dtypes import HALVES, carries_gradients
+
+ABSENT = torch.empty(0, 0)  # stands for a weight that is not given; no weight that fits has this shape
+
+
+@dataclass(frozen=True)
+class ElementLoss:
+    r"""The loss of an input and a target that are split alike.
+
+    Forward: :math:`\ell = c^{-1} \sum_s f(x_s, t_s)` on the first worker, c being 1 (``sum``), the number of all
+    elements (``mean``) or the extent of dim 0 (``batchmean``); on the others 0. With ``none`` each worker has
+    :math:`f(x_s, t_s)` of its elements, and nothing moves.
+
+    It is set up for four tensors: input, target, a weight of elements (each worker's own), and a weight of positive
+    targets (the same on every worker, and as large as what it stands beside in the whole tensor); the last two may be
+    :data:`ABSENT`.
+
+    Attributes:
+        function: the name of f in ``torch.nn.functional``.
+        reduction: ``none``, ``mean``, ``sum`` or ``batchmean``.
+        options: what f takes besides.
+    """
+
+    function: str
+    reduction: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def setup(self, site: Site, *signatures: Signature) -> Setup:
+        x, _, _, pos_weight = signatures
+        owned, box = x.layout, None
+        if pos_weight.local != ABSENT.shape:
+            box = owned[site.me]
+            _check_pos_weight(site, pos_weight.local, owned.extents)
+        dtypes = [signature.dtype for signature in signatures]
+        absent = [signature.local == ABSENT.shape for signature in signatures]
+        moved = self._sum_dtype(site, dtypes, absent)
+        derivatives = reduce(or_, (signature.derivatives for signature in signatures))
+        move_in = Together(site.identity(x.dtype, derivatives, x.local))
+
+        def losses(*tensors: torch.Tensor) -> torch.Tensor:
+            return self.elements(*_cast(tensors, dtypes), box=box)
+
+        if self.reduction == "none":
+            return Setup(move_in, losses, same, (owned,))
+        half = x.dtype in HALVES  # whose sums overflow, or stop growing, long before the mean does
+        add = site.operator(sum_to_first(site, ()), moved, derivatives, [()])
+        divisor = self._divisor(owned)
+
+        def total(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+            if half:
+                found = losses(*tensors)
+                return found.sum(dtype=moved), found.dtype
+            found = self.elements(*_cast(tensors, dtypes), reduction="sum", box=box)
+            return found.to(moved), found.dtype
+
+        def divided(total: tuple[torch.Tensor, torch.dtype]) -> torch.Tensor:
+            y, dtype = add(total[0]), total[1]
+            if not y.numel():
+                return differentiable(y.sum().to(dtype))
+            return differentiable((y if divisor == 1 else y / divisor).to(dtype))
+
+        return Setup(move_in, total, divided)
+
+    def elements(self, *tensors: torch.Tensor, reduction: str = "none", box: Box | None = None) -> torch.Tensor:
+        """torch's loss of local tensors: input, target and both weights.
+
+        Args:
+            reduction: ``none`` or ``sum``.
+            box: which part of the whole input it is; None if nobody asks for it.
+        """
+        x, target, weight, pos_weight = tensors
+        keywords = dict(self.options)
+        if weight is not ABSENT:
+            keywords["weight"] = weight
+        if pos_weight is not ABSENT:
+            keywords["pos_weight"] = pos_weight if box is None else _part(pos_weight, box)
+        found: torch.Tensor = getattr(functional, self.function)(x, target, reduction=reduction, **keywords)
+        return found
+
+    def _sum_dtype(self, site: Site, dtypes: list[torch.dtype], absent: list[bool]) -> torch.dtype:
+        """The dtype in which the sums move.
+
+        Raises: ValueError if torch has no such loss of these dtypes.
+        """
+        if self.reduction not in ("none", "sum") and not carries_gradients(torch.promote_types(*dtypes[:2])):
+            raise ValueError(
+                f"{site.label.kind} needs floating-point numbers for the reduction {self.reduction}; "
+                f"got {torch.promote_types(*dtypes[:2])}"
+            )
+        tensors = [
+            ABSENT if out else torch.zeros(1, dtype=dtype, device="cpu")
+            for dtype, out in zip(dtypes, absent, strict=True)
+        ]
+        try:
+            with torch.autocast("cpu", enabled=False):
+                found = self.elements(*tensors, reduction="sum").dtype
+        except (RuntimeError, TypeError) as problem:
+            raise ValueError(
+                f"{site.label.kind} has no loss of an input of {dtypes[0]} and a target of {dtypes[1]}: {problem}"
+            ) from problem
+        return torch.float32 if found in HALVES else found
+
+    def _divisor(self, owned: Layout) -> int:
+        return {"mean": prod(owned.extents), "batchmean": owned.extents[0] if owned.extents else 1}.get(
+            self.reduction, 1
+        )
+
+
+def sum_to_first(site: Site, shape: Shape) -> Plan:
+    """The plan that adds tensors of one shape up on the first worker."""
+    first = site.partition.create_partition_inclusive([0])
+    return broadcast(first, site.partition, Lookup(site.members, lambda worker: shape), site.me).T
+
+
+def differentiable(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, such that ``backward()`` may be called on it even if nothing that it depends on requires a gradient."""
+    if torch.is_grad_enabled() and not loss.requires_grad and (loss.is_floating_point() or loss.is_complex()):
+        return loss + torch.empty(0, dtype=loss.dtype, device=loss.device, requires_grad=True).sum()
+    return loss
+
+
+def broadcasts(shape: Shape, to: Shape) -> bool:
+    """Whether a tensor of one shape broadcasts to another."""
+    aligned = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(one in (1, other) for one, other in aligned)
+
+
+def _check_pos_weight(site: Site, shape: Shape, extents: Shape) -> None:
+    if not broadcasts(shape, extents):
+        raise ValueError(
+            f"{site.label.kind} needs a pos_weight that broadcasts to the global input; they have "
+            f"{list(shape)} and {list(extents)}"
+        )
+
+
+def _cast(tensors: tuple[torch.Tensor, ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """The tensors in the dtypes that were agreed on: one that is empty may have come in another."""
+    pairs = zip(tensors, dtypes, strict=True)
+    return [one if one.dtype is dtype or one is ABSENT else one.to(dtype) for one, dtype in pairs]
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a tensor that belongs to a box of what it broadcasts to."""
+    intervals = box[len(box) - tensor.dim() :]
+    return tensor[
+        tuple(slice(*along) if n > 1 else slice(None) for n, along in zip(tensor.shape, intervals, strict=True))
+    ]
