@@ -1,4 +1,4 @@
-"""Affine: a layer of one's own. Each channel is scaled and shifted; the parameters are cut up as the channels are.
+"""Affine: a layer of one's own. Each channel is scaled and shifted; the parameters are split as the channels are.
 
    a tensor over a 1x2x2 partition         its parameters, over P_x[:, :, :1]
 
@@ -16,8 +16,7 @@ import torch
 import distdl
 from distdl.nn import Broadcast, Module
 from distdl.nn.placement import uniform_parameter
-from distdl.partition import Partition
-from distdl.partition.layout import Layout
+from distdl.partition import Layout, Partition
 
 
 # [layer]

@@ -7,12 +7,11 @@
 import torch
 
 import distdl
-from distdl.agreement.header import Headers
+from distdl.agreement import Headers
 from distdl.geometry.boxes import shift
 from distdl.nn.layer import Layer
 from distdl.nn.primitive import Movement
-from distdl.partition import Partition
-from distdl.partition.layout import Layout
+from distdl.partition import Layout, Partition
 from distdl.plan import Plan
 from distdl.plan.planners import copy
 
@@ -24,7 +23,7 @@ def roll(owned: Layout, dim: int, by: int, me: int | None = None) -> Plan:
     Forward: :math:`y[c] = x[(c - by) \bmod n]`, n being the extent of the dim.   Adjoint: the shift by -by.
 
     Args:
-        owned: a tiling of the tensor; y is cut up in the same way.
+        owned: a tiling of the tensor; y is split in the same way.
         by: cells by which the tensor moves towards higher indices; any integer.
     """
     extent = owned.extents[dim]

@@ -1,4 +1,4 @@
-"""RowLinear: a matrix that is cut up along its inputs, and a layer that needs ``local``.
+"""RowLinear: a matrix that is split along its inputs, and a layer that needs ``local``.
 
  P_x: 1x3           each worker multiplies its part         P_y: 1x1
 [ x0 | x1 | x2 ]    x0 W0^T,  x1 W1^T,  x2 W2^T      --->   worker 1: their sum
@@ -9,15 +9,15 @@ from torch.nn import functional
 
 import distdl
 from distdl.nn import Module, SumReduce
-from distdl.nn.module import blank_shape, local
+from distdl.nn.layer import blank_shape
 from distdl.nn.placement import uniform_parameter
-from distdl.partition import Partition
-from distdl.partition.layout import Layout
+from distdl.partition import Layout, Partition
+from distdl.tensors.connection import local
 
 
 # [layer]
 class DistributedRowLinear(Module):
-    r"""Multiply by a matrix whose columns are cut up over workers, and add up the partial products on one of them.
+    r"""Multiply by a matrix whose columns are split over workers, and add up the partial products on one of them.
 
     Forward: :math:`y = \sum_i x_i W_i^T`.   Adjoint: :math:`\partial x_i = \partial y \, W_i`, after a broadcast of
     :math:`\partial y`.
@@ -45,7 +45,7 @@ class DistributedRowLinear(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         member = self.P_x.comm.rank in self.P_x
-        shape = (x.shape[0], self.out_features) if member else blank_shape(x, preserve_batch=True)
+        shape = (x.shape[0], self.out_features) if member else blank_shape(x.shape)
         y = local(functional.linear, shape, (x, (1, 1)), (self.weight, (1, 1)))
         return self._add(y)
 

@@ -83,11 +83,11 @@ def test_another_partition_begins_with_the_same_parameters():
 AGREE = ["all_max"]
 
 
-@pytest.mark.parametrize(("layer", "forward"), [
-    (affine.DistributedAffine, [*AGREE, "broadcast", *AGREE, "broadcast"]),
-    (affine_agreed.DistributedAffine, [*AGREE, "broadcast", "broadcast"]),
+@pytest.mark.parametrize(("layer", "calls"), [
+    (affine.DistributedAffine, [*AGREE, "broadcast", *AGREE, "broadcast", "sum", "sum"]),
+    (affine_agreed.DistributedAffine, [*AGREE, "broadcast", "sum"]),
 ])  # fmt: skip
-def test_affine_moves_its_two_parameters_and_nothing_else(layer, forward):
+def test_affine_moves_its_two_parameters_and_nothing_else(layer, calls):
     def main():
         P = distdl.Partition(Counting(distdl.world().comm))
         network = layer(P.reshape(2, 1, 2), channels=3)
@@ -95,6 +95,39 @@ def test_affine_moves_its_two_parameters_and_nothing_else(layer, forward):
         network(x)
         P.comm.reset()
         network(x).sum().backward()
-        assert [name for name, _ in P.comm.log] == [*forward, "sum", "sum"]
+        assert [name for name, _ in P.comm.log] == calls
 
     distdl.run_workers(main)
+
+
+# [errors]
+@pytest.mark.parametrize(("shape", "text"), [
+    ((1, 1, 4), r"DistributedAffine \(P_x: 1x2x1 on workers 0, 1; 3 channels\) needs the blocks of dim 1 at "
+                r"\[\(0, 2\), \(2, 3\)\], .*; those of an input of shape 1x2x4 are at \[\(0, 1\), \(1, 2\)\]"),
+    ((1, 4), "needs tensors with 3 dims .* worker 0 has one with 2 dims"),
+])  # fmt: skip
+def test_what_does_not_fit_is_the_same_error_on_all(shape, text):
+    def main():
+        P = distdl.world().reshape(1, 2, 1)
+        layer = affine_agreed.DistributedAffine(P, channels=3)
+        with pytest.raises(ValueError, match=text) as error:
+            layer(torch.ones(shape))
+        texts = P.allgather_data(str(error.value))
+        assert texts == [texts[0]] * 2
+        return layer(torch.ones(1, 2 - P.rank, 4)).shape  # and both of them can go on
+
+    distdl.run_workers(main, workers=2)
+
+
+# [options]
+def test_its_options_are_kept_and_the_shift_can_be_left_out():
+    def main():
+        P = distdl.world().reshape(1, 2, 1)
+        layer = affine_agreed.DistributedAffine(P, channels=3, shift=False)
+        assert repr(layer) == "DistributedAffine(P_x: 1x2x1 on workers 0, 1; channels=3)"
+        with pytest.raises(AttributeError, match="build a new layer with another channels"):
+            layer.channels = 4
+        x = torch.ones(1, 2 - P.rank, 4)
+        assert torch.equal(layer(x), layer.scale * x)
+
+    distdl.run_workers(main, workers=2)
