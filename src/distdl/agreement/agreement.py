@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -133,7 +133,8 @@ class Agreement(Generic[Outcome]):
         members: all workers that take part, the same tuple on each.
         label: the layer and its partitions, for messages to people.
         identity: bytes that are equal on all members and differ from layer to layer.
-        options: the part of them that people read where nothing else differs; tuples are shown item by item.
+        options: the part of them that people read where nothing else differs; tuples and dataclasses are shown item by
+            item.
         derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
             on the worker.
         grid: a Cartesian partition of all members; a large group's headers come together along its axes.
@@ -348,6 +349,9 @@ def _show_calls(members: Group, calls: Sequence[tuple[str, list[str]]]) -> str:
 
 
 def _leaves(options: object) -> list[object]:
+    """Options as people read them: those of tuples and of operations item by item."""
+    if is_dataclass(options):
+        options = tuple(getattr(options, one.name) for one in fields(options))
     return [leaf for one in options for leaf in _leaves(one)] if type(options) is tuple else [options]
 
 

@@ -48,8 +48,7 @@ class DistributedPad(Layer):
             raise ValueError(f"DistributedPad has a value in the mode 'constant' only; got {value} and mode {mode!r}")
         flat = tuple(number for pair in pairs for number in pair)
         widths = ((0, 0),) * (axes - len(pairs)) + tuple(reversed(pairs))
-        border = Border("zeros" if mode == "constant" and value == 0 else mode, widths)
-        op = Padding(border, value, tuple(range(axes - len(pairs), axes)))
+        op = Padding(Border(mode, widths), value, tuple(range(axes - len(pairs), axes)))
         name = f"DistributedPad (P_x: {P_x}; padding {flat}, {mode})"
         super().__init__(name, P_x, Application(op, (P_x,), P_x))
         self.P_x, self.padding, self.mode, self.value = P_x, flat, mode, value

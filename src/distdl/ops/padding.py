@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -66,6 +66,8 @@ class Padding:
         (x,) = signatures
         owned, border, me = x.layout, self.border, site.me
         border.check(site.label.kind, owned.extents)
+        if border.mode == "constant" and self.value == 0:
+            border = replace(border, mode="zeros")  # which a plan leaves where there is no cell
         computed = list(owned.intervals)
         windows = list(owned.intervals)
         for dim in self.padded:
