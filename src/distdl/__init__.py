@@ -6,7 +6,7 @@ from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
 from distdl.workers.launch import run_workers
-from distdl.workers.ledger import ledger
+from distdl.workers.ledger import ledger, name_layers
 from distdl.workers.worlds import world
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "check",
     "fixed_shapes",
     "ledger",
+    "name_layers",
     "nn",
     "run_workers",
     "utilities",

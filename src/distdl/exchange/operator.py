@@ -7,6 +7,7 @@ own tensor needs no gradient is tied in through an *anchor*, a tensor of zero vo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cached_property, reduce
 from itertools import islice
 from math import prod
@@ -115,12 +116,16 @@ class Operator:
         """The same operator for tensors that carry other derivatives."""
         other = self._others.get(derivatives)
         if other is None:
-            other = Operator(
-                self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs, self.outputs,
-                self.keeps_format, self.still,
-            )  # fmt: skip
-            other._programs, other._others = self._programs, self._others
-            self._others[derivatives] = other
+            other = self._others[derivatives] = self._like(self.label, derivatives)
+            other._others = self._others
+        return other
+
+    def _like(self, label: Label, derivatives: Derivatives) -> Operator:
+        other = Operator(
+            self.plan, self.comm, self.members, label, self.dtype, derivatives, self.inputs, self.outputs,
+            self.keeps_format, self.still,
+        )  # fmt: skip
+        other._programs = self._programs
         return other
 
     def __call__(self, *xs: torch.Tensor) -> Any:
@@ -195,7 +200,8 @@ class Operator:
         return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
-        return self
+        """The operator of a copied layer. It has the copy's label, for that may get another path in its model."""
+        return self._like(deepcopy(self.label, memo), self.derivatives)
 
     def __repr__(self) -> str:
         return f"{self.label}: {self.plan!r}"

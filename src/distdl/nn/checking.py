@@ -16,6 +16,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, loss, padding, pooli
 from distdl.nn.module import Module
 from distdl.nn.placement import parameter_layouts
 from distdl.partition import Partition
+from distdl.workers import name_layers
 
 Dims = Callable[[Any, int], Iterable[int]]  # the dims in which a module mixes cells, of a tensor of so many dims
 
@@ -35,12 +36,15 @@ def check(network: nn.Module, allowed: Collection[str] = ()) -> None:
     and no copies. What a ``forward`` calls cannot be seen from outside, so a module of one's own without parameters is
     taken to be right.
 
+    The layers learn their paths in the network (see :func:`distdl.name_layers`).
+
     Args:
         network: a module; it may itself be a layer.
         allowed: paths of modules that are right as they are, with all that is in them: because the tensor is whole
             where they stand, or because the shares of their gradients are added up.
     Raises: ValueError that names every such module by its path, and says what to put there.
     """
+    name_layers(network)
     modules = dict(network.named_modules())
     unknown = sorted(set(allowed) - modules.keys())
     if unknown:

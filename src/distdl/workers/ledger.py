@@ -100,7 +100,11 @@ def ledger(model: torch.nn.Module | None = None, comm: Communicator | None = Non
 
 
 def name_layers(model: torch.nn.Module) -> None:
-    """Tell every layer of a model its path in it: errors, the ledger and a profile then say ``encoder.2.conv``, too."""
+    """Tell every layer of a model its path in it: errors, the ledger and a profile then say ``encoder.2.conv``, too.
+
+    It sends no message. Every worker calls it, so that errors are the same on all of them. A layer that stands in
+    several places of a model has the first of its paths.
+    """
     for path, module in model.named_modules():
         label = getattr(module, "label", None)
         if isinstance(label, Label):
