@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -63,8 +63,7 @@ class Application:
 
     @property
     def identity(self) -> object:
-        options = [getattr(self.op, field.name) for field in fields(self.op)] if is_dataclass(self.op) else [self.op]
-        return (type(self.op).__name__, *options, self.work.workers.shape)
+        return (self.op, self.work.workers.shape)
 
     def __call__(self, headers: Headers, label: Label) -> Setup:
         op = self.op if self.configure is None else self.configure(self.op, headers)
