@@ -1,6 +1,7 @@
 import copy
 import inspect
 import itertools
+from typing import Required, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import pytest
@@ -352,14 +353,18 @@ AS_IN_TORCH = {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1), "dila
 
 @pytest.mark.parametrize("make", [DistributedConv1d, DistributedConv2d, DistributedConv3d])
 def test_the_signature_of_a_factory_is_that_of_its_layers(make):
-    parameters = inspect.signature(make).parameters
+    """The options have types and names, and those of them that layers have no defaults for are required."""
+    *partitions, options = inspect.signature(make).parameters.values()
     layer = inspect.signature(DistributedFeatureConv2d).parameters
-    assert list(parameters)[:4] == ["P_x", "P_y", "P_w", "buffer_manager"]
-    assert set(parameters) == {*layer, "P_y", "P_w"}
-    for name, parameter in parameters.items():
-        assert parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.annotation is not parameter.empty
-        if name in layer:
-            assert (parameter.default, parameter.annotation) == (layer[name].default, layer[name].annotation)
+    assert [one.name for one in partitions] == ["P_x", "P_y", "P_w", "buffer_manager"]
+    named = get_args(get_type_hints(make)["options"])[0]
+    assert options.kind is inspect.Parameter.VAR_KEYWORD and is_typeddict(named)
+    assert {"P_x", "buffer_manager", *named.__annotations__} == set(layer)
+    hints = get_type_hints(named, include_extras=True)
+    required = {name for name, hint in hints.items() if get_origin(hint) is Required}
+    assert {name for name in layer if layer[name].default is inspect.Parameter.empty} == {"P_x", *required}
+    with pytest.raises(TypeError, match="missing 3 required positional arguments: 'in_channels', 'out_channels'"):
+        distdl.run_workers(lambda: make(distdl.world().reshape(*[1] * (2 + int(make.__name__[-2])))), 1)
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -397,13 +402,11 @@ def test_options_can_be_read_as_in_torch_and_not_be_changed():
             assert len(names) > 1
             for name in names:
                 assert getattr(ours, name) == getattr(theirs, name)
-                with pytest.raises(
-                    AttributeError, match=f"^{name} of {type(ours).__name__} cannot be changed, as what"
-                ):
+                with pytest.raises(AttributeError, match=f"^{type(ours).__name__} keeps the {name} that it was"):
                     setattr(ours, name, getattr(theirs, name))
             for name in ("P_x", "P_y", "P_w"):
                 if hasattr(ours, name):
-                    with pytest.raises(AttributeError, match="make a new layer on every worker"):
+                    with pytest.raises(AttributeError, match="build a new layer with another P_"):
                         setattr(ours, name, P)
             again = copy.deepcopy(ours)
             assert all(getattr(again, name) == getattr(theirs, name) for name in names)

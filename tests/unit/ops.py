@@ -20,7 +20,7 @@ from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 from distdl.transport.communicator import Communicator, LongGroup, Pending
 
-PATIENCE = 20  # seconds: a letter that is never sent is an error, not a wait
+PATIENCE = 5  # seconds: a letter that is never sent is an error, not a wait
 
 
 class Correspondent(Communicator):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import torch
 
 from distdl.exchange.operator import Operator, move_together
@@ -35,10 +38,20 @@ class Together:
         return (*ys, *xs[self._rest])
 
 
+class Step(Protocol):
+    """A part of a chain: operators side by side, or something that is done to tensors before they move."""
+
+    @property
+    def operators(self) -> Sequence[Operator]: ...
+
+    @property
+    def __call__(self) -> Callable[..., Tensors]: ...
+
+
 class Chain:
     """Steps one after the other: each takes what the one before it returns."""
 
-    def __init__(self, *steps: Together) -> None:
+    def __init__(self, *steps: Step) -> None:
         self.steps = steps
 
     @property

@@ -12,17 +12,15 @@ from distdl.nn.conv import (
     DistributedConv1d,
     DistributedConv2d,
     DistributedConv3d,
+    DistributedConvTranspose1d,
+    DistributedConvTranspose2d,
+    DistributedConvTranspose3d,
     DistributedFeatureConv1d,
     DistributedFeatureConv2d,
     DistributedFeatureConv3d,
     DistributedGeneralConv1d,
     DistributedGeneralConv2d,
     DistributedGeneralConv3d,
-)
-from distdl.nn.conv_transpose import (
-    DistributedConvTranspose1d,
-    DistributedConvTranspose2d,
-    DistributedConvTranspose3d,
 )
 from distdl.nn.dropout import (
     DistributedDropout,

@@ -12,6 +12,7 @@ from distdl.agreement import Agreement, Headers
 from distdl.exchange import Together
 from distdl.nn.module import Module
 from distdl.ops import Op, Setup, Site
+from distdl.ops.setup import blank_shape as blank_shape
 from distdl.ops.setup import same
 from distdl.partition import Layout, Partition, Signature
 from distdl.tensors.connection import outside
@@ -48,18 +49,19 @@ class Application:
             whose blocks are known; or a function of the headers and the number of the tensor.
         work: the workers that compute.
         configure: how the operation follows from further integers of the headers. Else it is what it is.
+        names: of the tensors, for errors.
     """
 
     op: Op
     places: tuple[Place, ...]
     work: Partition
     configure: Callable[[Any, Headers], Op] | None = None
+    names: tuple[str, ...] = ("x", "weight", "bias")
 
     @property
     def read(self) -> Sequence[Partition]:
-        if not all(isinstance(place, (Partition, Layout)) for place in self.places):
-            return ()
-        return [place.partition if isinstance(place, Layout) else place for place in self.places]  # type: ignore[misc]
+        found = [place if isinstance(place, Partition) else getattr(place, "partition", None) for place in self.places]
+        return () if None in found else [partition for partition in found if partition is not None]
 
     @property
     def identity(self) -> object:
@@ -70,9 +72,9 @@ class Application:
         return op.setup(Site(self.work, headers.members, label), *self._signatures(headers, label))
 
     def _signatures(self, headers: Headers, label: Label) -> Iterator[Signature]:
-        for number, place in enumerate(self.places):
+        for number, place in enumerate(self.places[: headers.tensors]):  # (the last may be missing: a bias)
             if isinstance(place, Layout):
-                yield stored(headers, place, number, label)
+                yield stored(headers, place, number, label, (*self.names, "a parameter")[min(number, len(self.names))])
             elif isinstance(place, Partition):
                 yield tiled(headers, place, number, label)
             else:
@@ -89,12 +91,12 @@ def tiled(headers: Headers, P: Partition, number: int, label: Label) -> Signatur
     return Signature(layout, dtype, headers.derivatives[number], headers.own[number])
 
 
-def stored(headers: Headers, layout: Layout, number: int, label: Label) -> Signature:
+def stored(headers: Headers, layout: Layout, number: int, label: Label, name: str = "a parameter") -> Signature:
     """The signature of a parameter.
 
     Raises: ValueError if a worker has another block than the layout says, or another dtype.
     """
-    headers.check_blocks(layout, f"{label}: parameter {number}", number)
+    headers.check_blocks(layout, f"{label}: {name}", number)
     dtype = headers.dtype(layout.partition, label.kind, number)
     return Signature(layout, dtype, headers.derivatives[number], headers.own[number])
 
@@ -164,8 +166,3 @@ class Layer(Module):
 def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Those of the tensors that there are."""
     return tuple(tensor for tensor in tensors if tensor is not None)
-
-
-def blank_shape(x: Sequence[int], preserve_batch: bool = True) -> tuple[int, ...]:
-    """Shape of the tensor of zero volume that a worker without output returns for an input of the given shape."""
-    return (x[0], 0) if preserve_batch and len(x) else (0,)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional
+from dataclasses import dataclass
+from typing import Any
 
-from distdl.geometry.boxes import Shape
-from distdl.geometry.windows import Intervals
-from distdl.nn.contraction import Contraction
-from distdl.nn.fixed import Fixed, takes_partitions
-from distdl.partition import Partition
-from distdl.partition.groups import dims
+import torch
+
+from distdl.agreement import Headers
+from distdl.nn.arguments import takes_partitions
+from distdl.nn.layer import Layer, given
+from distdl.nn.module import Option
+from distdl.nn.placement import keep_sequential_keys
+from distdl.nn.weights import Parameters, stored_on, weights_on
+from distdl.ops import Op
+from distdl.ops.linear import Linear
+from distdl.partition import Layout, Partition, Signature, dims
 
 
 class Blocks(torch.nn.Module):
@@ -24,13 +29,13 @@ class Blocks(torch.nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    def forward(self) -> Parameters:
         """Both, as they are after the hooks of this module, which pruning registers."""
         return self.weight, self.bias
 
 
-class DistributedLinear(Contraction):
-    r"""Apply an affine map whose features and weights are cut up over workers.
+class DistributedLinear(Layer):
+    r"""Apply an affine map whose features and weights are split over workers.
 
     Forward: :math:`y_o = \sum_i W_{oi} x_i + b_o` in blocks: x is copied to the workers of ``P_w`` that have its
     columns, each multiplies by its block of W, and the partial results add up along the rows.
@@ -54,9 +59,11 @@ class DistributedLinear(Contraction):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
-    path = "sublinear."
-    extends = True
-    P_w, in_features, out_features = Fixed(), Fixed(), Fixed()
+    P_x = Option[Partition]()
+    P_y = Option[Partition]()
+    P_w = Option[Partition]()
+    in_features = Option[int]()
+    out_features = Option[int]()
 
     @takes_partitions
     def __init__(
@@ -73,31 +80,37 @@ class DistributedLinear(Contraction):
                 f"got P_x: {dims(p_x)}, P_y: {dims(p_y)}, P_w: {dims(p_w)}"
             )
         work = P_w.reshape(*batch, *p_w[-2:])
-        super().__init__(P_x, P_y, work, in_features, out_features, bias=bias)
-        self.P_w = P_w
-        self.in_features, self.out_features = int(in_features), int(out_features)
-
-    def register(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        self.sublinear = Blocks(weight, bias)
+        op = Linear(P_y, int(in_features), int(out_features))
+        weights = weights_on(stored_on(work, len(batch)), op.in_features, op.out_features, (), bias, "sublinear.")
+        name = f"DistributedLinear (P_x: {P_x}; P_y: {P_y}; {in_features} to {out_features} channels)"
+        team = P_x | P_y | work
+        super().__init__(name, team, weights.application(op, _Rows(P_x), work, self._configure), bias, (work,))
+        self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
+        self.in_features, self.out_features = op.in_features, op.out_features
+        self._weights, self._team = weights, team
+        self.sublinear = Blocks(*weights.parameters())
+        keep_sequential_keys(self)
 
     @property
-    def holder(self) -> torch.nn.Module:
-        return self.sublinear
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return self._weights.layouts(self)
 
-    def blocks(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
-        both: tuple[torch.nn.Parameter, torch.nn.Parameter | None] = self.sublinear()
-        return both
-
-    def windows(self, extents: Shape) -> tuple[list[Intervals], list[Intervals]]:
-        return [], []
-
-    def operate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if bias is None or x.dim() < 3:
-            return functional.linear(x, weight, bias)
-        # torch returns a view of its rows here; what writes into a view in place records other nodes than elsewhere
-        rows = functional.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        y: torch.Tensor = torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], rows.shape[-1]))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.sublinear()
+        tensors = (x, *given(weight, bias))
+        setup = self.agree(*tensors, extra=self._weights.extra(self.sublinear, weight))
+        moved = setup.move_in(*tensors)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
         return y
+
+    def _configure(self, op: Any, headers: Headers) -> Op:
+        rank, axes = headers.shapes(self.P_x, self.label.kind).shape[-1], self.P_x.workers.ndim
+        if rank < axes:
+            raise ValueError(
+                f"{self.label} needs an input with at least {axes} dims, one for each axis of P_x; got one with {rank}"
+            )
+        return self._weights.configure(op, headers, self._team, self.label)
 
     def extra_repr(self) -> str:
         biased = self.sublinear.bias is not None
@@ -105,3 +118,18 @@ class DistributedLinear(Contraction):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={biased}, "
             f"P_x: {self.P_x}; P_y: {self.P_y}; P_w: {self.P_w}"
         )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The place of an x that may have more dims than P_x has axes, in front of the features."""
+
+    partition: Partition
+
+    def __call__(self, headers: Headers, number: int) -> Signature:
+        shapes = headers.shapes(self.partition, "DistributedLinear", None, number)
+        *batch, inner = self.partition.workers.shape
+        extended = self.partition.reshape(*batch, *[1] * (shapes.shape[-1] - len(batch) - 1), inner)
+        layout = Layout.tiled(extended, shapes.reshape(*extended.workers.shape, -1))
+        dtype = headers.dtype(self.partition, "DistributedLinear", number)
+        return Signature(layout, dtype, headers.derivatives[number], headers.own[number])

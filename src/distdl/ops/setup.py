@@ -52,15 +52,18 @@ class Site(NamedTuple):
         inputs: Sequence[Shape],
         blanks: Sequence[Shape] = ((0,),),
         keeps_format: bool = False,
+        outputs: Sequence[Shape] | None = None,
     ) -> Operator:
         """The operator of a plan that moves one tensor, or several of which the results are known.
 
         Args:
             inputs: shapes of this worker's tensors.
             blanks: shapes of its results where the plan has none for it; of several results, always their shapes.
+            outputs: shapes of its results, where they are not those of the plan.
         """
         planned = plan.outputs.get(self.me)
-        outputs = [planned] if planned is not None and len(blanks) == 1 else blanks
+        if outputs is None:
+            outputs = [planned] if planned is not None and len(blanks) == 1 else blanks
         return Operator(
             plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format=keeps_format
         )
@@ -95,6 +98,26 @@ class Op(Protocol):
 
         Raises: ValueError for signatures that do not fit: the same on every member.
         """
+
+
+class Beside:
+    """A step that takes a first tensor of zero volume to where the second is, as what moves is there, too.
+
+    A worker without a block may pass any tensor of zero volume: of another dtype, or on another device.
+    """
+
+    operators: tuple[Operator, ...] = ()
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.to(others[0].device if others else x.device, self._dtype), *others)
+
+
+def blank_shape(x: Sequence[int], preserve_batch: bool = True) -> tuple[int, ...]:
+    """Shape of the tensor of zero volume that a worker without output returns for an input of the given shape."""
+    return (x[0], 0) if preserve_batch and len(x) else (0,)
 
 
 def same(y: Any) -> Any:

@@ -1,0 +1,318 @@
+"""The convolutions: one operation, and three shapes of the partition of its work.
+
+kind       splits                        P_x               P_w (the work)             weights stored on
+Feature    batch, space (groups)         batch x 1 x space                            the first of space
+Channel    batch, channels               batch x in x 1..  batch x out x in x 1..     every worker of P_w
+General    batch, channels, space        batch x in x space  batch x out x in x space  the first of space
+"""
+
+from __future__ import annotations
+
+from typing import Any, Required, TypedDict, Unpack
+
+from distdl.geometry.borders import CONVOLUTION_MODES
+from distdl.geometry.windows import Sliding
+from distdl.nn.arguments import takes_partitions
+from distdl.nn.conv.kernels import Kernel, Sizes, build, configure, convolve
+from distdl.nn.layer import Layer
+from distdl.nn.module import check_buffer_manager
+from distdl.nn.weights import own_work, shared_work, stored_on, weights_on
+from distdl.ops.convolution import Convolution
+from distdl.partition import Partition
+
+
+@takes_partitions
+def _feature(
+    self: Any,
+    P_x: Partition,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Sizes,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    padding_mode: str = "zeros",
+    dilation: Sizes = 1,
+    groups: int = 1,
+    bias: bool = True,
+    buffer_manager: Any = None,
+) -> None:
+    r"""A convolution that is split over space and the batch. One worker stores the weights.
+
+    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
+    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
+    groups, the channels that it gets are a window, too. See ``distdl.ops.convolution`` for what is sent to whom.
+    Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
+
+    Args:
+        P_x: partition of input and output, ``batch x 1 x space...``. With groups, channels may be split, too; each
+            place along them then has a part of the weights.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
+        buffer_manager: checked for its type; not used.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
+        possible in channels and space, longer blocks first, and in the batch as x is; ``(batch, 0)`` outside P_x.
+    Attributes:
+        weight, bias: this worker's blocks; of zero volume where it stores none.
+    Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
+        does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+    check_buffer_manager(buffer_manager)
+    work = own_work(type(self).__name__, self.space, groups, P_x)
+    geometry = (kernel_size, stride, padding, dilation)
+    _build(self, P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
+
+
+@takes_partitions
+def _general(
+    self: Any,
+    P_x: Partition,
+    P_y: Partition,
+    P_w: Partition,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: Sizes,
+    stride: Sizes = 1,
+    padding: Sizes = 0,
+    padding_mode: str = "zeros",
+    dilation: Sizes = 1,
+    groups: int = 1,
+    bias: bool = True,
+    buffer_manager: Any = None,
+) -> None:
+    r"""A convolution that is split over input and output channels, over space, and over the batch.
+
+    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
+    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
+    groups, the channels that it gets are a window, too. See ``distdl.ops.convolution`` for what is sent to whom.
+    Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
+
+    Args:
+        P_x, P_y: partitions of input and output, ``batch x p_in x space...`` and ``batch x p_out x space...``.
+        P_w: partition of the work, ``batch x p_out x p_in x space...``, without its first axis where the batch is not
+            split; its workers at place 0 in batch and space store the weights. With groups, only those at place 0
+            along p_in have work (so p_in may be 1 in P_w, whatever it is in P_x).
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
+        buffer_manager: checked for its type; not used.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
+        possible in channels and space, longer blocks first, and in the batch as x is; ``(batch, 0)`` outside P_y.
+    Attributes:
+        weight, bias: this worker's blocks; of zero volume where it stores none.
+    Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
+        does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
+    Source: Hewett & Grady, arXiv:2006.03108.
+    """
+    check_buffer_manager(buffer_manager)
+    work = shared_work(type(self).__name__, self.space, groups, P_x, P_y, P_w)
+    geometry = (kernel_size, stride, padding, dilation)
+    _build(self, P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias, P_w=P_w)
+
+
+def _build(
+    layer: Any,
+    P_x: Partition,
+    P_y: Partition,
+    work: Partition,
+    in_channels: int,
+    out_channels: int,
+    geometry: tuple[Sizes, Sizes, Sizes, Sizes],
+    padding_mode: str,
+    groups: int,
+    bias: bool,
+    **partitions: Partition,
+) -> None:
+    name = type(layer).__name__
+    sliding = Sliding.of_convolution(name, layer.space, *geometry)
+    if padding_mode not in CONVOLUTION_MODES:
+        raise ValueError(f"{name} has the padding modes {', '.join(CONVOLUTION_MODES)}; got {padding_mode!r}")
+    if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
+        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
+    op = Convolution(P_y, int(in_channels), int(out_channels), sliding, padding_mode, int(groups))
+    weights = weights_on(stored_on(work, 1), op.in_channels // op.groups, op.out_channels, sliding.kernel, bias)
+    build(
+        layer, P_x, P_y, work, op, weights, kernel_size=sliding.kernel, stride=sliding.stride,
+        padding=geometry[2] if isinstance(geometry[2], str) else sliding.padding, dilation=sliding.dilation,
+        padding_mode=padding_mode, **partitions,
+    )  # fmt: skip
+
+
+def _stores_bias(self: Any) -> bool:
+    """Whether a block of the bias, if there is one, lives on this worker."""
+    stored = stored_on(self._work, 1)[:, :1]
+    return self.P_x.comm.rank in stored
+
+
+def _itself(self: Any) -> Any:
+    """Where the published interface has ``weight`` and ``bias``: here."""
+    return self
+
+
+class DistributedFeatureConv1d(Kernel, Layer):
+    """The 1-d convolution for a split of batch and space."""
+
+    space = 1
+    __init__ = _feature
+    forward = convolve
+    _configure = configure
+
+
+class DistributedFeatureConv2d(Kernel, Layer):
+    """The 2-d convolution for a split of batch and space."""
+
+    space = 2
+    __init__ = _feature
+    forward = convolve
+    _configure = configure
+
+
+class DistributedFeatureConv3d(Kernel, Layer):
+    """The 3-d convolution for a split of batch and space."""
+
+    space = 3
+    __init__ = _feature
+    forward = convolve
+    _configure = configure
+
+
+class DistributedChannelConv1d(Kernel, Layer):
+    """The 1-d convolution for a split of batch and channels."""
+
+    space = 1
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+    conv_layer = property(_itself)
+
+
+class DistributedChannelConv2d(Kernel, Layer):
+    """The 2-d convolution for a split of batch and channels."""
+
+    space = 2
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+    conv_layer = property(_itself)
+
+
+class DistributedChannelConv3d(Kernel, Layer):
+    """The 3-d convolution for a split of batch and channels."""
+
+    space = 3
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+    conv_layer = property(_itself)
+
+
+class DistributedGeneralConv1d(Kernel, Layer):
+    """The 1-d convolution for a split of batch, channels and space."""
+
+    space = 1
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+
+
+class DistributedGeneralConv2d(Kernel, Layer):
+    """The 2-d convolution for a split of batch, channels and space."""
+
+    space = 2
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+
+
+class DistributedGeneralConv3d(Kernel, Layer):
+    """The 3-d convolution for a split of batch, channels and space."""
+
+    space = 3
+    __init__ = _general
+    forward = convolve
+    _configure = configure
+    stores_bias = property(_stores_bias)
+
+
+_Kinds = tuple[type[Any], ...]
+_FEATURE: _Kinds = (DistributedFeatureConv1d, DistributedFeatureConv2d, DistributedFeatureConv3d)
+_CHANNEL: _Kinds = (DistributedChannelConv1d, DistributedChannelConv2d, DistributedChannelConv3d)
+_GENERAL: _Kinds = (DistributedGeneralConv1d, DistributedGeneralConv2d, DistributedGeneralConv3d)
+
+
+class ConvolutionOptions(TypedDict, total=False):
+    """The options of a convolution, as in torch."""
+
+    in_channels: Required[int]
+    out_channels: Required[int]
+    kernel_size: Required[Sizes]
+    stride: Sizes
+    padding: Sizes
+    padding_mode: str
+    dilation: Sizes
+    groups: int
+    bias: bool
+
+
+def _choose(
+    space: int,
+    P_x: Partition,
+    P_y: Partition | None,
+    P_w: Partition | None,
+    buffer_manager: Any,
+    options: ConvolutionOptions,
+) -> Any:
+    if (P_y is None) != (P_w is None):
+        raise ValueError(f"DistributedConv{space}d needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
+    if P_y is None or P_w is None:
+        return _FEATURE[space - 1](P_x, buffer_manager=buffer_manager, **options)
+    splits_space = any(extent > 1 for P in (P_x, P_y) for extent in P.workers.shape[2:])
+    kinds = _GENERAL if splits_space else _CHANNEL
+    return kinds[space - 1](P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
+
+
+@takes_partitions
+def DistributedConv1d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    **options: Unpack[ConvolutionOptions],
+) -> Any:
+    """The 1-d convolution that fits the partitions.
+
+    It is Feature without P_y and P_w, else Channel, or General where space is split.
+
+    Args:
+        P_x, P_y, P_w: as in :class:`DistributedGeneralConv1d`, or P_x alone, as in :class:`DistributedFeatureConv1d`.
+        buffer_manager: checked for its type; not used.
+        options: ``in_channels``, ``out_channels`` and ``kernel_size``, and those of torch that have defaults.
+    Raises: ValueError, on every worker, if only one of P_y and P_w is given; TypeError if one is no partition.
+    """
+    return _choose(1, P_x, P_y, P_w, buffer_manager, options)
+
+
+@takes_partitions
+def DistributedConv2d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    **options: Unpack[ConvolutionOptions],
+) -> Any:
+    """The 2-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
+    return _choose(2, P_x, P_y, P_w, buffer_manager, options)
+
+
+@takes_partitions
+def DistributedConv3d(
+    P_x: Partition,
+    P_y: Partition | None = None,
+    P_w: Partition | None = None,
+    buffer_manager: Any = None,
+    **options: Unpack[ConvolutionOptions],
+) -> Any:
+    """The 3-d convolution that fits the partitions; see :func:`DistributedConv1d`."""
+    return _choose(3, P_x, P_y, P_w, buffer_manager, options)

@@ -1,0 +1,129 @@
+"""Convolution of a tensor that is split over workers. See ``distdl.ops.contraction`` for how channels are split.
+
+Split in space, each worker computes whole outputs, and fetches the cells that these read. Here x has 8 cells, on two
+workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
+
+                     worker 0                        worker 1
+    x           [ 0  1  2  3 ]                  [ 4  5  6  7 ]
+                           3 ------------------> 3                    fetch: what windows read of other blocks
+                              4 <--------------- 4
+    window   [ .  0  1  2  3  4 ]            [ 3  4  5  6  7  . ]
+    w, b     stored here -------------------->  a copy                parameters
+    y           [ 0  1  2  3 ]                  [ 4  5  6  7 ]        computed where it belongs: nothing moves out
+
+However far a window reaches, over several blocks or beyond the tensor, it is fetched in one exchange, from the workers
+that own its cells. The backward sends the gradient of cell 3 from worker 1 to worker 0, which adds it to its own, and
+the gradient of w and b from worker 1 to worker 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.geometry.borders import Border
+from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.windows import Sliding, group_runs, grouped
+from distdl.ops.contraction import Contraction, Local, check_channels
+from distdl.ops.setup import Setup, Site
+from distdl.partition import Partition, Signature
+
+
+@dataclass(frozen=True)
+class Convolution:
+    r"""A convolution: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's.
+
+    Its inputs are x ``(batch, channels, space...)``, w ``(out, in / groups, kernel...)`` and, if there is one, b
+    ``(out,)``. The partition of the site has the axes batch, out, in, space...
+
+    Attributes:
+        target: the partition of y: batch, out, space...
+        in_channels, out_channels: global numbers of channels.
+        sliding: the geometry of the windows.
+        padding_mode: what stands around x.
+        groups: number of groups of channels.
+        autocast: the dtype in which torch computes, if its autocast is on.
+    """
+
+    target: Partition
+    in_channels: int
+    out_channels: int
+    sliding: Sliding
+    padding_mode: str = "zeros"
+    groups: int = 1
+    autocast: torch.dtype | None = None
+
+    def setup(self, site: Site, *signatures: Signature) -> Setup:
+        (x, weight), bias = signatures[:2], signatures[2] if len(signatures) > 2 else None
+        check_channels(site, x, 1, self.in_channels)
+        border = Border(self.padding_mode, ((0, 0), (0, 0), *self.sliding.widths))
+        border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))
+        _, out, inner, *space = site.partition.workers.shape
+        read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
+        runs = balanced(self.out_channels, out)
+        channels = (
+            balanced(self.in_channels, inner) if self.groups == 1 else [grouped(run, *self._group) for run in runs]
+        )
+        contraction = Contraction(
+            site,
+            work=site.partition,
+            target=self.target,
+            channel=1,
+            stored=weight.layout.partition.reshape(out, inner),
+            x=x,
+            weight=weight,
+            bias=bias,
+            reads=[x.layout.intervals[0], channels, *read],
+            computes=[x.layout.intervals[0], runs, *computed],
+            groups=self.groups,
+            border=border,
+            autocast=self.autocast,
+        )
+        pieces = self._pieces(site, runs)
+        return contraction.setup(lambda *boxes: self._local(pieces), self._smallest(pieces))
+
+    @property
+    def _group(self) -> tuple[int, int]:
+        """Input and output channels of one group."""
+        return self.in_channels // self.groups, self.out_channels // self.groups
+
+    def _pieces(self, site: Site, runs: Any) -> list[Interval]:
+        """The output channels of this worker, in parts that torch convolves at once: whole groups, or parts of one."""
+        if site.me not in site.partition:
+            return []
+        return group_runs(runs[site.partition.index_of(site.me)[1]], self._group[1])
+
+    def _smallest(self, pieces: list[Interval]) -> tuple[Shape, Shape, Shape]:
+        """The smallest x, weight and bias that the local function accepts."""
+        inputs, outputs, read = 1, 1, 1
+        if len(pieces) > 1:
+            first, stop = grouped((pieces[0][0], pieces[-1][1]), *self._group)
+            inputs, outputs, read = stop - first, pieces[-1][1] - pieces[0][0], self._group[0]
+        return (1, inputs, *self.sliding.spans), (outputs, read, *self.sliding.kernel), (outputs,)
+
+    def _local(self, pieces: list[Interval]) -> Local:
+        """torch's convolution of a window; of channels that cut through groups, piece by piece."""
+        convolve = getattr(functional, f"conv{len(self.sliding.kernel)}d")
+        stride, dilation = self.sliding.stride, self.sliding.dilation
+
+        def at_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            y: torch.Tensor = convolve(x, weight, bias, stride, 0, dilation, x.shape[1] // weight.shape[1])
+            return y
+
+        if len(pieces) < 2:
+            return at_once
+        origin, first = grouped(pieces[0], *self._group)[0], pieces[0][0]
+        cuts = []
+        for run in pieces:
+            start, stop = grouped(run, *self._group)
+            cuts.append((slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)))
+
+        def by_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return torch.cat(
+                [at_once(x[:, read], weight[out], None if bias is None else bias[out]) for read, out in cuts], 1
+            )
+
+        return by_pieces
