@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from distdl.nn.affine import affine, less
+from distdl.ops.affine import affine, less
 
 ROWS = [((1, 3, 1), (1, 3, 1)), ((2, 1, 1), (1, 1, 4)), ((2, 3, 4), (2, 3, 1)), ((1, 1, 1), None)]
 

@@ -9,19 +9,14 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 from distdl.geometry.boxes import runs, shape, slices
-from distdl.nn import (
-    DistributedBatchNorm,
-    DistributedGroupNorm,
-    DistributedInstanceNorm,
-    DistributedLayerNorm,
-    merging,
-    moments,
-)
-from distdl.nn.moments import Along, subgroup
+from distdl.ops import merging, moments
+from distdl.ops.moments import Along, subgroup
+from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
 from distdl.testing import Silent
+from distdl.transport import Label
 
 
 def splits(extent, parts):
@@ -30,14 +25,14 @@ def splits(extent, parts):
         yield runs(np.diff([0, *cuts, extent]).tolist())
 
 
-def merged_everywhere(make, grid, blocks, x):
+def merged_everywhere(op, grid, blocks, x):
     """What each worker has at the end: its box of x, and the means of its entries."""
     workers = int(np.prod(grid))
     layouts, found = [], []
     for me in range(workers):
         P_x = Partition(Silent(me, workers)).reshape(grid)
         owned = Layout.of(P_x, blocks)
-        arranged = make(P_x).arrange(owned, True)
+        arranged = op.arrange(owned, Label("Op"))
         layouts.append((owned, arranged))
         block = owned.block(x).reshape(arranged.cells)
         centre = arranged.moments.centre(block)
@@ -52,10 +47,10 @@ def merged_everywhere(make, grid, blocks, x):
         yield owned[me], arranged, arranged.moments.of(arranged.moments.merge(part))
 
 
-def check(make, grid, blocks, x, dims, groups=None):
+def check(op, grid, blocks, x, dims, groups=None):
     """The means are torch's, and where cells have one mean, workers have the same bits."""
     mean, squares = torch.empty_like(x), torch.empty_like(x)
-    for box, arranged, found in merged_everywhere(make, grid, blocks, x):
+    for box, arranged, found in merged_everywhere(op, grid, blocks, x):
         for whole, part in zip((mean, squares), found, strict=True):
             whole[slices(box)] = part.expand(arranged.cells).reshape(shape(box))
     cells, mean, squares = (one if groups is None else one.unflatten(1, (groups, -1)) for one in (x, mean, squares))
@@ -75,21 +70,21 @@ def test_groups_over_every_split_of_the_channels(groups):
     x = sample(2, 6, 2)
     for channels, space in itertools.product(splits(6, 3), [runs([2, 0]), runs([1, 1])]):
         blocks = [runs([2]), channels, space]
-        check(lambda P: DistributedGroupNorm(P, groups, 6), (1, 3, 2), blocks, x, (2, 3), groups)
+        check(GroupNorm(groups, 6), (1, 3, 2), blocks, x, (2, 3), groups)
 
 
 def test_batch_and_space_over_every_split():
     x = sample(3, 2, 4)
     for batch, space in itertools.product(splits(3, 2), splits(4, 3)):
-        check(lambda P: DistributedBatchNorm(P, 2), (2, 1, 3), [batch, runs([2]), space], x, (0, 2))
+        check(BatchNorm(2), (2, 1, 3), [batch, runs([2]), space], x, (0, 2))
 
 
 def test_the_last_dims_and_single_samples():
     x = sample(2, 3, 4)
     for channels, space in itertools.product(splits(3, 2), splits(4, 2)):
         blocks = [runs([1, 1]), channels, space]
-        check(lambda P: DistributedLayerNorm(P, [3, 4]), (2, 2, 2), blocks, x, (1, 2))
-        check(lambda P: DistributedInstanceNorm(P, 3), (2, 2, 2), blocks, x, (2,))
+        check(LayerNorm(((1, 3), (2, 4))), (2, 2, 2), blocks, x, (1, 2))
+        check(InstanceNorm(3), (2, 2, 2), blocks, x, (2,))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
@@ -109,9 +104,9 @@ def test_docstring_examples():
 def test_only_what_is_split_is_gathered():
     P = Partition(Silent(0, 4)).reshape(1, 2, 2)
     by_channels = P[:, :, :1]
-    whole_samples = DistributedInstanceNorm(by_channels, 8).arrange(Layout.balanced(by_channels, (2, 8, 4)), True)
+    whole_samples = InstanceNorm(8).arrange(Layout.balanced(by_channels, (2, 8, 4)), Label("Op"))
     assert whole_samples.moments.plan() is None
-    plan = DistributedGroupNorm(P, 4, 8).arrange(Layout.balanced(P, (2, 8, 4)), True).moments.plan()
+    plan = GroupNorm(4, 8).arrange(Layout.balanced(P, (2, 8, 4)), Label("Op")).moments.plan()
     assert {move.source for move in plan.moves if move.target == 0} == {0, 1}  # not across the channels
     assert Along.grouped(runs([0, 4, 4]), 2).needed == ((0, 0), (0, 4), (4, 8))
 

@@ -3,7 +3,6 @@
 from distdl.nn import init, loss, mixins, utils
 from distdl.nn.all_gather import AllGather
 from distdl.nn.all_sum_reduce import AllSumReduce
-from distdl.nn.batchnorm import DistributedBatchNorm, DistributedInstanceNorm
 from distdl.nn.broadcast import Broadcast
 from distdl.nn.conv import (
     DistributedChannelConv1d,
@@ -31,7 +30,6 @@ from distdl.nn.dropout import (
 from distdl.nn.embedding import DistributedEmbedding
 from distdl.nn.halo_exchange import HaloExchange
 from distdl.nn.interpolate import Interpolate
-from distdl.nn.layernorm import DistributedGroupNorm, DistributedLayerNorm, DistributedRMSNorm
 from distdl.nn.linear import DistributedLinear
 from distdl.nn.loss import (
     DistributedBCELoss,
@@ -48,6 +46,13 @@ from distdl.nn.loss import (
     ZeroVolumeCorrectorFunction,
 )
 from distdl.nn.module import Module, Option, local
+from distdl.nn.normalisation import (
+    DistributedBatchNorm,
+    DistributedGroupNorm,
+    DistributedInstanceNorm,
+    DistributedLayerNorm,
+    DistributedRMSNorm,
+)
 from distdl.nn.padding import DistributedPad
 from distdl.nn.pooling import (
     DistributedAdaptiveAvgPool1d,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from distdl.exchange import Chain, Operator, Together
+from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
@@ -73,6 +73,19 @@ class Site(NamedTuple):
         return Operator.identity(self.comm, self.members, self.label, dtype, derivatives, shapes)
 
 
+class Movement(Protocol):
+    """Brings tensors to where they are needed; ``Together`` and ``Chain`` do.
+
+    Attributes:
+        operators: all that it calls, in their order.
+    """
+
+    @property
+    def operators(self) -> Sequence[Operator]: ...
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Setup:
     """What follows from signatures, for one worker: ``move_out(local(*move_in(*tensors)))``.
@@ -84,7 +97,7 @@ class Setup:
         results: the layout of every result.
     """
 
-    move_in: Together | Chain
+    move_in: Movement
     local: Callable[..., Any]
     move_out: Callable[..., Any]
     results: tuple[Layout, ...] = ()

@@ -7,7 +7,7 @@ the same operators on every worker, also where a block is empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,6 +85,46 @@ class _Outside(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
         return tangent.clone()
+
+
+def tie(x: torch.Tensor, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and an empty tensor in the place of a weight that this worker does not have, whose gradients belong together.
+
+    The gradients of weights are summed on every worker, and once more where they are themselves differentiated. Nobody
+    can ask for the gradient of a weight that is not there. So if the sum has run, which the gradient of the empty
+    tensor tells, the gradient of x depends on it. If nobody has asked for it, it does not run because of x.
+
+    Args:
+        absent: an empty tensor of the dtype and on the device of the weight. It requires no gradient.
+    """
+    leaf = absent.detach().requires_grad_()
+    tied: torch.Tensor = _Tied.apply(x, _Absent(leaf))  # type: ignore[no-untyped-call]
+    return tied, leaf
+
+
+class _Absent(NamedTuple):
+    weight: torch.Tensor
+
+
+class _Tied(torch.autograd.Function):
+    """x itself. This backward comes after that of the sum, for it is that of an older node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, absent: _Absent) -> torch.Tensor:
+        ctx.absent = absent
+        alias: torch.Tensor = torch.ops.aten.alias(x)  # view_as changes strides of extent 1, and then torch errs
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed, ctx.absent.weight.grad = ctx.absent.weight.grad, None
+        if summed is None or not torch.is_grad_enabled():
+            return dx, None
+        return dx + summed.sum(dtype=dx.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, _: None) -> torch.Tensor:
+        return dx.view_as(dx)
 
 
 def local(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from distdl.nn.affine import combine, is_differentiated
+from distdl.ops.affine import combine, is_differentiated
 
 
 class Measure(torch.autograd.Function):

@@ -1,4 +1,4 @@
-r"""Moments: means and variances over dims of a tensor that is cut up, in one exchange.
+r"""Moments: means and variances over dims of a tensor that is split, in one exchange.
 
 Each worker measures its block. What it measures are *entries*, one for each mean that its block has a part in: the mean
 of its cells, and the sum of their squared distances from that (M2). How many cells there are follows from the layout
@@ -37,18 +37,18 @@ from math import gcd, prod
 
 import torch
 
-from distdl.geometry.boxes import Box, Interval, runs, shape, within
-from distdl.nn.merging import Measure, Merge
-from distdl.nn.module import local, zeros_on
+from distdl.geometry.boxes import Box, Interval, Shape, runs, shape, within
+from distdl.ops.merging import Measure, Merge
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
 from distdl.plan.planners import copy
+from distdl.tensors.connection import local, zeros_on
 
 
 @dataclass(frozen=True)
 class Along:
-    """How the moments of a tensor are cut up along one of its dims.
+    """How the moments of a tensor are split along one of its dims.
 
     Attributes:
         owned: the entries that each place measures.
@@ -97,7 +97,7 @@ def subgroup(cells: Sequence[Interval], size: int) -> int:
 
 @dataclass(frozen=True)
 class Moments:
-    """The moments of a tensor that is cut up over a partition, as this worker sees them.
+    """The moments of a tensor that is split over a partition, as this worker sees them.
 
     Attributes:
         along: for each dim of the tensor.
@@ -130,6 +130,11 @@ class Moments:
     @cached_property
     def _own(self) -> Box:
         return self.owned[self.partition.comm.rank]
+
+    @property
+    def measured(self) -> Shape:
+        """Shape of the entries that this worker measures."""
+        return shape(self._own)
 
     @cached_property
     def gathered(self) -> Box:
@@ -165,7 +170,7 @@ class Moments:
             measured: torch.Tensor = Measure.apply(block, centre, self._dims)  # type: ignore[no-untyped-call]
             return measured
 
-        return local(entries, shape(self._own), (x, smallest))
+        return local(entries, self.measured, (x, smallest))
 
     def merge(self, entries: torch.Tensor) -> torch.Tensor:
         """The means, and behind each other in dim 0 their M2, of all entries that this worker has gathered."""

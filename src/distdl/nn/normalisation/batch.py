@@ -1,0 +1,153 @@
+"""The distributed batch norm."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.normalisation.state import (
+    Agreed,
+    Number,
+    Weights,
+    register_running,
+    reported,
+    reset_running,
+    running,
+)  # fmt: skip
+from distdl.nn.placement import keep_sequential_keys
+from distdl.ops.normalisation import BatchNorm
+from distdl.partition import Layout, Partition
+
+
+class DistributedBatchNorm(Layer):
+    r"""Normalise every channel over batch and space.
+
+    Forward: :math:`y = (x - \mu_c) / \sqrt{v_c + \epsilon} \cdot \gamma_c + \beta_c`, with mean and variance of channel
+    c over batch and space: in training mode those of this batch, for which workers with the same channels exchange
+    (mean, M2) once; in evaluation mode the running ones, for which nothing moves. :math:`\gamma, \beta` are copied from
+    the workers that store them, as one message. Running statistics move by ``momentum`` towards the batch's mean and
+    unbiased variance.
+    Adjoint: the same exchanges transposed around the local derivatives.
+
+    Args:
+        P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.
+        num_features: global number of channels.
+        eps: :math:`\epsilon`.
+        momentum: the weight of a new batch in the running statistics; None for their average over all batches.
+        affine: whether there are ``gamma`` and ``beta``.
+        track_running_stats: whether running statistics are kept; if not, evaluation mode takes moments of its batch.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. ``gamma`` and
+        ``beta`` are ``(1, local channels, 1...)``, split as evenly as possible, on workers whose index is 0 in all axes
+        but the second; other workers have None. ``running_mean`` and ``running_var`` are ``(local channels,)`` on every
+        worker. Workers outside P_x return a clone of their input.
+        ``weight`` and ``bias`` are the same numbers as torch has them, ``(local channels,)``, and of zero volume on
+        other workers: not parameters of their own, but ``gamma`` and ``beta`` to read and to fill.
+    Raises: ValueError, on every worker, for a partition without batch and channels; in forward, on every member, for an
+        input of another rank, number of channels or dtype, one value per channel where moments are taken, or workers in
+        different modes.
+    Source: Ioffe & Szegedy, arXiv:1502.03167.
+    """
+
+    sequential_names: ClassVar[dict[str, str]] = {"gamma": "weight", "beta": "bias"}
+    P_x = Option[Partition]()
+    num_features = Option[int]()
+    eps = Number()
+    momentum = Number(optional=True)
+    affine = Option[bool]()
+    track_running_stats = Option[bool]()
+    gamma: torch.nn.Parameter | None
+    beta: torch.nn.Parameter | None
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-05,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        if P_x.workers.ndim < 2:
+            raise ValueError(f"DistributedBatchNorm needs P_x: batch x channels x space; got {P_x}")
+        op = BatchNorm(int(num_features), eps, momentum, bool(track_running_stats))
+        weights = Weights(P_x, op.extents, ("gamma", "beta") if affine else (), full=True)
+        name = f"DistributedBatchNorm (P_x: {P_x}; {num_features})"
+        super().__init__(name, P_x, Agreed(op, weights, ("eps", "momentum"), runs=True))
+        self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
+        self.affine, self.track_running_stats, self._weights = bool(affine), bool(track_running_stats), weights
+        weights.register(self, ("gamma", "beta"))
+        register_running(self, self.track_running_stats)
+        keep_sequential_keys(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        weights, kept = self._weights.of(self, x), running(self)
+        setup = self.agree(x, *weights, extra=reported(self.training, kept, self.eps, self.momentum))
+        moved = setup.move_in(x, *weights, *kept)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of ``gamma`` and ``beta`` live, and which part of the sequential parameters they are."""
+        return self._weights.layouts
+
+    @property
+    def sequential_layouts(self) -> dict[str, Layout]:
+        """The same of ``weight`` and ``bias``."""
+        return dict.fromkeys(self.sequential_names.values(), self._weights.layout) if self.affine else {}
+
+    @property
+    def weight(self) -> torch.nn.Parameter | None:
+        """``gamma`` in torch's shape."""
+        return self._flat(self.gamma)
+
+    @property
+    def bias(self) -> torch.nn.Parameter | None:
+        """``beta`` in torch's shape."""
+        return self._flat(self.beta)
+
+    def _flat(self, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+        if not self.affine:
+            return None
+        return torch.nn.Parameter(torch.empty(0)) if parameter is None else Flat.of(parameter)
+
+    def reset_running_stats(self) -> None:
+        """Begin anew: mean 0, variance 1, no batch counted."""
+        reset_running(self)
+
+
+class Flat(torch.nn.Parameter):
+    """A parameter in one dim: a view of it, to which one may also assign. Its gradient is the parameter's."""
+
+    of_parameter: torch.nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter) -> Flat:
+        flat: Flat = parameter.view(-1).as_subclass(cls)
+        flat.of_parameter = parameter
+        return flat
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.of_parameter.data.view(-1)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.of_parameter.data = value.reshape(self.of_parameter.shape)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        grad = self.of_parameter.grad
+        return None if grad is None else grad.view(-1)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.of_parameter.grad = None if value is None else value.reshape(self.of_parameter.shape)

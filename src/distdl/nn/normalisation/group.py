@@ -1,0 +1,69 @@
+"""The distributed group norm."""
+
+from __future__ import annotations
+
+import torch
+
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.normalisation.state import Agreed, Number, Weights, reported
+from distdl.nn.placement import keep_sequential_keys
+from distdl.ops.normalisation import GroupNorm
+from distdl.partition import Layout, Partition
+
+
+class DistributedGroupNorm(Layer):
+    r"""Normalise groups of consecutive channels of every sample, over the channels of the group and space.
+
+    Forward: :math:`y = (x - \mu_{ng}) / \sqrt{v_{ng} + \epsilon} \cdot w_c + b_c`, with mean and variance over group
+    and space, for which workers that have cells of a group exchange (mean, M2) once. Blocks need not respect the
+    groups: a worker measures the largest runs of channels of which all groups and blocks are made, and gathers those of
+    the groups in which it has a part. Weight and bias are copied along batch and space, as one message.
+    Adjoint: the same exchanges transposed around the local derivatives.
+
+    Args:
+        P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.
+        num_groups, num_channels: global numbers.
+        eps: :math:`\epsilon`.
+        affine: whether there are ``weight`` and ``bias``.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. Weight and bias
+        are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes but the second;
+        of zero volume elsewhere. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, if the groups do not divide the channels, or for a partition without batch and
+        channels; in forward, on every member, for an input of another rank, number of channels or dtype, or if there is
+        no more than one value in all groups of one number together.
+    Source: Wu & He, arXiv:1803.08494.
+    """
+
+    P_x = Option[Partition]()
+    num_groups = Option[int]()
+    num_channels = Option[int]()
+    eps = Number()
+    affine = Option[bool]()
+
+    def __init__(
+        self, P_x: Partition, num_groups: int, num_channels: int, eps: float = 1e-05, affine: bool = True
+    ) -> None:
+        if P_x.workers.ndim < 2:
+            raise ValueError(f"DistributedGroupNorm needs P_x: batch x channels x space; got {P_x}")
+        if not 1 <= num_groups <= num_channels or num_channels % num_groups:
+            raise ValueError(f"DistributedGroupNorm needs groups that divide {num_channels} channels; got {num_groups}")
+        op = GroupNorm(int(num_groups), int(num_channels), eps)
+        weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
+        super().__init__(f"DistributedGroupNorm (P_x: {P_x}; {num_channels})", P_x, Agreed(op, weights))
+        self.P_x, self.num_groups, self.num_channels = P_x, int(num_groups), int(num_channels)
+        self.eps, self.affine, self._weights = eps, bool(affine), weights
+        weights.register(self, ("weight", "bias"))
+        keep_sequential_keys(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights.of(self, x)
+        setup = self.agree(x, *weights, extra=reported(self.training, (), self.eps))
+        moved = setup.move_in(x, *weights)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return self._weights.layouts

@@ -1,0 +1,94 @@
+"""The distributed instance norm."""
+
+from __future__ import annotations
+
+import torch
+
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.normalisation.state import (
+    Agreed,
+    Number,
+    Weights,
+    register_running,
+    reported,
+    reset_running,
+    running,
+)  # fmt: skip
+from distdl.nn.placement import keep_sequential_keys
+from distdl.ops.normalisation import InstanceNorm
+from distdl.partition import Layout, Partition
+
+
+class DistributedInstanceNorm(Layer):
+    r"""Normalise every channel of every sample over space.
+
+    Forward: :math:`y = (x - \mu_{nc}) / \sqrt{v_{nc} + \epsilon} \cdot w_c + b_c`, with mean and variance over space,
+    for which workers with the same samples and channels exchange (mean, M2) once; in evaluation mode, if there are
+    running ones, with those, for which nothing moves. Weight and bias are copied from the workers that store them, as
+    one message. To track statistics, which are averages over the batch, the exchange goes along the batch, too.
+    Adjoint: the same exchanges transposed around the local derivatives.
+
+    Args:
+        P_x: the partition of x and y, ``batch x channels x space...``; any axis may be split.
+        num_features: global number of channels.
+        eps: :math:`\epsilon`.
+        momentum: the weight of a new batch in the running statistics; None for 0, as in torch.
+        affine: whether there are ``weight`` and ``bias``.
+        track_running_stats: whether running statistics are kept.
+    Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. ``weight`` and
+        ``bias`` are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes but the
+        second; of zero volume elsewhere. Running statistics likewise, on every worker. Workers outside P_x return a
+        clone of their input.
+    Raises: ValueError, on every worker, for a partition without batch, channels and space; in forward, on every member,
+        for an input of another rank, number of channels or dtype, one spatial element where moments are taken, or
+        workers in different modes.
+    Source: Ulyanov et al., arXiv:1607.08022.
+    """
+
+    P_x = Option[Partition]()
+    num_features = Option[int]()
+    eps = Number()
+    momentum = Number(optional=True)
+    affine = Option[bool]()
+    track_running_stats = Option[bool]()
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        num_features: int,
+        eps: float = 1e-05,
+        momentum: float | None = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+    ) -> None:
+        if P_x.workers.ndim < 3:
+            raise ValueError(f"DistributedInstanceNorm needs P_x: batch x channels x space; got {P_x}")
+        op = InstanceNorm(int(num_features), eps, momentum, bool(track_running_stats))
+        weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
+        name = f"DistributedInstanceNorm (P_x: {P_x}; {num_features})"
+        super().__init__(name, P_x, Agreed(op, weights, ("eps", "momentum"), runs=True))
+        self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
+        self.affine, self.track_running_stats, self._weights = bool(affine), bool(track_running_stats), weights
+        weights.register(self, ("weight", "bias"))
+        register_running(self, self.track_running_stats)
+        keep_sequential_keys(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, kept = self._weights.of(self, x), running(self)
+        setup = self.agree(x, *weights, extra=reported(self.training, kept, self.eps, self.momentum))
+        moved = setup.move_in(x, *weights, *kept)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return self._weights.layouts
+
+    def reset_running_stats(self) -> None:
+        """Begin anew: mean 0, variance 1, no batch counted."""
+        reset_running(self)

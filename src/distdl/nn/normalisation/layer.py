@@ -1,0 +1,141 @@
+"""The distributed normalisations over the last dims: layer norm, and RMS norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
+from distdl.nn.normalisation.state import Agreed, Number, Weights, reported
+from distdl.nn.placement import keep_sequential_keys
+from distdl.ops.normalisation import LayerNorm, RMSNorm
+from distdl.partition import Layout, Partition
+from distdl.partition.groups import dims
+
+
+class DistributedLayerNorm(Layer):
+    r"""Normalise over the last dims.
+
+    Forward: :math:`y = (x - \mu) / \sqrt{v + \epsilon} \cdot w + b`, with mean and variance over the dims of
+    ``normalized_shape``, for which workers at one place of the other axes exchange (mean, M2) once; nothing moves where
+    these dims are not split. Weight and bias are copied along the other axes, as one message.
+    Adjoint: the same exchanges transposed around the local derivatives.
+
+    Args:
+        P_x: the partition of x and y, one axis for each dim; any axis may be split.
+        normalized_shape: global extents of the last dims.
+        eps: :math:`\epsilon`.
+        elementwise_affine, bias: whether there is a ``weight``, and whether there is a ``bias`` with it.
+    Shapes: x local, in elements, any split that is a grid; y likewise. Weight and bias are the local part of
+        ``normalized_shape``, split as evenly as possible, on workers at place 0 of the other axes; of zero volume
+        elsewhere. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, if P_x has fewer axes than ``normalized_shape``; in forward, on every member,
+        for an input of another rank or dtype, or other extents in the last dims.
+    Source: Ba et al., arXiv:1607.06450.
+    """
+
+    P_x = Option[Partition]()
+    normalized_shape = Option[tuple[int, ...]]()
+    eps = Number()
+    elementwise_affine = Option[bool]()
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-05,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        last = _last_dims("DistributedLayerNorm", P_x, normalized_shape)
+        op = LayerNorm(last, eps)
+        names = ("weight", "bias")[: (1 + bool(bias)) * bool(elementwise_affine)]
+        weights, extents = Weights(P_x, op.extents, names), tuple(op.extents.values())
+        super().__init__(f"DistributedLayerNorm (P_x: {P_x}; {dims(extents)})", P_x, Agreed(op, weights))
+        self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
+        self.elementwise_affine, self._weights = bool(elementwise_affine), weights
+        weights.register(self, ("weight", "bias"))
+        keep_sequential_keys(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights.of(self, x)
+        setup = self.agree(x, *weights, extra=reported(self.training, (), self.eps))
+        moved = setup.move_in(x, *weights)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return self._weights.layouts
+
+
+class DistributedRMSNorm(Layer):
+    r"""Divide by the root of the mean square over the last dims.
+
+    Forward: :math:`y = x / \sqrt{r + \epsilon} \cdot w`, r being the mean of :math:`x^2` over the dims of
+    ``normalized_shape``, which workers at one place of the other axes exchange once; nothing moves where these dims are
+    not split. The weight is copied along the other axes.
+    Adjoint: the same exchanges transposed around the local derivatives.
+
+    Args:
+        P_x: the partition of x and y, one axis for each dim; any axis may be split.
+        normalized_shape: global extents of the last dims.
+        eps: :math:`\epsilon`; None for the distance from 1 to the next larger number of x's dtype (float32 for less).
+        elementwise_affine: whether there is a ``weight``.
+    Shapes: as in :class:`DistributedLayerNorm`.
+    Raises: ValueError as there.
+    Source: Zhang & Sennrich, arXiv:1910.07467.
+    """
+
+    P_x = Option[Partition]()
+    normalized_shape = Option[tuple[int, ...]]()
+    eps = Number(optional=True)
+    elementwise_affine = Option[bool]()
+
+    def __init__(
+        self,
+        P_x: Partition,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        last = _last_dims("DistributedRMSNorm", P_x, normalized_shape)
+        op = RMSNorm(last, eps)
+        weights = Weights(P_x, op.extents, ("weight",) if elementwise_affine else ())
+        extents = tuple(op.extents.values())
+        super().__init__(f"DistributedRMSNorm (P_x: {P_x}; {dims(extents)})", P_x, Agreed(op, weights))
+        self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
+        self.elementwise_affine, self._weights = bool(elementwise_affine), weights
+        weights.register(self, ("weight", "bias"))
+        keep_sequential_keys(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights.of(self, x)
+        setup = self.agree(x, *weights, extra=reported(self.training, (), self.eps))
+        moved = setup.move_in(x, *weights)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return self._weights.layouts
+
+
+def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The last dims of x, and their extents.
+
+    Raises: ValueError that names the layer.
+    """
+    extents = [normalized_shape] if isinstance(normalized_shape, (int, np.integer)) else list(normalized_shape)
+    first = P_x.workers.ndim - len(extents)
+    if not extents or first < 0:
+        raise ValueError(
+            f"{name} needs a normalized_shape of at least one dim, and P_x to have an axis for each dim; got {P_x} and "
+            f"normalized_shape {extents}"
+        )
+    return tuple((first + dim, int(extent)) for dim, extent in enumerate(extents))

@@ -1,0 +1,227 @@
+"""What the normalisations hold: weights and where they live, running statistics, and numbers that may be changed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, nan
+from typing import Any
+
+import torch
+
+from distdl.agreement import Headers
+from distdl.geometry.boxes import Interval, balanced, shape
+from distdl.nn.layer import tiled
+from distdl.nn.module import Option
+from distdl.ops import Setup, Site
+from distdl.partition import Layout, Partition, Signature
+from distdl.transport import Label
+
+
+class Number(Option[float | None]):
+    """An option that may be changed, on all workers alike: it is in every header.
+
+    Args:
+        optional: whether it may be None.
+    """
+
+    def __init__(self, optional: bool = False) -> None:
+        self._optional = optional
+
+    def __set__(self, module: torch.nn.Module, value: float | None) -> None:
+        if value is None and not self._optional:
+            raise ValueError(f"{type(module).__name__} needs a number for {self._name}; got None")
+        module.__dict__[self._name] = None if value is None else float(value)
+
+
+def reported(training: bool, running: Sequence[torch.Tensor], *numbers: float | None) -> tuple[int, ...]:
+    """What a normalisation adds to its header: its mode, whether it has running statistics, and its numbers."""
+    return int(training), len(running[:2]), *map(_bits, numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """Where weight and bias of a normalisation live.
+
+    They are split as evenly as possible along the dims of x in which they vary, and stored by the workers whose index
+    is 0 in all other axes.
+
+    Attributes:
+        P_x: the partition of x.
+        extents: global extents along the dims in which they vary.
+        names: of the parameters that there are.
+        full: whether the parameters have all dims of x, and there is none at all where none is stored.
+    """
+
+    P_x: Partition
+    extents: Mapping[int, int]
+    names: tuple[str, ...]
+    full: bool = False
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of a weight as torch has it, with only the dims in which it varies."""
+        blocks = self._blocks
+        return Layout.of(self._stored.reshape([len(along) for along in blocks.values()]), [*blocks.values()])
+
+    @cached_property
+    def parameter_layout(self) -> Layout:
+        """Of a parameter."""
+        if not self.full:
+            return self.layout
+        places = self._stored.workers.shape
+        return Layout.of(self._stored, [self._blocks.get(dim, [(0, 1)] * n) for dim, n in enumerate(places)])
+
+    @cached_property
+    def _blocks(self) -> dict[int, Sequence[Interval]]:
+        return {dim: balanced(extent, self.P_x.workers.shape[dim]) for dim, extent in self.extents.items()}
+
+    @cached_property
+    def _stored(self) -> Partition:
+        axes = range(self.P_x.workers.ndim)
+        stored: Partition = self.P_x[tuple(slice(None if dim in self.extents else 1) for dim in axes)]
+        return stored
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        return dict.fromkeys(self.names, self.parameter_layout)
+
+    def register(self, module: torch.nn.Module, names: tuple[str, str]) -> None:
+        """Give a module its weight, of ones, and its bias, of zeros; or None for one that it has not."""
+        for name, value in zip(names, (1.0, 0.0), strict=True):
+            module.register_parameter(name, self._initial(value) if name in self.names else None)
+
+    def _initial(self, value: float) -> torch.nn.Parameter | None:
+        layout, me = self.parameter_layout, self.P_x.comm.rank
+        if me in layout.partition:
+            return torch.nn.Parameter(torch.full(shape(layout[me]), value))
+        return None if self.full else torch.nn.Parameter(torch.empty(0))
+
+    def of(self, module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters of a module, and an empty tensor in the place of one that this worker has not."""
+        found = [getattr(module, name) for name in self.names]
+        return [torch.empty(0, device=getattr(x, "device", None)) if one is None else one for one in found]
+
+    def signature(self, headers: Headers, number: int, label: Label) -> Signature:
+        """The signature of one of them, as torch has it.
+
+        Raises: ValueError if a worker has another block than it should have, or another dtype.
+        """
+        headers.check_blocks(self.parameter_layout, f"{label}: {self.names[number]}", 1 + number)
+        dtype = headers.dtype(self._stored, label.kind, 1 + number)
+        return Signature(self.layout, dtype, headers.derivatives[1 + number], headers.own[1 + number])
+
+
+@dataclass(frozen=True, eq=False)
+class Agreed:
+    """How the setup of a normalisation follows from what its workers have reported.
+
+    Attributes:
+        op: the operation, with its first options.
+        weights: where they live.
+        numbers: the options that may be changed.
+        runs: whether the operation may have running statistics.
+    """
+
+    op: Any
+    weights: Weights
+    numbers: tuple[str, ...] = ("eps",)
+    runs: bool = False
+
+    @property
+    def read(self) -> Sequence[Partition]:
+        return ()
+
+    @property
+    def identity(self) -> object:
+        return (self.op, self.weights.P_x.workers.shape, self.weights.names)
+
+    def __call__(self, headers: Headers, label: Label) -> Setup:
+        P_x = self.weights.P_x
+        x = tiled(headers, P_x, 0, label)
+        op = self._configured(headers, label)
+        rows = [self.weights.signature(headers, number, label) for number in range(len(self.weights.names))]
+        setup: Setup = op.setup(Site(P_x, headers.members, label), x, *rows)
+        return setup
+
+    def _configured(self, headers: Headers, label: Label) -> Any:
+        """The operation as all workers have it now.
+
+        Raises: ValueError if workers differ in their mode, in whether they have running statistics, or in a number.
+        """
+        P_x = self.weights.P_x
+        training, running, *numbers = headers.extras(P_x).reshape(P_x.workers.size, -1).T
+        if training.any() != training.all():
+            raise ValueError(f"{label} needs to be in training or in evaluation mode on all workers alike")
+        found: dict[str, list[Any]] = {"a number of running statistics": [int(one) for one in running]}
+        found |= {name: [_number(int(one)) for one in bits] for name, bits in zip(self.numbers, numbers, strict=True)}
+        for what, values in found.items():
+            other = next((place for place, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                workers = P_x.workers.ravel()
+                raise ValueError(
+                    f"{label} needs {what} that is equal on all workers; worker {workers[0]} has {values[0]} and "
+                    f"worker {workers[other]} has {values[other]}"
+                )
+        changed: dict[str, Any] = {name: found[name][0] for name in self.numbers}
+        if self.runs:
+            changed |= {"training": bool(training.all()), "running": bool(running[0])}
+        return replace(self.op, **changed)
+
+
+def _bits(number: float | None) -> int:
+    """A float, or None, as an integer for a header."""
+    bits: int = struct.unpack("<q", struct.pack("<d", nan if number is None else number))[0]
+    return bits
+
+
+def _number(bits: int) -> float | None:
+    """The float, or None, of such an integer."""
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return None if number != number else number
+
+
+def register_running(module: Any, tracks: bool) -> None:
+    """Give a module the running mean and variance of this worker's balanced block of channels, or None.
+
+    Every worker keeps them. It also reads its block from the state of the sequential layer.
+    """
+    start, stop = _kept(module)
+    for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
+        module.register_buffer(name, value if tracks else None)
+    module.register_buffer("num_batches_tracked", torch.tensor(0) if tracks else None)
+    module.register_load_state_dict_pre_hook(_read_own_channels)
+
+
+def running(module: Any) -> tuple[torch.Tensor, ...]:
+    """Running mean, running variance and the number of batches, if the module has them."""
+    mean, variance, batches = module.running_mean, module.running_var, module.num_batches_tracked
+    if mean is None or variance is None:
+        return ()
+    return mean, variance, torch.tensor(inf) if batches is None else batches
+
+
+def reset_running(module: Any) -> None:
+    """Begin anew: mean 0, variance 1, no batch counted."""
+    for value, one in enumerate(running(module)[:2]):
+        one.fill_(value)
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.zero_()
+
+
+def _kept(module: Any) -> Interval:
+    """The channels whose running statistics this worker keeps."""
+    P_x, me = module.P_x, module.P_x.comm.rank
+    if me not in P_x:
+        return 0, 0
+    return balanced(module.num_features, P_x.workers.shape[1])[P_x.index_of(me)[1]]
+
+
+def _read_own_channels(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Of running statistics of all channels, take those of this worker."""
+    for key in (prefix + "running_mean", prefix + "running_var"):
+        if key in state and len(state[key]) == module.num_features:
+            state[key] = state[key][slice(*_kept(module))]
