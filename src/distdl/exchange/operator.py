@@ -298,7 +298,7 @@ class _ApplyTogether(torch.autograd.Function):
         for op, own in zip(ctx.ops, _grouped(dys, [len(op.outputs) for op in ctx.ops]), strict=True):
             if op.recorded and op.derivatives.gradient:
                 adjoint = _adjoint(op)
-                blank = adjoint.zeros(device) if None in own else own
+                blank = adjoint.zeros(device) if any(dy is None for dy in own) else own
                 adjoints.append(adjoint)
                 cotangents.append(tuple(zero if dy is None else dy for dy, zero in zip(own, blank, strict=True)))
         found = iter(_move_all(adjoints, cotangents))
