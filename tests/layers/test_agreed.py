@@ -84,6 +84,26 @@ def test_a_checkpoint_around_a_layer_that_moves_nothing(layer):
     on_workers(4, main)
 
 
+@pytest.mark.parametrize("make", [
+    lambda P: DistributedMaxPool1d(P, 1),
+    lambda P: DistributedAvgPool1d(P, 1),
+    lambda P: DistributedLPPool1d(P, 2, 1),
+    lambda P: DistributedAdaptiveAvgPool1d(P, 3),
+    lambda P: DistributedAdaptiveMaxPool1d(P, 3),
+    lambda P: DistributedUpsample(P, scale_factor=1.0),
+])  # fmt: skip
+def test_a_checkpoint_where_nothing_moves_and_an_empty_block_is_of_integers(make):
+    """What is made of the block takes the dtype of the others, and part in their backward."""
+
+    def main(P):
+        x = torch.ones(1, 1, 1, requires_grad=True) if P.rank < 3 else torch.zeros(1, 1, 0, dtype=torch.int64)
+        y = checkpoint(make(line(P)), x, use_reentrant=False)
+        y.sum().backward()
+        assert y.dtype == torch.float32 and y.shape == x.shape
+
+    on_workers(4, main)
+
+
 def pair(P):
     """A line of the first two workers: the others have no part in a layer over it."""
     return P[:2].reshape(1, 1, 2)

@@ -151,9 +151,11 @@ class Operator:
         A checkpoint recomputes its forward only up to the last saved tensor. So every member saves something behind the
         layer's agreement, or some would come past it again and wait for others that do not.
         """
-        if is_checkpointed() and self.derivatives.gradient and carries_gradients(xs[0].dtype):
+        if is_checkpointed() and self.derivatives.gradient and carries_gradients(self.dtype):
             anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
-            xs = (_Stay.apply(xs[0], anchor), *xs[1:])  # type: ignore[no-untyped-call]
+            # (without elements, a tensor may be of any dtype)
+            x = xs[0] if carries_gradients(xs[0].dtype) else xs[0].to(self.dtype)
+            xs = (_Stay.apply(x, anchor), *xs[1:])  # type: ignore[no-untyped-call]
         return xs[0] if len(xs) == 1 else xs
 
     def execute(self, x: torch.Tensor) -> torch.Tensor:
