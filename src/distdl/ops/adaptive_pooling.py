@@ -106,7 +106,9 @@ class AdaptiveAverage:
 
     def _whole(self, x: torch.Tensor, outputs: Shape) -> torch.Tensor:
         """torch's own operator, for a block that has the windows that torch gives it."""
-        y: torch.Tensor = getattr(functional, f"adaptive_avg_pool{len(self.extents)}d")(x, outputs)
+        outputs = _planar(x, outputs)
+        pool: Any = functional.adaptive_avg_pool2d if len(outputs) == 2 else functional.adaptive_avg_pool3d
+        y: torch.Tensor = pool(x, outputs)
         return y
 
 
@@ -172,7 +174,9 @@ class AdaptiveMaximum:
 
     def _whole(self, x: torch.Tensor, outputs: Shape) -> tuple[torch.Tensor, torch.Tensor]:
         """torch's own operator, for a block that has the windows that torch gives it."""
-        y, indices = getattr(functional, f"adaptive_max_pool{len(self.extents)}d")(x, outputs, True)
+        outputs = _planar(x, outputs)
+        pool = functional.adaptive_max_pool2d if len(outputs) == 2 else functional.adaptive_max_pool3d
+        y, indices = pool(x, outputs, True)
         return y, indices
 
 
@@ -260,6 +264,14 @@ def _choosing(segments: Segments, result: Shape, place: tuple[int, int] | None =
         return (y.to(x.dtype), *found)  # (under autocast, torch may have made it wider)
 
     return largest
+
+
+def _planar(x: torch.Tensor, outputs: Shape) -> Shape:
+    """How many outputs torch's operator in a plane makes of x, in one dim with a row for each channel.
+
+    (Its own in one dim returns a view of a plane.)
+    """
+    return outputs if len(outputs) > 1 else (x.shape[1], *outputs)
 
 
 def _computed(name: str, owned: Layout, asked: tuple[int | None, ...]) -> Layout:

@@ -99,8 +99,9 @@ class Maximum:
         return largest
 
     def _pool(self, x: torch.Tensor, sliding: PoolSliding, padding: Shape, indices: bool) -> Any:
-        pool = getattr(functional, f"max_pool{len(sliding.kernel)}d")
-        return pool(x, sliding.kernel, sliding.stride, padding, sliding.dilation, return_indices=indices)
+        kernel, stride, padding, dilation = planar(sliding.kernel, sliding.stride, padding, sliding.dilation)
+        pool: Any = functional.max_pool2d if len(kernel) == 2 else functional.max_pool3d
+        return pool(x, kernel, stride, padding, dilation, return_indices=indices)
 
 
 @dataclass(frozen=True)
@@ -293,12 +294,17 @@ def in_space(indices: torch.Tensor, window: Sequence[int], first: Shape, extents
     return found
 
 
+def planar(kernel: Shape, stride: Shape, padding: Shape, dilation: Shape = (1,)) -> tuple[Shape, Shape, Shape, Shape]:
+    """The same geometry, in one dim as of a plane whose rows are pooled each by itself.
+
+    So torch's operator takes ``(batch, channels, cells)`` as it is. (Its own in one dim returns a view of a plane.)
+    """
+    if len(kernel) > 1:
+        return kernel, stride, padding, dilation
+    return (1, *kernel), (1, *stride), (0, *padding), (1, *dilation)
+
+
 def _average(x: torch.Tensor, sliding: PoolSliding, padding: Shape, divisor: int) -> torch.Tensor:
-    kernel, stride = sliding.kernel, sliding.stride
-    if len(kernel) == 1:  # as torch computes it; its operator in one dim has no divisor
-        row = functional.avg_pool2d(
-            x.unsqueeze(-2), (1, *kernel), (1, *stride), (0, *padding), divisor_override=divisor
-        )
-        return row.squeeze(-2)
+    kernel, stride, padding, _ = planar(sliding.kernel, sliding.stride, padding)
     pool = functional.avg_pool2d if len(kernel) == 2 else functional.avg_pool3d
     return pool(x, kernel, stride, padding, divisor_override=divisor)
