@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -52,10 +52,7 @@ class AdaptiveAverage:
 
     extents: tuple[int | None, ...]
     result: torch.dtype | None = None
-
-    @property
-    def indices(self) -> bool:
-        return False
+    indices: ClassVar[bool] = False
 
     def sample(self, x: torch.Tensor) -> torch.Tensor:
         """torch's operator, on a tensor of one cell."""

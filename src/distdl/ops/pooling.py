@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isinf, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -115,10 +115,7 @@ class Average:
 
     padded: bool = True
     divisor: int | None = None
-
-    @property
-    def indices(self) -> bool:
-        return False
+    indices: ClassVar[bool] = False
 
     def sample(self, x: torch.Tensor, sliding: PoolSliding) -> torch.Tensor:
         return _average(x, sliding, (0,) * len(sliding.kernel), 1)
@@ -162,10 +159,7 @@ class Power:
     """
 
     exponent: float
-
-    @property
-    def indices(self) -> bool:
-        return False
+    indices: ClassVar[bool] = False
 
     def sample(self, x: torch.Tensor, sliding: PoolSliding) -> torch.Tensor:
         space = len(sliding.kernel)
