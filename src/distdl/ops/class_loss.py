@@ -337,16 +337,15 @@ class _Total:
 
     def __call__(self, found: _Shares) -> torch.Tensor:
         shares, divisor = found
-        result, by = _autocast(self.result, shares), self.known
-        if divisor is None:
-            total = self.add(shares.double().sum())
-        else:
-            total, count = self.add(shares.double().sum(), divisor)
-            # detached: the first worker has to stay as linear as the others, whose second derivatives pass no sum here
-            by = count.detach()
+        result, total = _autocast(self.result, shares), shares.double().sum()
+        # (a vector of both moves faster than two tensors do)
+        total = self.add(total if divisor is None else torch.stack([total, divisor]))
         if not total.numel():
             return differentiable(total.sum().to(result))
-        return differentiable((total / by).to(result))
+        if divisor is None:
+            return differentiable((total / self.known).to(result))
+        # detached: the first worker has to stay as linear as the others, whose second derivatives pass no sum here
+        return differentiable((total[0] / total[1].detach()).to(result))
 
 
 def _finish(places: _Places, moved: torch.dtype) -> _Each | _Total:
@@ -360,10 +359,8 @@ def _finish(places: _Places, moved: torch.dtype) -> _Each | _Total:
         return _Each(site.operator(plan, moved, places.derivatives, [_without_classes(places.local)]), result)
     mean = places.reduction == "mean"
     counted = mean and not places.probabilities
-    sums = [()] * (1 + counted)
-    here = site.me == int(site.partition.workers.flat[0])
-    plan = sum_to_first(site, (2,) if counted else ())
-    add = site.operator(plan, torch.float64, places.derivatives, sums, sums if here else [(0,)] * len(sums))
+    sums: Shape = (2,) if counted else ()
+    add = site.operator(sum_to_first(site, sums), torch.float64, places.derivatives, [sums])
     known = prod(_without_classes(places.owned.extents)) if mean else 1
     return _Total(add, result, known, counted, places.holds)
 
