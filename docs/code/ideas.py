@@ -77,9 +77,9 @@ def main():
 
     # [exchange]
     after, before = (P.rank + 1) % P.size, (P.rank - 1) % P.size
-    room = torch.empty(2)
-    P.comm.exchange([(after, torch.full((2,), float(P.rank)))], [(before, room)]).wait()
-    talk(room)
+    buffer = torch.empty(2)
+    P.comm.exchange([(after, torch.full((2,), float(P.rank)))], [(before, buffer)]).wait()
+    talk(buffer)
     #: tensor([3., 3.])
 
     # [call]

@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError, Store
 import distdl
 from distdl.backends import job, register
 from distdl.nn import AllSumReduce
-from distdl.transport.communicator import Communicator, Message, Pending, as_bytes
+from distdl.transport import Communicator, Message, Pending, as_bytes
 
 PIECE = 1 << 22  # bytes; the store takes no longer entries than 8 MiB
 
