@@ -18,8 +18,6 @@ from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import DTYPES
 from distdl.transport.communicator import Group
 
-Carried = Derivatives
-
 
 @dataclass(frozen=True, eq=False)
 class Headers:

@@ -45,7 +45,7 @@ from distdl.nn.loss import (
     DistributedSmoothL1Loss,
     ZeroVolumeCorrectorFunction,
 )
-from distdl.nn.module import Module, Option, local
+from distdl.nn.module import Module, Option
 from distdl.nn.normalisation import (
     DistributedBatchNorm,
     DistributedGroupNorm,
@@ -76,6 +76,7 @@ from distdl.nn.repartition import Repartition
 from distdl.nn.sum_reduce import SumReduce
 from distdl.nn.transpose import DistributedTranspose
 from distdl.nn.upsampling import DistributedUpsample
+from distdl.tensors.connection import local
 from distdl.tensors.repeats import repeat_calls
 
 __all__ = [

@@ -7,13 +7,8 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from distdl.agreement.header import Carried
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
-from distdl.tensors.connection import local as local
-from distdl.tensors.connection import no_view as no_view
-from distdl.tensors.connection import zeros_on as zeros_on
-from distdl.tensors.dtypes import carries_gradients
 
 Value = TypeVar("Value")
 
@@ -88,11 +83,6 @@ def options(count: int) -> Iterator[Option[Any]]:
     return (Option[Any]() for _ in range(count))
 
 
-def blank_shape(x: torch.Tensor, preserve_batch: bool) -> tuple[int, ...]:
-    """Shape of the tensor of zero volume that a worker without output returns for the input x."""
-    return (x.shape[0], 0) if preserve_batch and x.dim() else (0,)
-
-
 def check_buffer_manager(buffer_manager: Any) -> None:
     """Check an argument of the published interface. Our message memory belongs to the communicator.
 
@@ -100,33 +90,3 @@ def check_buffer_manager(buffer_manager: Any) -> None:
     """
     if buffer_manager is not None and not callable(getattr(buffer_manager, "request_buffers", None)):
         raise ValueError(f"buffer_manager must be None or have request_buffers; got {type(buffer_manager).__name__}")
-
-
-def stay(x: torch.Tensor, carried: Carried) -> torch.Tensor:
-    """x, where a layer moves nothing. Inside an activation checkpoint it is recorded all the same, on every member.
-
-    A checkpoint computes its forward again as far as to what it saved last. So every member saves something behind the
-    layer's agreement, or some would come past it again and wait for others that do not.
-    """
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not (hooked and carried.gradient and carries_gradients(x.dtype)):
-        return x
-    y: torch.Tensor = _Stays.apply(x, torch.empty(0, device=x.device, requires_grad=True))  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Stays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(anchor)
-        alias: torch.Tensor = torch.ops.aten.alias(x)  # (view_as changes the strides of dims of extent 1)
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (anchor,) = ctx.saved_tensors
-        return dy, torch.zeros_like(anchor)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
-        return tangent

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from distdl.agreement import Headers
 from distdl.exchange import Together
-from distdl.nn.layer import blank_shape
 from distdl.ops import Setup, Site
-from distdl.ops.setup import same
+from distdl.ops.setup import blank_shape, same
 from distdl.partition import Partition
 from distdl.plan import Plan
 from distdl.tensors.dtypes import can_be_added
