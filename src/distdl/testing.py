@@ -48,8 +48,8 @@ class Counting(Recording):
 
 
 class Silent(Communicator):
-    """One of many workers, for what needs no message: plans of any number of workers can be made on it. A message is an
-    error.
+    """One of many workers, for what needs no message: plans of any number of workers can be made on it. A message is
+    an error.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -102,7 +102,7 @@ def assert_matches_sequential(
             order of the sequential layer's parameters, whose blocks it is given.
         reference: the sequential layer, the same on every worker.
         x: the global input, the same on every worker; in float64 for the given tolerance.
-        blocks: how x is cut up, for each dim the intervals along its axis; as evenly as possible if not given.
+        blocks: how x is split, for each dim the intervals along its axis; as evenly as possible if not given.
         tolerance: largest difference, relative to the largest element of the reference.
     """
     P_x, P_y = layer.P_x, getattr(layer, "P_y", layer.P_x)

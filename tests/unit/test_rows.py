@@ -4,7 +4,7 @@ from contract import CHECKS
 
 import distdl
 from distdl.agreement import rows
-from distdl.agreement.rows import UNSAID, Listed, Marginal, bring_together
+from distdl.agreement.rows import UNREAD, Listed, Marginal, bring_together
 from distdl.partition import Partition
 from distdl.testing import Silent
 
@@ -81,7 +81,7 @@ def test_messages_grow_with_the_axes_and_not_with_the_workers(shape):
     grid = Partition(comm).reshape(*shape)
     found = bring_together(comm, tuple(range(size)), np.arange(9), np.ones(9, dtype=bool), grid)
     assert comm.lengths == [9 * sum(shape), 9 * len(shape)]
-    assert (found.of(np.array([5])) == np.arange(9)).all() and found.of(np.array([size - 1]))[0, 0] in (0, UNSAID)
+    assert (found.of(np.array([5])) == np.arange(9)).all() and found.of(np.array([size - 1]))[0, 0] in (0, UNREAD)
 
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if "sequential" in name or "shapes" in name])

@@ -1,10 +1,10 @@
 """Agreement: what the members of a primitive or a layer decide together before they plan.
 
-A plan follows from the headers of all members and never from one worker's view, so that it cannot happen that some plan
-anew and others do not. In the steady state this costs one maximum over a short vector of fixed length; only if that
-says that something has changed on some worker do the headers themselves come together.
+A plan follows from the headers of all members and never from one worker's view, so either all plan anew or none does.
+In the steady state this costs one maximum over a short vector of fixed length; only if that shows that something has
+changed on some worker do the headers themselves come together.
 
-No check raises before the members have spoken: what is wrong on one of them is the same error on all of them.
+No check raises before that exchange: what is wrong on one of the members is the same error on all of them.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _SETUPS_KEPT = 16
 
 
 class Message(NamedTuple):
-    """What a worker tells the others at every call, whatever the layer; behind it stand the derivatives of its tensors.
+    """What a worker sends at every call, whatever the layer; the derivatives of its tensors follow.
 
-    The members take the maximum. Where all have to say the same, the negative stands beside it: its maximum is the
-    negative of the minimum.
+    The members take the maximum. Of a number that has to be the same on all, the negative is sent, too: its maximum is
+    the negative of the minimum.
 
     Attributes:
         changed: whether this worker brings something else than at its last call.
@@ -82,8 +82,9 @@ class fixed_shapes(ContextDecorator):
 
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
     layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
-    worker. Messages between two workers still bear the number of the exchange and a mark of the layer, so that crossed
-    calls of different layers wait instead of delivering to each other; collectives over a larger group bear neither.
+    worker. Messages between two workers still carry the number of the exchange and a mark of the layer, so that
+    crossed calls of different layers wait instead of delivering to each other; collectives over a larger group carry
+    neither.
     """
 
     def __enter__(self) -> None:
@@ -138,7 +139,7 @@ class Agreement(Generic[Outcome]):
         derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
             on the worker.
         grid: a Cartesian partition of all members; a large group's headers come together along its axes.
-        parts: for each tensor the partition whose headers ``derive`` looks up; all members if not given.
+        read: for each tensor the partition whose headers ``derive`` looks up; all members if not given.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Agreement(Generic[Outcome]):
         identity: bytes,
         derive: Callable[[Headers], Outcome],
         grid: Partition | None = None,
-        parts: Sequence[Partition] = (),
+        read: Sequence[Partition] = (),
         options: object = (),
     ) -> None:
         self._comm = comm
@@ -159,7 +160,7 @@ class Agreement(Generic[Outcome]):
         self._options = options
         self._derive = derive
         self._grid = grid
-        self._read = [comm.rank in part for part in parts] or [True] * MOST_TENSORS
+        self._read = [comm.rank in P for P in read] or [True] * MOST_TENSORS
         self._calls = comm.calls(members)
         self._agreed: dict[bool, _Agreed[Outcome]] = {}
         self._outcomes: dict[object, Outcome] = {}
@@ -167,22 +168,22 @@ class Agreement(Generic[Outcome]):
     @classmethod
     def among(
         cls,
-        team: Partition,
+        P: Partition,
         label: Label,
         options: object,
         derive: Callable[[Headers], Outcome],
         along: Sequence[Partition] = (),
-        parts: Sequence[Partition] = (),
+        read: Sequence[Partition] = (),
     ) -> Agreement[Outcome]:
-        """The agreement of a team of workers, about a layer that is told from others by its name and options.
+        """The agreement of the workers of a partition about a layer, which its name and options tell from others.
 
         Args:
-            along: partitions along whose axes shapes may change; the first that has the whole team is the grid.
+            along: partitions along whose axes shapes may change; the first that has all of the workers is the grid.
         """
-        identity = repr((label.name, options)).encode() + team.workers.tobytes()
-        grids = (P for P in (*along, team) if P.cartesian and P.workers.size == team.workers.size)
-        members = LongGroup(team.workers.ravel().tolist())
-        return cls(team.comm, members, label, identity, derive, next(grids, None), parts, options)
+        identity = repr((label.name, options)).encode() + P.workers.tobytes()
+        grids = (grid for grid in (*along, P) if grid.cartesian and grid.workers.size == P.workers.size)
+        members = LongGroup(P.workers.ravel().tolist())
+        return cls(P.comm, members, label, identity, derive, next(grids, None), read, options)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
@@ -246,7 +247,7 @@ class Agreement(Generic[Outcome]):
         sent: IntArray,
         problem: str = "",
     ) -> Decision[Outcome]:
-        """Decide from what all members together have said."""
+        """Decide from the maximum of what all members have sent."""
         message = Message(*received[:_FIELDS].tolist())
         self._check(message, mode, problem)
         agreed = self._agreed.pop(mode, None)
@@ -365,7 +366,7 @@ def _by_worker(members: Group, texts: Sequence[str]) -> str:
 def _show(structure: Structure, derivatives: tuple[Derivatives, ...]) -> str:
     listed = [
         f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-        + "".join(f" with {name}" for name, mark in (("gradient", one.gradient), ("tangent", one.tangent)) if mark)
+        + "".join(f" with {name}" for name, flag in (("gradient", one.gradient), ("tangent", one.tangent)) if flag)
         for (dtype, shape), one in zip(structure[0], derivatives, strict=True)
     ]
     return ", ".join(listed)

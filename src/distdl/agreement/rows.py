@@ -23,7 +23,7 @@ from distdl.partition.groups import IntArray
 from distdl.transport.communicator import Communicator, Group
 
 FEW = 64  # members whose rows are simply gathered
-UNSAID = np.iinfo(np.int64).min  # stands in a row for a number that nobody reads
+UNREAD = np.iinfo(np.int64).min  # stands in a row for a number that nobody reads
 
 
 class Rows(Protocol):
@@ -98,7 +98,7 @@ def bring_together(
         grid: a Cartesian partition of all members along whose axes rows may be summed up; None if there is none.
     """
     if grid is not None and len(members) > FEW:
-        found = along_axes(comm, members, np.where(read, row, UNSAID), grid)
+        found = along_axes(comm, members, np.where(read, row, UNREAD), grid)
         if found is not None:
             return found
     return Listed(members, comm.through.all_gather(members, torch.from_numpy(row)).numpy())
@@ -112,10 +112,10 @@ def along_axes(comm: Communicator, members: Group, row: IntArray, grid: Partitio
     shape = grid.workers.shape
     ends = np.cumsum(shape)
     mine = ends - shape + grid.index_of(comm.rank)
-    table = np.full((int(ends[-1]), len(row)), UNSAID, dtype=np.int64)
+    table = np.full((int(ends[-1]), len(row)), UNREAD, dtype=np.int64)
     table[mine] = row
     table = comm.through.all_max(members, table.ravel()).reshape(table.shape)
-    differs = ((table[mine] != row) & (row != UNSAID)).astype(np.int64)
+    differs = ((table[mine] != row) & (row != UNREAD)).astype(np.int64)
     differs = comm.through.all_max(members, differs.ravel()).reshape(differs.shape)
     if differs.all(axis=0).any():
         return None

@@ -47,11 +47,11 @@ class _Letter:
 class _Meeting:
     """Members of a group that come together to combine a vector each."""
 
-    __slots__ = ("arrived", "done", "words")
+    __slots__ = ("arrived", "done", "highest")
 
     def __init__(self) -> None:
         self.arrived: set[int] = set()
-        self.words: IntArray | None = None
+        self.highest: IntArray | None = None
         self.done = False
 
 
@@ -104,11 +104,11 @@ class Hub:
         letter.read = True
         self._ring(letter.sender)
 
-    def join(self, worker: int, group: Group, words: IntArray) -> _Meeting:
+    def join(self, worker: int, group: Group, values: IntArray) -> _Meeting:
         """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
         meeting = self._meetings.setdefault(group, _Meeting())
         meeting.arrived.add(worker)
-        meeting.words = words if meeting.words is None else np.maximum(meeting.words, words)
+        meeting.highest = values if meeting.highest is None else np.maximum(meeting.highest, values)
         if len(meeting.arrived) == len(group):
             meeting.done = True
             del self._meetings[group]
@@ -245,12 +245,12 @@ class ThreadCommunicator(Communicator):
             tensor.copy_(letter.tensor)
         letter.event = _record(tensor)
 
-    def all_max(self, group: Group, words: IntArray) -> IntArray:
+    def all_max(self, group: Group, values: IntArray) -> IntArray:
         with self.hub.lock:
-            meeting = self.hub.join(self.rank, group, words)
+            meeting = self.hub.join(self.rank, group, values)
         self.hub.wait(self, lambda: meeting.done, lambda: [w for w in group if w not in meeting.arrived])
-        assert meeting.words is not None
-        return meeting.words.copy()
+        assert meeting.highest is not None
+        return meeting.highest.copy()
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
@@ -298,18 +298,20 @@ def _run(work: Work, workers: int) -> list[Any]:
         else:
             hub.finish(rank)
 
-    team = [threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)]
-    for thread in team:
+    running = [
+        threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)
+    ]
+    for thread in running:
         thread.start()
     try:
-        for thread in team:
+        for thread in running:
             while thread.is_alive() and hub.failure is None:
                 thread.join(0.1)
     except BaseException as interruption:  # of the caller's thread: by the keyboard, or by a test's time limit
         hub.fail(interruption)
     if hub.failure is not None:
         deadline = time.monotonic() + _GRACE
-        for thread in team:
+        for thread in running:
             thread.join(max(deadline - time.monotonic(), 0.0))
         raise hub.failure
     return [results[rank] for rank in range(workers)]

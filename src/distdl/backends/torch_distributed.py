@@ -62,7 +62,7 @@ class TorchCommunicator(Communicator):
         self._groups: dict[tuple[bool, Group], Any] = {}
         self._generation = 0
         self._watch = _Watch(store, rank)
-        self._group(self._world, direct=False)  # at once, so that from now on the end of a worker is felt by the others
+        self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         direct = any(self._direct(tensor) for _, tensor in (*sends, *receives))
@@ -117,10 +117,10 @@ class TorchCommunicator(Communicator):
         work = self._group(group, self._direct(y)).allreduce(buffer, dist.ReduceOp.SUM, self._limit)
         return self._pending(work, group, y, buffer)
 
-    def all_max(self, group: Group, words: IntArray) -> IntArray:
+    def all_max(self, group: Group, values: IntArray) -> IntArray:
         if len(group) < 3:
-            return super().all_max(group, words)  # one message each way is faster than gloo's reduction
-        highest = words.copy()
+            return super().all_max(group, values)  # one message each way is faster than gloo's reduction
+        highest = values.copy()
         work = self._group(group, False).allreduce(torch.from_numpy(highest), dist.ReduceOp.MAX, self._limit)
         self._finish(work, group)
         return highest
@@ -155,7 +155,7 @@ class TorchCommunicator(Communicator):
             name = f"{self._generation}/{'nccl' if direct else 'gloo'}/{'_'.join(map(str, workers))}"
             store, place = dist.PrefixStore(name, self._store), workers.index(self.rank)
             if self._groups:
-                # members meet in the store, where they would not feel the end of another, so let them meet here first
+                # members meet in the store, where they would not notice the end of another, so let them meet here first
                 self.all_gather(workers, torch.zeros(1))
             if direct:
                 options = dist.ProcessGroupNCCL.Options()
@@ -191,7 +191,7 @@ class TorchCommunicator(Communicator):
             return CommunicationError(
                 f"worker {self.rank} lost a connection in {self.where}, waiting for {name_workers(others)}: {error}"
             )
-        waiting = self._watch.heard(others)
+        waiting = self._watch.waiting(others)
         late = self.overdue([worker for worker in others if worker not in waiting] or others)
         return CommunicationError(
             str(late) + "".join(f"; worker {worker} waits in {where}" for worker, where in sorted(waiting.items()))
@@ -205,7 +205,7 @@ class _Watch:
         self._store = store
         self._key = f"waits/{rank}"
         self._wait: tuple[float, object] | None = None
-        self._told = False
+        self._written = False
         self._lock = threading.Lock()
         threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
 
@@ -216,11 +216,11 @@ class _Watch:
     def end(self) -> None:
         with self._lock:
             self._wait = None
-            if self._told:
+            if self._written:
                 self._store.delete_key(self._key)
-                self._told = False
+                self._written = False
 
-    def heard(self, workers: Sequence[int]) -> dict[int, str]:
+    def waiting(self, workers: Sequence[int]) -> dict[int, str]:
         """Those of the workers that wait too, and where."""
         keys = {worker: f"waits/{worker}" for worker in workers}
         try:
@@ -232,13 +232,13 @@ class _Watch:
         while True:
             time.sleep(_PATIENCE / 2)
             with self._lock:
-                if self._wait is None or self._told or time.monotonic() - self._wait[0] < _PATIENCE:
+                if self._wait is None or self._written or time.monotonic() - self._wait[0] < _PATIENCE:
                     continue
                 try:
                     self._store.set(self._key, str(self._wait[1]))
                 except RuntimeError:
                     return
-                self._told = True
+                self._written = True
 
 
 _over: dict[Any, TorchCommunicator] = {}

@@ -24,7 +24,7 @@ from distdl.transport.communicator import Communicator, Pending, contiguous, fol
 from distdl.transport.view import Addressed, View
 
 _SHORT_COPY = 1 << 15  # bytes; up to here torch takes longer to make views than to copy
-_WORDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+_KINDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 _CPU = torch.device("cpu")
 _X, _Y, _BUFFERS = 0, 1, 2  # where a program's tensors stand: x, y, and buffers for what is not written to y at once
 
@@ -185,31 +185,31 @@ class _Copy(NamedTuple):
     """A copy of a few bytes from x to y by their addresses, through NumPy. (:class:`View` says why that is safe.)
 
     Attributes:
-        shape, word: extents in elements, and a NumPy dtype as wide as one.
+        shape, kind: extents in elements, and a NumPy dtype as wide as one.
         to, own: where the regions lie: offset, strides in bytes, and a type as long as from first to last element.
-        run: bytes, if both are contiguous; else 0.
+        nbytes: how many, if both are contiguous; else 0.
     """
 
     shape: Shape
-    word: np.dtype[Any]
+    kind: np.dtype[Any]
     to: tuple[int, Shape, Any]
     own: tuple[int, Shape, Any]
-    run: int
+    nbytes: int
 
     @classmethod
     def of(cls, to: View, own: View) -> _Copy:
-        run = to.nbytes if to.is_contiguous and own.is_contiguous else 0
-        return cls(own.shape, np.dtype(_WORDS[own.dtype.itemsize]), _memory(to), _memory(own), run)
+        nbytes = to.nbytes if to.is_contiguous and own.is_contiguous else 0
+        return cls(own.shape, np.dtype(_KINDS[own.dtype.itemsize]), _memory(to), _memory(own), nbytes)
 
     def execute(self, target: int, source: int) -> None:
         """Copy, given the addresses of both tensors."""
-        if self.run:
-            ctypes.memmove(target + self.to[0], source + self.own[0], self.run)
+        if self.nbytes:
+            ctypes.memmove(target + self.to[0], source + self.own[0], self.nbytes)
             return
         offset, strides, block = self.to
-        to: NDArray[Any] = np.ndarray(self.shape, self.word, block.from_address(target + offset), 0, strides)
+        to: NDArray[Any] = np.ndarray(self.shape, self.kind, block.from_address(target + offset), 0, strides)
         offset, strides, block = self.own
-        to[...] = np.ndarray(self.shape, self.word, block.from_address(source + offset), 0, strides)
+        to[...] = np.ndarray(self.shape, self.kind, block.from_address(source + offset), 0, strides)
 
 
 def _memory(view: View) -> tuple[int, Shape, Any]:

@@ -41,8 +41,8 @@ def sliding_extent(
     extent: int, kernel: int, stride: int = 1, padding: tuple[int, int] = (0, 0), dilation: int = 1
 ) -> int:
     """Number of outputs of a convolution or a pooling (rounded down) over ``extent`` inputs. Never negative."""
-    room = extent + sum(padding) - span(kernel, dilation)
-    return max(room // stride + 1, 0)
+    spare = extent + sum(padding) - span(kernel, dilation)
+    return max(spare // stride + 1, 0)
 
 
 def grouped(outputs: Interval, inputs: int, produced: int) -> Interval:
@@ -59,15 +59,15 @@ def grouped(outputs: Interval, inputs: int, produced: int) -> Interval:
 
 
 def group_runs(outputs: Interval, produced: int) -> list[Interval]:
-    """Cut a run of output channels into parts of one group each, and one run of whole groups, in their order.
+    """Split a run of output channels into parts of single groups and one run of whole groups, in their order.
 
     >>> group_runs((1, 7), produced=2)
     [(1, 2), (2, 6), (6, 7)]
     """
     first, stop = outputs
     begin, end = -(-first // produced) * produced, stop // produced * produced
-    cuts = [first, begin, end, stop] if begin <= end else [first, stop]
-    return [(start, last) for start, last in pairwise(cuts) if start < last]
+    ends = [first, begin, end, stop] if begin <= end else [first, stop]
+    return [(start, last) for start, last in pairwise(ends) if start < last]
 
 
 @dataclass(frozen=True)
@@ -171,16 +171,16 @@ def pooled_extent(
     >>> pooled_extent(6, kernel=3, stride=2), pooled_extent(6, kernel=3, stride=2, ceil_mode=True)
     (2, 3)
     """
-    room = extent + 2 * padding - span(kernel, dilation)
+    spare = extent + 2 * padding - span(kernel, dilation)
     if not ceil_mode:
-        return max(room // stride + 1, 0)
-    count = -(-room // stride) + 1
+        return max(spare // stride + 1, 0)
+    count = -(-spare // stride) + 1
     return max(count - ((count - 1) * stride >= extent + padding), 0)
 
 
 @dataclass(frozen=True)
 class PoolSliding(Sliding):
-    """The geometry of a pooling: windows that slide, of which the last may be cut off."""
+    """The geometry of a pooling: windows that slide; the last may reach beyond the padding."""
 
     ceil_mode: bool = False
 
@@ -213,7 +213,7 @@ class PoolSliding(Sliding):
 def adaptive(outputs: Interval, extent: int, count: int) -> Interval:
     """Inputs that an adaptive pooling of ``extent`` inputs to ``count`` outputs reads for some of these.
 
-    Output ``o`` reads from ``floor(o * extent / count)`` to ``ceil((o + 1) * extent / count)``. Turned round it is the
+    Output ``o`` reads from ``floor(o * extent / count)`` to ``ceil((o + 1) * extent / count)``. The inverse is the
     same function: ``adaptive(inputs, count, extent)`` are the outputs that read any of these inputs.
 
     >>> [adaptive((o, o + 1), 5, 3) for o in range(3)], adaptive((1, 2), 3, 5)
@@ -237,7 +237,7 @@ def _whole_numbers(value: Any, count: int) -> Shape:
 
 
 def reading(outputs: Intervals, ends: Callable[[list[int]], tuple[list[int], list[int]]]) -> list[Interval]:
-    """Inputs that runs of outputs read, if later outputs read no earlier inputs. So it is in an interpolation.
+    """Inputs that runs of outputs read, where later outputs never read earlier inputs, as in an interpolation.
 
     Args:
         outputs: the runs.

@@ -130,7 +130,7 @@ def _of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# (mark in the message, which values it is for, to bytes, from bytes); the first that accepts a value writes it
+# (first byte of the message, which values it is for, to bytes, from bytes); the first that accepts a value writes it
 _KINDS: tuple[tuple[bytes, Callable[[Any], bool], Callable[[Any], bytes], Callable[[memoryview], Any]], ...] = (
     (b"g", lambda value: isinstance(value, np.generic) and _is_array(value), _write_array,
      lambda body: _read_array(body)[()]),

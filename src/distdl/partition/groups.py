@@ -1,7 +1,7 @@
 """Which workers talk to which: the groups behind broadcasts, sum-reductions and all-sum-reductions, as array slices.
 
-Everything here is about arrays of worker numbers, one axis for each axis of a partition. A group is cut out as a
-strided view, so its cost does not depend on how many workers there are.
+Everything here is about arrays of worker numbers, one axis for each axis of a partition. A group is a strided view, so
+its cost does not depend on how many workers there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def dims(shape: Sequence[int]) -> str:
 
 
 def describe(workers: IntArray) -> str:
-    """Shape and numbers, for people: ``2x2 on workers 4..7``; long lists are cut."""
+    """Shape and numbers, for people: ``2x2 on workers 4..7``; long lists are shortened."""
     listed = workers.ravel()
     if listed.size > 2 and (np.diff(listed) == 1).all():
         return f"{dims(workers.shape)} on workers {listed[0]}..{listed[-1]}"
@@ -87,8 +87,8 @@ def source_of(few: IntArray, many: IntArray, target: Sequence[int]) -> int:
 
 def targets_of(few: IntArray, many: IntArray, source: Sequence[int]) -> IntArray:
     """The workers in ``many`` that are fed by the worker at index ``source`` of ``few``, row-major (a view)."""
-    cut = [slice(None) if n == 1 else slice(i, i + 1) for n, i in zip(few.shape, source, strict=True)]
-    return many[(..., *cut)]
+    index = [slice(None) if n == 1 else slice(i, i + 1) for n, i in zip(few.shape, source, strict=True)]
+    return many[(..., *index)]
 
 
 def line_of(workers: IntArray, axes: Sequence[int], index: Sequence[int]) -> IntArray:

@@ -1,4 +1,4 @@
-"""Partition: a team of workers, as a value. It is an array of worker numbers and a link to their world.
+"""Partition: some workers of a world, as a value. It is an array of worker numbers and a link to their world.
 
 Partitions are equal when they have the same world, the same workers in the same order, and the same shape. Making one
 from another is arithmetic on the array and sends no message, so every worker that knows the parent may do it, member or
@@ -30,13 +30,13 @@ from distdl.transport.communicator import Communicator, Group
 
 
 class Partition:
-    """An unstructured team: a list of workers. Worker numbers are those of the world.
+    """An unstructured partition: a list of workers. Worker numbers are those of the world.
 
     Attributes:
         comm: the link to the world; all partitions of a world share it.
         workers: worker numbers, shape ``(size,)`` (Cartesian: the shape of the topology). The same on every worker.
         active: whether this worker is a member.
-        rank: this worker's place in the team, from 0; ``comm.absent`` where it is inactive.
+        rank: this worker's place in the list, from 0; ``comm.absent`` where it is inactive.
         size: number of members; -1 where inactive.
         shape, dim: ``[size]`` and 1.
         index: the rank; None where inactive.
@@ -186,7 +186,7 @@ class Partition:
         return self._like(topology(self.workers, shape, self.comm.how_to_start), cartesian=True)
 
     def create_allreduction_partition(self, axes: int | Sequence[int]) -> Any:
-        """The team within which this worker's tensor is all-sum-reduced along the given partition axes, root first."""
+        """The workers with which this one's tensor is all-sum-reduced along the given partition axes, root first."""
         reduced = check_axes(axes, self.workers.ndim, "an all-reduction")
         if self._place is None:
             return self._like(np.empty(0, dtype=np.int64))
@@ -195,11 +195,11 @@ class Partition:
     def create_broadcast_partition_to(
         self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
-        """The two teams in which this worker takes part when this partition's tensors are broadcast to ``P``.
+        """The two groups in which this worker takes part when this partition's tensors are broadcast to ``P``.
 
         Returns:
-            P_send: the team to which this worker copies its tensor; inactive where it is not in this partition.
-            P_recv: the team from whose root it gets its copy; inactive where it is not in ``P``.
+            P_send: the group to which this worker copies its tensor; inactive where it is not in this partition.
+            P_recv: the group from whose root it gets its copy; inactive where it is not in ``P``.
             Both are unstructured, root first. The root receives a copy only if its P_recv is its P_send.
         Raises: ValueError if the shapes do not fit.
         """
@@ -208,7 +208,7 @@ class Partition:
     def create_reduction_partition_to(
         self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
-        """The mirror image: the teams with which this partition's tensors are sum-reduced to ``P``.
+        """The mirror image: the groups with which this partition's tensors are sum-reduced to ``P``.
 
         Returns: P_send, to whose root this worker contributes, and P_recv, whose sum it receives, as above.
         Raises: ValueError if the shapes do not fit.
@@ -242,14 +242,15 @@ class Partition:
         """
         if not self.active and P_data is not None:
             return None
-        team = self if P_data is None else P_data
+        receivers = self if P_data is None else P_data
         self._begin("broadcast_data")
-        self._check_world(team)
-        if not np.isin(team.workers, self.workers).all():
-            raise ValueError(f"broadcast_data needs P_data to be a sub-partition of {self}; got {team}")
-        if not 0 <= root < team.workers.size:
-            raise ValueError(f"broadcast_data needs a root from 0 to {team.workers.size - 1} in {team}; got {root}")
-        return broadcast_value(self.comm, root_first(int(team.workers.flat[root]), self.workers), data)
+        self._check_world(receivers)
+        if not np.isin(receivers.workers, self.workers).all():
+            raise ValueError(f"broadcast_data needs P_data to be a sub-partition of {self}; got {receivers}")
+        if not 0 <= root < receivers.workers.size:
+            last = receivers.workers.size - 1
+            raise ValueError(f"broadcast_data needs a root from 0 to {last} in {receivers}; got {root}")
+        return broadcast_value(self.comm, root_first(int(receivers.workers.flat[root]), self.workers), data)
 
     def allgather_data(self, data: Any) -> list[Any]:
         """The values of all members, in the order of their ranks, on every member.
@@ -295,7 +296,7 @@ class Partition:
 
 
 class CartesianPartition(Partition):
-    """A team with a Cartesian topology: ``workers[i, j, ..]`` is the worker at index ``(i, j, ..)``.
+    """A partition with a Cartesian topology: ``workers[i, j, ..]`` is the worker at index ``(i, j, ..)``.
 
     Attributes that differ from :class:`Partition`:
         shape, dim: number of workers along each axis (kept where inactive), and how many axes there are.

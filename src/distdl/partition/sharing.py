@@ -28,23 +28,23 @@ _REDUCTIONS: dict[str, tuple[Callable[[Iterable[int]], int], _Combine, _Combine]
 
 def broadcast_value(comm: Communicator, group: Group, value: Any) -> Any:
     """The value of the group's first worker, on all of its members."""
-    message = _pack(value) if comm.rank == group[0] else torch.empty(0, dtype=torch.uint8)
+    message = _message_of(value) if comm.rank == group[0] else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([message.numel()])
     comm.through.broadcast(group, length).wait()
     if comm.rank != group[0]:
         message = torch.empty(int(length), dtype=torch.uint8)
     comm.through.broadcast(group, message).wait()
-    return _unpack(comm, group[0], message)
+    return _value_of(comm, group[0], message)
 
 
 def gather_values(comm: Communicator, group: Group, value: Any) -> list[Any]:
     """The values of all members, in the order of the group, on every member."""
-    message = _pack(value)
+    message = _message_of(value)
     lengths = comm.through.all_gather(group, torch.tensor([message.numel()])).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: message.numel()] = message
     messages = comm.through.all_gather(group, padded)
-    return [_unpack(comm, w, m[:n]) for w, m, n in zip(group, messages, lengths, strict=True)]
+    return [_value_of(comm, w, m[:n]) for w, m, n in zip(group, messages, lengths, strict=True)]
 
 
 def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
@@ -68,15 +68,15 @@ def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
     return fold(values, of_tensors if isinstance(values[0], torch.Tensor) else of_arrays)
 
 
-def _pack(value: Any) -> torch.Tensor:
+def _message_of(value: Any) -> torch.Tensor:
     try:
         message = _VALUE + encode(value)
-    except Exception as problem:  # whatever it is: the receivers wait and must hear of it
+    except Exception as problem:  # whatever it is: the receivers wait and have to learn of it
         message = _PROBLEM + str(problem).encode()
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
-def _unpack(comm: Communicator, sender: int, message: torch.Tensor) -> Any:
+def _value_of(comm: Communicator, sender: int, message: torch.Tensor) -> Any:
     content = message.numpy().tobytes()
     if content[:1] == _PROBLEM:
         raise ValueError(f"worker {sender}: {content[1:].decode()}")

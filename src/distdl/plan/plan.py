@@ -114,14 +114,14 @@ class Schedule:
 
     Attributes:
         sends: ``(target, index into x)``, in plan order.
-        receives: ``(source, index into y or None, shape)``, in plan order; None is a room of its own, for a sum.
+        receives: ``(source, index into y or None, shape)``, in plan order; None is a buffer of its own, for a sum.
         blank: what no other entry writes, so that it has to be set to zero: indices into y.
         kept: ``(index into y, index into x)``: what this worker has already.
         sums: ``(index into y, terms)``, in plan order; a term is the number of a receive, or an index into x.
         packs: several entries go to, or come from, the same worker; they are one message, in their order.
         adds: sums share cells, so each is added to y, once ``blank`` and ``kept`` are there, instead of written.
-        roles: the teams of more than two of which this worker is part and that have something to move, in the order in
-            which all workers turn to them: by root, which no two teams have in common. What moves in smaller teams
+        roles: the teams of more than two of which this worker is part and that have something to move, in one order on
+            all workers: by root, which no two teams have in common. What moves in smaller teams
             stands among the sends, receives and sums, but for large all-sums, of which each of two adds up one half.
     """
 

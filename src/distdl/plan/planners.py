@@ -54,7 +54,7 @@ Turns = tuple[tuple[Shape, Box], ...]
 
 
 def _turns(extents: Shape, repeats: Mapping[int, Interval]) -> Turns:
-    """By how much a window is moved to lie on the tensor, in every way, and the cells that count then."""
+    """Every way to shift a window onto the tensor: by how much, and the cells that count then."""
     cells = tuple(repeats.get(dim, (0, extent)) for dim, extent in enumerate(extents))
     periods = [(0, stop - start, start - stop) if dim in repeats else (0,) for dim, (start, stop) in enumerate(cells)]
     return tuple((offsets, cells) for offsets in product(*periods))
@@ -131,7 +131,7 @@ def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None 
 
 
 def padded_halo(P_x: Partition, shapes: IntArray, halos: IntArray, me: int | None = None) -> Plan:
-    r"""Plan the halo exchange of tensors that already have room for their halos.
+    r"""Plan the halo exchange of tensors that include their halos already.
 
     Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and each cell of y's halo is the bulk of the worker that owns it,
     in corners and beyond the next neighbour too; cells outside the tensor are 0. What x holds in its halo is ignored.

@@ -23,8 +23,8 @@ def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     """y, or if it is a view, a tensor by itself with its values.
 
-    What is written in place into a view of zero volume is cut off from its graph. So an activation in place behind a
-    layer would take that worker out of what the others differentiate.
+    A view of zero volume that is written in place loses its graph. So behind an activation in place, that worker would
+    take no part in what the others differentiate.
 
     Args:
         inputs: what y was computed from. If it shares memory with one of them, it is copied.
@@ -57,8 +57,8 @@ class _Whole(torch.autograd.Function):
 def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """What a worker that has no part in a layer returns: a clone of x that depends on the layer's other tensors, too.
 
-    Inside an activation checkpoint it saves something where the members do, so that it recomputes as much as they. Else
-    it would stop before an inner checkpoint in front of this layer, and the others would wait for it there.
+    Inside an activation checkpoint it saves something where the members do, so that it recomputes as much as they
+    do. Otherwise it would stop before an inner checkpoint in front of this layer, and the others would wait for it.
     """
     y = x.clone()
     for other in others:
@@ -136,7 +136,7 @@ def local(
 
     Where an operand or the result has no volume, the operator runs on the smallest operands that it accepts, made of
     zeros, and the result is zeros. So the result depends on the same arguments through the same operator on every
-    worker, and whatever is differentiated, and however often, all workers come past the same exchanges. The result is
+    worker, and whatever is differentiated, and however often, all workers go through the same exchanges. The result is
     no view (see :func:`no_view`).
 
     Args:

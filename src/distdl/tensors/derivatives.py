@@ -1,4 +1,4 @@
-"""What a tensor carries for differentiation, and how the graph stays connected where nothing is computed."""
+"""What a tensor carries for differentiation, and whether anything is being differentiated or checkpointed."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 def kind_without_memory(tensor: torch.Tensor) -> str:
     """What kind of tensor this is if its elements lie nowhere in memory, or only in other tensors; else empty.
 
-    Of such a kind are masked tensors and whatever else torch makes as a wrapper. (Zeros without memory are readable.)
+    Masked tensors are of such a kind, and all others that torch makes as wrappers. (Zeros without memory are readable.)
     """
     try:
         if not tensor.numel() or tensor._is_zerotensor() or tensor.data_ptr() != 0:

@@ -1,7 +1,7 @@
 """Communicator: what a back-end offers to the rest of distdl.
 
 A back-end is one class with ``rank``, ``size`` and ``exchange``. Everything else here is built on ``exchange``; a
-back-end overrides a method only to be faster. It never hears of gradients, halos or layers.
+back-end overrides a method only to be faster. It knows nothing of gradients, halos or layers.
 
 Workers are numbered from 0 in the world of the communicator. A *group* is a tuple of different workers that contains
 this one; every member passes the same tuple, and makes its calls for that group in the same order. Where a group has a
@@ -137,7 +137,7 @@ class Communicator(ABC):
         released: whether :meth:`release` has left it unusable.
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
-        recorder: what is told of all that goes through this communicator, and passes it on; None if nothing is.
+        recorder: the communicator that records what goes through this one, and passes it on; None if nothing does.
     """
 
     rank: int
@@ -243,8 +243,8 @@ class Communicator(ABC):
                 own = x[slices[self.rank]]
                 fold_into(mine, [own if worker == self.rank else buffers[worker] for worker in group])
             if not whole:
-                again = [(w, mine) for w in buffers], [(worker, y[slices[worker]]) for worker in others]
-                self.through.exchange(*again).wait()
+                sends = [(worker, mine) for worker in buffers]
+                self.through.exchange(sends, [(worker, y[slices[worker]]) for worker in others]).wait()
 
         return Pending(finish)
 
@@ -258,9 +258,9 @@ class Communicator(ABC):
             self.through.exchange(sends, receives).wait()
         return gathered
 
-    def all_max(self, group: Group, words: IntArray) -> IntArray:
+    def all_max(self, group: Group, values: IntArray) -> IntArray:
         """Element-wise maximum of a short int64 vector over the members: the message of every agreement."""
-        highest: IntArray = self.all_gather(group, torch.from_numpy(words)).numpy().max(axis=0)
+        highest: IntArray = self.all_gather(group, torch.from_numpy(values)).numpy().max(axis=0)
         return highest
 
     def release(self) -> None:
@@ -316,7 +316,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def name_workers(workers: Iterable[int]) -> str:
-    """``worker 3`` or ``workers 0, 2, 5``; long lists are cut."""
+    """``worker 3`` or ``workers 0, 2, 5``; long lists are shortened."""
     listed = sorted(set(workers))
     head = ", ".join(str(worker) for worker in listed[:16])
     more = f" and {len(listed) - 16} more" if len(listed) > 16 else ""

@@ -1,4 +1,4 @@
-"""Recording: a communicator that passes everything on to another one and tells of each call."""
+"""Recording: a communicator that passes everything on to another one and reports each call."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Recording(Communicator):
 
     Args:
         inner: what does the work.
-        tell: is told of each call, once the wait for it has ended.
-        begun: is told of each call as it begins.
+        ended: gets each call, once the wait for it has ended.
+        begun: gets each call as it begins.
     """
 
     def __init__(
         self,
         inner: Communicator,
-        tell: Callable[[Call], None] = lambda call: None,
+        ended: Callable[[Call], None] = lambda call: None,
         begun: Callable[[Call], None] = lambda call: None,
     ) -> None:
         super().__init__()
-        self.inner, self._tell, self._begun = inner, tell, begun
+        self.inner, self._ended, self._begun = inner, ended, begun
         self.rank, self.size, self.absent = inner.rank, inner.size, inner.absent
         self._collective: Call | None = None  # the collective that is being made of messages
 
@@ -119,7 +119,7 @@ class Recording(Communicator):
         call, begun = self._begin(operation, group, nbytes), time.perf_counter()
         result = self._inside(call, do)
         call.waited = time.perf_counter() - begun
-        self._tell(call)
+        self._ended(call)
         return result
 
     def _begin(self, operation: str, group: Group, nbytes: int) -> Call:
@@ -139,6 +139,6 @@ class Recording(Communicator):
             begun = time.perf_counter()
             self._inside(call, pending.wait)  # an all-sum in parts sends its second round here
             call.waited = time.perf_counter() - begun
-            self._tell(call)
+            self._ended(call)
 
         return Pending(finish)

@@ -16,14 +16,14 @@ from distdl.partition.groups import IntArray
 Slices = tuple[slice, ...]
 
 
-def _run(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> tuple[IntArray, IntArray]:
+def _interval(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> tuple[IntArray, IntArray]:
     """Where the block at an index starts and stops, along each dim."""
     lengths = [np.size(one) for one in (P_shape, index, shape) if np.ndim(one)]
     if len(set(lengths)) > 1:
         raise ValueError(f"P_shape, index and shape need one length, to broadcast; got lengths {lengths}")
     workers, place, extent = np.broadcast_arrays(np.atleast_1d(P_shape), np.atleast_1d(index), np.atleast_1d(shape))
-    runs = [balanced(int(n), int(p))[int(i)] for p, i, n in zip(workers, place, extent, strict=True)]
-    starts, stops = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    intervals = [balanced(int(n), int(p))[int(i)] for p, i, n in zip(workers, place, extent, strict=True)]
+    starts, stops = np.array(intervals, dtype=np.int64).reshape(-1, 2).T
     return (starts, stops) if lengths else (starts[0], stops[0])
 
 
@@ -35,18 +35,18 @@ def compute_subshape(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> 
     Returns: the extents of the block, in elements, as NumPy integers; the remainder goes to the lowest places.
     Raises: ValueError if their lengths differ.
     """
-    start, stop = _run(P_shape, index, shape)
+    start, stop = _interval(P_shape, index, shape)
     return stop - start
 
 
 def compute_start_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> IntArray:
     """The first cell of that block, along each dim."""
-    return _run(P_shape, index, shape)[0]
+    return _interval(P_shape, index, shape)[0]
 
 
 def compute_stop_index(P_shape: ArrayLike, index: ArrayLike, shape: ArrayLike) -> IntArray:
     """The cell behind the last one of that block, along each dim."""
-    return _run(P_shape, index, shape)[1]
+    return _interval(P_shape, index, shape)[1]
 
 
 def compute_intersection(
@@ -96,8 +96,8 @@ def assemble_index_filter(index: Sequence[int], axes: int | Sequence[int], inver
 
 def filtered_range_index(shape: Sequence[int], index_filter: Sequence[slice | int]) -> Iterator[tuple[int, ...]]:
     """The indices of an array of this shape, row-major, that a filter of slices or places lets through."""
-    runs = [range(int(extent)) for extent in shape]
-    allowed = [run[cut] for run, cut in zip(runs, index_filter, strict=True)]
+    ranges = [range(int(extent)) for extent in shape]
+    allowed = [places[let] for places, let in zip(ranges, index_filter, strict=True)]
     yield from product(*((places,) if isinstance(places, int) else places for places in allowed))
 
 
@@ -110,6 +110,6 @@ def compute_partition_intersection(
 
     Returns: slices of the block at ``r_index``, or None if they share nothing.
     """
-    own = _run(P_r_shape, r_index, x_global_shape)
-    start, stop, shared = compute_intersection(*own, *_run(P_s_shape, s_index, x_global_shape))
+    own = _interval(P_r_shape, r_index, x_global_shape)
+    start, stop, shared = compute_intersection(*own, *_interval(P_s_shape, s_index, x_global_shape))
     return assemble_slices(start - own[0], stop - own[0]) if shared.all() else None

@@ -42,8 +42,8 @@ def compute_subtensor_shapes_unbalanced(
     if P_y is None:
         return blocks
     everyone = P_x | P_y
-    told: IntArray | None = everyone.broadcast_data(blocks, root=0) if everyone.active else None
-    return told
+    known: IntArray | None = everyone.broadcast_data(blocks, root=0) if everyone.active else None
+    return known
 
 
 def compute_subtensor_start_indices(shapes: IntArray) -> IntArray:

@@ -52,15 +52,15 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
 
 
 def _run_here(function: Callable[[], Result], workers: int, backend: str) -> list[Result]:
-    team = world(backend)
-    if team.size != workers:
+    P = world(backend)
+    if P.size != workers:
         raise ValueError(
-            f"run_workers was asked for {workers} workers inside a job that was launched with {team.size} ({backend}); "
-            f"launch it with {workers}, or ask for {team.size}"
+            f"run_workers was asked for {workers} workers inside a job that was launched with {P.size} ({backend}); "
+            f"launch it with {workers}, or ask for {P.size}"
         )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return team.allgather_data(function())
+        return P.allgather_data(function())
     finally:
         torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""The ledger: what this worker's layers say to other workers, in messages, bytes and time."""
+"""The ledger: what this worker's layers exchange with other workers, in messages, bytes and time."""
 
 from __future__ import annotations
 

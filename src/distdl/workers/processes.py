@@ -51,31 +51,31 @@ def run_processes(
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     reports: Any = context.Queue()
-    team = [
+    processes = [
         context.Process(target=_work, args=(content, rank, workers, store.port, backend, reports), daemon=True)
         for rank in range(workers)
     ]
     try:
-        for process in team:
+        for process in processes:
             process.start()
-        results = _collect(team, reports)
+        results = _collect(processes, reports)
     finally:
-        for process in team:
+        for process in processes:
             if process.is_alive():
                 process.terminate()
             process.join()
     return [results[rank] for rank in range(workers)]
 
 
-def _collect(team: Sequence[BaseProcess], reports: Any) -> dict[int, Any]:
+def _collect(processes: Sequence[BaseProcess], reports: Any) -> dict[int, Any]:
     results: dict[int, Any] = {}
     failures: dict[int, tuple[BaseException, str]] = {}
     deadline = float("inf")
-    while len(results) + len(failures) < len(team) and time.monotonic() < deadline:
+    while len(results) + len(failures) < len(processes) and time.monotonic() < deadline:
         try:
             rank, succeeded, content = reports.get(timeout=0.1)
         except queue.Empty:
-            for rank, process in enumerate(team):
+            for rank, process in enumerate(processes):
                 if process.exitcode is not None and rank not in results and rank not in failures and reports.empty():
                     failures[rank] = (RuntimeError(f"worker {rank} ended with exit code {process.exitcode}"), "")
         else:

@@ -21,9 +21,9 @@ def check_exchange_around_a_ring():
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for dtype in DTYPES[:-3]:
         wide, expected = (torch.full((4, 6), n + 1, dtype=torch.uint8).to(dtype) for n in (comm.rank, before))
-        room = torch.zeros(6, 4, dtype=dtype).T
-        comm.exchange([(after, wide)], [(before, room)]).wait()
-        assert torch.equal(room, expected), dtype
+        buffer = torch.zeros(6, 4, dtype=dtype).T
+        comm.exchange([(after, wide)], [(before, buffer)]).wait()
+        assert torch.equal(buffer, expected), dtype
 
 
 def check_strided_messages():
@@ -37,9 +37,9 @@ def check_strided_messages():
         "0-d": base[0, 0, 0], "one expanded element": base[0, 0, 0].expand(1, 1),
     }  # fmt: skip
     for name, view in views.items():
-        room = torch.zeros(view.shape[::-1]).permute(tuple(range(view.dim()))[::-1])
-        comm.exchange([(after, view)], [(before, room)]).wait()
-        assert torch.equal(room, view + 100 * (before - comm.rank)), name
+        buffer = torch.zeros(view.shape[::-1]).permute(tuple(range(view.dim()))[::-1])
+        comm.exchange([(after, view)], [(before, buffer)]).wait()
+        assert torch.equal(buffer, view + 100 * (before - comm.rank)), name
 
 
 def check_messages_from_and_to_any_strides_touch_nothing_beside():
@@ -67,14 +67,14 @@ def check_messages_of_a_pair_keep_their_order_and_tags_find_each_other():
     if comm.size == 1:
         return
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    rooms = [torch.zeros(2) for _ in range(4)]
+    buffers = [torch.zeros(2) for _ in range(4)]
     sends = [(after, torch.full((2,), float(k))) for k in range(4)]
     first = comm.exchange(sends[:2], [], tag=7)
-    second = comm.exchange(sends[2:], [(before, rooms[2]), (before, rooms[3])], tag=32767)
-    third = comm.exchange([], [(before, rooms[0]), (before, rooms[1])], tag=7)
+    second = comm.exchange(sends[2:], [(before, buffers[2]), (before, buffers[3])], tag=32767)
+    third = comm.exchange([], [(before, buffers[0]), (before, buffers[1])], tag=7)
     for pending in (second, third, first, first):
         pending.wait()
-    assert [room[0].item() for room in rooms] == [0, 1, 2, 3]
+    assert [buffer[0].item() for buffer in buffers] == [0, 1, 2, 3]
 
 
 def check_collectives_over_groups():

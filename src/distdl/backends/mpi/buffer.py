@@ -37,7 +37,7 @@ class MPIExpandableBuffer:
                 self.views[shape] = self._view(shape)
 
     def allocate_view(self, view_shape: Sequence[int]) -> None:
-        """Make room for a view of this shape."""
+        """Have a view of this shape, and as much capacity as it needs."""
         shape = tuple(int(extent) for extent in view_shape)
         self.expand(prod(shape))
         self.views[shape] = self._view(shape)

@@ -62,7 +62,7 @@ class MPICommunicator(Communicator):
         self.parent = parent
         self._world = parent.Dup()
         self._groups: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): self._world}
-        self._teams: dict[Group, tuple[MPI.Intracomm, int]] = {}
+        self._handles: dict[Group, tuple[MPI.Intracomm, int]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
         self._cuda_aware = is_cuda_aware()
@@ -108,7 +108,7 @@ class MPICommunicator(Communicator):
         return Requests(self.finish, requests, prepared.workers, tensors)
 
     def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
-        comm, root = self._team(group)
+        comm, root = self._handle(group)
         buffer = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
         requests = [comm.Ibcast(piece, root) for piece in pieces(buffer)]
         return self._pending(group, requests, buffer if self.rank == group[0] else tensor, buffer)
@@ -117,7 +117,7 @@ class MPICommunicator(Communicator):
         tensor = x if y is None else y
         if tensor is None or tensor.dtype not in TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
             return super().sum(group, x, y)
-        comm, root = self._team(group)
+        comm, root = self._handle(group)
         if y is None:
             ready = self._readable(tensor)
             requests = [comm.Ireduce(piece, None, MPI.SUM, root) for piece in pieces(ready, typed=True)]
@@ -130,7 +130,7 @@ class MPICommunicator(Communicator):
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
         if y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
             return super().all_sum(group, x, y)
-        (comm, _), buffer, ready = self._team(group), self._landing(y), self._readable(x)
+        (comm, _), buffer, ready = self._handle(group), self._landing(y), self._readable(x)
         pairs = zip(pieces(ready, typed=True), pieces(buffer, typed=True), strict=True)
         requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pairs]
         return self._pending(group, requests, y, buffer, ready)
@@ -138,7 +138,7 @@ class MPICommunicator(Communicator):
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         if len(group) < 3 or tensor.is_cuda or tensor.numel() == 0 or tensor.nbytes > messages.PIECE_BYTES:
             return super().all_gather(group, tensor)
-        comm, _ = self._team(group)
+        comm, _ = self._handle(group)
         ready = self._readable(tensor)
         gathered = empty((len(group), *tensor.shape), tensor.dtype, tensor)
         memory = [MPI.buffer.fromaddress(one.data_ptr(), one.nbytes) for one in (ready, gathered)]
@@ -148,27 +148,27 @@ class MPICommunicator(Communicator):
         places = np.searchsorted(ascending, group)
         return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
 
-    def all_max(self, group: Group, words: IntArray) -> IntArray:
+    def all_max(self, group: Group, values: IntArray) -> IntArray:
         if len(group) == 1:
-            return words.copy()
+            return values.copy()
         if len(group) == 2:
-            return self._higher(group[0] if group[1] == self.rank else group[1], words)
-        highest = words.copy()
-        comm, _ = self._team(group)
-        self.finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(words), MPI.INT64_T], MPI.MAX)], group)
+            return self._higher(group[0] if group[1] == self.rank else group[1], values)
+        highest = values.copy()
+        comm, _ = self._handle(group)
+        self.finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(values), MPI.INT64_T], MPI.MAX)], group)
         return highest
 
-    def _higher(self, other: int, words: IntArray) -> IntArray:
-        """The maximum with the words of one other worker: a message each way."""
+    def _higher(self, other: int, values: IntArray) -> IntArray:
+        """The maximum with the values of one other worker: a message each way."""
         self._check_released()
-        received = np.empty_like(words)
+        received = np.empty_like(values)
         requests = [
             self._world.Irecv([received, len(received), MPI.INT64_T], other, _MAXIMUM_TAG),
-            self._world.Isend([words, len(words), MPI.INT64_T], other, _MAXIMUM_TAG),
+            self._world.Isend([values, len(values), MPI.INT64_T], other, _MAXIMUM_TAG),
         ]
         if not MPI.Request.Testall(requests):
-            self.finish(requests, (other, other), received, words)
-        return np.maximum(received, words, out=received)
+            self.finish(requests, (other, other), received, values)
+        return np.maximum(received, values, out=received)
 
     def lend(self, workers: Group) -> MPI.Intracomm:
         """An MPI communicator over these workers, in this order, for others than distdl. Collective over them, once."""
@@ -182,7 +182,7 @@ class MPICommunicator(Communicator):
         if self.released:
             return
         self.released = True
-        self._teams.clear()
+        self._handles.clear()
         self._lent.pop(tuple(range(self.size)))
         for made in (self._groups, self._lent):
             for workers in sorted(made):
@@ -196,16 +196,16 @@ class MPICommunicator(Communicator):
         if self.released:
             raise CommunicationError(f"{self.where} belongs to a world that has been deactivated")
 
-    def _team(self, group: Group) -> tuple[MPI.Intracomm, int]:
+    def _handle(self, group: Group) -> tuple[MPI.Intracomm, int]:
         """The MPI communicator over the workers of a group, and the place of the group's root in it."""
-        team = self._teams.get(group)
-        if team is None:
+        handle = self._handles.get(group)
+        if handle is None:
             self._check_released()
             workers = tuple(sorted(group))
             if workers not in self._groups:
                 self._groups[workers] = self._create(workers)
-            team = self._teams[group] = (self._groups[workers], workers.index(group[0]))
-        return team
+            handle = self._handles[group] = (self._groups[workers], workers.index(group[0]))
+        return handle
 
     def _create(self, workers: Group) -> MPI.Intracomm:
         self._check_released()
@@ -271,7 +271,7 @@ class MPICommunicator(Communicator):
             self._abandoned.append((self._world.Isend(text, status.Get_source(), _ANSWER), text))
 
     def _missing(self, workers: Iterable[int]) -> CommunicationError:
-        """The error of a wait that took too long. Those that wait too are heard for a moment; the others are absent."""
+        """The error of a wait that took too long. Those that wait too answer within a moment; the others are absent."""
         asked = sorted(set(workers) - {self.rank})
         for worker in asked:
             self._abandoned.append(self._world.Isend(b"", worker, _ASK))
