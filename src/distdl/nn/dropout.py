@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from distdl.tensors.connection import outside
 from distdl.tensors.repeats import CallCount
 
 
-def _build(self: Any, P_x: Partition, p: float, inplace: bool, leading: int | None = None) -> None:
+def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
     kind = type(self).__name__
     if not 0 <= p <= 1:
         raise ValueError(f"{kind} needs p from 0 to 1; got {p}")
@@ -30,7 +30,7 @@ def _build(self: Any, P_x: Partition, p: float, inplace: bool, leading: int | No
         high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
         return replace(op, key=(high * 2**32 + low, *rest))
 
-    derive = Application(Dropout(float(p), leading), (P_x,), P_x, configured)
+    derive = Application(Dropout(float(p), self.leading), (P_x,), P_x, configured)
     Layer.__init__(self, f"{kind} (P_x: {P_x}; p: {p})", P_x, derive, alone=_alone)
     self.P_x, self.p, self.inplace = P_x, float(p), False
     self.calls = CallCount()
@@ -40,7 +40,7 @@ def _build(self: Any, P_x: Partition, p: float, inplace: bool, leading: int | No
 def _build_of_channels(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
     if P_x.workers.ndim != self.space + 2:
         raise ValueError(f"{type(self).__name__} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")
-    _build(self, P_x, p, inplace, leading=2)
+    _build(self, P_x, p, inplace)
 
 
 def _forward(self: Any, x: torch.Tensor) -> Any:
@@ -80,6 +80,7 @@ class DistributedDropout(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
+    leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
 
     def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
         _build(self, P_x, p, inplace)
@@ -97,7 +98,7 @@ class DistributedDropout1d(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
-    space = 1
+    space, leading = 1, 2
     __init__ = _build_of_channels
     forward = _forward
 
@@ -112,7 +113,7 @@ class DistributedDropout2d(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
-    space = 2
+    space, leading = 2, 2
     __init__ = _build_of_channels
     forward = _forward
 
@@ -127,6 +128,6 @@ class DistributedDropout3d(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
-    space = 3
+    space, leading = 3, 2
     __init__ = _build_of_channels
     forward = _forward
