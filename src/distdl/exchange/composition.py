@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from distdl.exchange.operator import Operator, move_together
+from distdl.tensors.derivatives import is_checkpointed
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -23,9 +24,10 @@ class Together:
         ends = [sum(len(op.inputs) for op in operators[: place + 1]) for place in range(len(operators))]
         self._taken = [slice(end - len(op.inputs), end) for op, end in zip(operators, ends, strict=True)]
         self._rest = slice(ends[-1] if ends else 0, None)
+        self._still = all(op.still for op in operators)
 
     def __call__(self, *xs: torch.Tensor) -> Tensors:
-        if not self.operators:
+        if self._still and not is_checkpointed():
             return xs
         if len(self.operators) == 1 == len(xs):  # (what most layers do)
             y = self.operators[0](*xs)
