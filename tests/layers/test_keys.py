@@ -9,10 +9,13 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from distdl.geometry.boxes import runs
 from distdl.nn import (
+    DistributedBatchNorm,
     DistributedConv1d,
     DistributedConv2d,
     DistributedConvTranspose1d,
     DistributedEmbedding,
+    DistributedGroupNorm,
+    DistributedLayerNorm,
     DistributedLinear,
 )
 from distdl.nn.placement import parameter_layouts
@@ -115,6 +118,28 @@ def test_layouts_follow_the_names_of_pruned_and_parametrised_parameters():
             assert parameter.shape == (layout.shapes[P.rank] if P.rank in layout.partition else (0,))
 
     on_workers(5, main)
+
+
+def test_layouts_follow_pruned_parameters_of_normalisations():
+    """Also where some workers have none."""
+
+    def main(P):
+        for layer, name, other in (
+            (DistributedLayerNorm(P[:2].reshape(1, 2), 5), "weight", "bias"),
+            (DistributedGroupNorm(P[:2].reshape(1, 2), 2, 6), "weight", "bias"),
+            (DistributedBatchNorm(P[:2].reshape(2, 1), 6), "gamma", "beta"),
+        ):
+            before = layer.parameter_layouts
+            if getattr(layer, name) is None:
+                assert before.keys() == layer.parameter_layouts.keys() == {name, other}
+                continue
+            prune.identity(layer, name)
+            assert list(layer.parameter_layouts) == [other, f"{name}_orig"]
+            for key, layout in layer.parameter_layouts.items():
+                parameter = layer.get_parameter(key)
+                assert parameter.shape == (layout.shapes[P.rank] if P.rank in layout.partition else (0,))
+
+    on_workers(3, main)
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (1, 3), (4, 1)])

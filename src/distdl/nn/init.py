@@ -1,4 +1,4 @@
-"""Initial values of parameters that are cut up: torch's distributions, by the fans of the whole parameter.
+"""Initial values of parameters that are split: torch's distributions, by the fans of the whole parameter.
 
 Each function is called by every worker, with its block and the parameter's layout, and fills in the values that the
 block has in the global parameter on any partition (see :func:`distdl.nn.placement.random_block`). Each returns the

@@ -59,7 +59,7 @@ def _leave_out(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None
         del state[key]
 
 
-def trained(module: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+def trained(module: torch.nn.Module, layouts: Mapping[str, Layout], everywhere: bool = True) -> dict[str, Layout]:
     """The layouts by the names that the module's parameters have now, in the order in which it has them.
 
     Of a pruned or parametrised parameter, this is what is trained in its place (``weight_orig``,
@@ -68,13 +68,17 @@ def trained(module: torch.nn.Module, layouts: Mapping[str, Layout]) -> dict[str,
 
     Args:
         layouts: by the names that the parameters have at first.
+        everywhere: whether every worker has a parameter, if only of zero volume. Else the layouts of those that this
+            worker has not are kept.
     """
     found = {}
     for name, parameter in module.named_parameters():
         layout = layouts[name] if name in layouts else _renamed(module, name, parameter, layouts)
         if layout is not None:
             found[name] = layout
-    return found
+    if everywhere or found:
+        return found
+    return dict(layouts)
 
 
 def _renamed(

@@ -53,7 +53,7 @@ def normal(u: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
-    """Of every parameter in a network that is cut up over workers: its name, and which block of it lives where.
+    """Of every parameter in a network that is split over workers: its name, and which block of it lives where.
 
     They stand in the order in which the sequential network has its parameters. A pruned or parametrised parameter has
     the name of what is trained in its place, as in torch (``weight_orig``, ``parametrizations.weight.original``).

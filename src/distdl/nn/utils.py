@@ -1,4 +1,4 @@
-"""Norms of gradients over all workers, and clipping by them: torch's functions, for parameters that are cut up.
+"""Norms of gradients over all workers, and clipping by them: torch's functions, for parameters that are split.
 
 They are given the network, or its parameters. Each block of a parameter lives on one worker, so the norm of all
 gradients is the norm of the workers' norms. Every worker calls them, and every worker gets the same bits.
@@ -98,8 +98,8 @@ def get_total_norm(
     else:
         blocks = _tensors(network)
     team = world() if P is None else P
-    heard = team.allgather_data((_norm(blocks, order, foreach), copies))
-    norms = [norm for norm, _ in heard] + _once([copies for _, copies in heard])
+    received = team.allgather_data((_norm(blocks, order, foreach), copies))
+    norms = [norm for norm, _ in received] + _once([copies for _, copies in received])
     total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
@@ -115,11 +115,11 @@ def _norm(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> fl
     return float(local_norm(filled, order, False, foreach)) if filled else 0.0
 
 
-def _once(heard: list[dict[str, float]]) -> list[float]:
-    """The norm of each parameter that workers have copies of, from what they heard of each other."""
+def _once(received: list[dict[str, float]]) -> list[float]:
+    """The norm of each parameter that workers have copies of, from what they received of each other."""
     found = []
-    for name in dict.fromkeys(name for copies in heard for name in copies):
-        norms = {worker: copies[name] for worker, copies in enumerate(heard) if copies.get(name, 0.0) != 0}
+    for name in dict.fromkeys(name for copies in received for name in copies):
+        norms = {worker: copies[name] for worker, copies in enumerate(received) if copies.get(name, 0.0) != 0}
         least, most = min(norms.values(), default=0.0), max(norms.values(), default=0.0)
         if most - least > _SAME * most:
             raise ValueError(

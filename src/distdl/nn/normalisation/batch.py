@@ -17,6 +17,7 @@ from distdl.nn.normalisation.state import (
     reset_running,
     running,
 )  # fmt: skip
+from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import BatchNorm
 from distdl.partition import Layout, Partition
@@ -97,7 +98,7 @@ class DistributedBatchNorm(Layer):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of ``gamma`` and ``beta`` live, and which part of the sequential parameters they are."""
-        return self._weights.layouts
+        return trained(self, self._weights.layouts, everywhere=False)
 
     @property
     def sequential_layouts(self) -> dict[str, Layout]:

@@ -7,6 +7,7 @@ import torch
 from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.normalisation.state import Agreed, Number, Weights, reported
+from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import GroupNorm
 from distdl.partition import Layout, Partition
@@ -66,4 +67,4 @@ class DistributedGroupNorm(Layer):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        return self._weights.layouts
+        return trained(self, self._weights.layouts)

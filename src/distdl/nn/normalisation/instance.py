@@ -15,6 +15,7 @@ from distdl.nn.normalisation.state import (
     reset_running,
     running,
 )  # fmt: skip
+from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import InstanceNorm
 from distdl.partition import Layout, Partition
@@ -87,7 +88,7 @@ class DistributedInstanceNorm(Layer):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        return self._weights.layouts
+        return trained(self, self._weights.layouts)
 
     def reset_running_stats(self) -> None:
         """Begin anew: mean 0, variance 1, no batch counted."""

@@ -10,6 +10,7 @@ import torch
 from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.normalisation.state import Agreed, Number, Weights, reported
+from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import LayerNorm, RMSNorm
 from distdl.partition import Layout, Partition
@@ -70,7 +71,7 @@ class DistributedLayerNorm(Layer):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        return self._weights.layouts
+        return trained(self, self._weights.layouts)
 
 
 class DistributedRMSNorm(Layer):
@@ -123,7 +124,7 @@ class DistributedRMSNorm(Layer):
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        return self._weights.layouts
+        return trained(self, self._weights.layouts)
 
 
 def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int]) -> tuple[tuple[int, int], ...]:
