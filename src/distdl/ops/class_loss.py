@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import inf, prod
 from operator import or_
 from typing import Any
@@ -30,6 +30,7 @@ from distdl.partition import Layout, Partition, Signature
 from distdl.partition.layout import Lookup
 from distdl.plan.planners import broadcast, copy
 from distdl.tensors.connection import local, no_view
+from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import HALVES, carries_gradients
 
 CLASS_NUMBERS = (torch.int64, torch.uint8)
@@ -128,7 +129,7 @@ class CrossEntropy:
         sent = Layout.of(owned.partition, [batch, balanced(columns, len(own)), *space])
         needed = Layout.of(places.first_of_each, [batch, [(0, columns)], *space])
         gather = site.operator(copy(sent, needed, site.me), torch.float64, places.derivatives, [shape(sent[site.me])])
-        least = (1, columns, *(1 for _ in space))
+        ones = (1,) * len(space)
 
         def shares(scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
             scores, target = places.cast(scores, target)
@@ -144,7 +145,7 @@ class CrossEntropy:
         def losses(found: tuple[Any, ...]) -> torch.Tensor:
             share, mass, column, ignored, divisor = found
             gathered = gather(column)
-            all_places = local(_weighted_log, share.shape, (gathered, least), (mass, (1, *(1 for _ in space)))) - share
+            all_places = local(_weighted_log, share.shape, (gathered, (1, columns, *ones)), (mass, (1, *ones))) - share
             return finish((all_places if ignored is None else all_places.masked_fill(ignored, 0.0), divisor))
 
         return ClassSetup(places.move_in(), shares, losses, classes=places.classes)
@@ -196,7 +197,7 @@ class _Places:
     owned: Layout
     target: Signature
     dtype: torch.dtype
-    derivatives: Any
+    derivatives: Derivatives
     local: Shape
     ignore_index: int
     reduction: str
@@ -232,21 +233,21 @@ class _Places:
             op.reduction, probabilities,
         )  # fmt: skip
 
-    @property
+    @cached_property
     def classes(self) -> int:
         return self.owned.extents[1]
 
-    @property
+    @cached_property
     def is_split(self) -> bool:
         """Whether classes are split."""
         return len(self.owned.intervals[1]) > 1
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The number of this worker's first class."""
         return self.owned[self.site.me][1][0]
 
-    @property
+    @cached_property
     def holds(self) -> bool:
         """Whether this worker has targets."""
         return self.site.me in self.first_of_each

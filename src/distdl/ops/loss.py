@@ -60,8 +60,11 @@ class ElementLoss:
         derivatives = reduce(or_, (signature.derivatives for signature in signatures))
         move_in = Together(site.identity(x.dtype, derivatives, x.local))
 
-        def losses(*tensors: torch.Tensor) -> torch.Tensor:
-            return self.elements(*_cast(tensors, dtypes), box=box)
+        # a tensor without elements may come in another dtype; the others have agreed on theirs
+        as_agreed = all(prod(one.local) or out for one, out in zip(signatures, absent, strict=True))
+
+        def losses(*tensors: torch.Tensor, reduction: str = "none") -> torch.Tensor:
+            return self.elements(*(tensors if as_agreed else _cast(tensors, dtypes)), reduction=reduction, box=box)
 
         if self.reduction == "none":
             return Setup(move_in, losses, same, (owned,))
@@ -73,8 +76,8 @@ class ElementLoss:
             if half:
                 found = losses(*tensors)
                 return found.sum(dtype=moved), found.dtype
-            found = self.elements(*_cast(tensors, dtypes), reduction="sum", box=box)
-            return found.to(moved), found.dtype
+            found = losses(*tensors, reduction="sum")
+            return found if found.dtype is moved else found.to(moved), found.dtype
 
         def divided(total: tuple[torch.Tensor, torch.dtype]) -> torch.Tensor:
             y, dtype = add(total[0]), total[1]
@@ -92,12 +95,12 @@ class ElementLoss:
             box: which part of the whole input it is; None if nobody asks for it.
         """
         x, target, weight, pos_weight = tensors
-        keywords = dict(self.options)
+        function, keywords = getattr(functional, self.function), dict(self.options)
         if weight is not ABSENT:
             keywords["weight"] = weight
         if pos_weight is not ABSENT:
             keywords["pos_weight"] = pos_weight if box is None else _part(pos_weight, box)
-        found: torch.Tensor = getattr(functional, self.function)(x, target, reduction=reduction, **keywords)
+        found: torch.Tensor = function(x, target, reduction=reduction, **keywords)
         return found
 
     def _sum_dtype(self, site: Site, dtypes: list[torch.dtype], absent: list[bool]) -> torch.dtype:
