@@ -7,19 +7,23 @@ import torch
 from row_linear import DistributedRowLinear
 
 import distdl
-from distdl.geometry.boxes import runs
+from distdl.geometry.boxes import runs, shape
 from distdl.nn.placement import parameter_layouts
-from distdl.testing import Counting, assert_matches_sequential
+from distdl.ops import Site
+from distdl.partition import Layout, Signature
+from distdl.tensors.derivatives import Derivatives
+from distdl.testing import Counting, Silent, assert_matches_sequential
+from distdl.transport import Label
 
 
 # [reference]
 class Affine(torch.nn.Module):
     def __init__(self, channels, space):
         super().__init__()
-        shape = (1, channels, *[1] * space)
+        extents = (1, channels, *[1] * space)
         seed = torch.Generator().manual_seed(0)
-        self.scale = torch.nn.Parameter(torch.randn(shape, generator=seed, dtype=torch.float64))
-        self.shift = torch.nn.Parameter(torch.randn(shape, generator=seed, dtype=torch.float64))
+        self.scale = torch.nn.Parameter(torch.randn(extents, generator=seed, dtype=torch.float64))
+        self.shift = torch.nn.Parameter(torch.randn(extents, generator=seed, dtype=torch.float64))
 
     def forward(self, x):
         return x * self.scale + self.shift
@@ -43,10 +47,10 @@ GRIDS = {
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("layer", [affine.DistributedAffine, affine_agreed.DistributedAffine])
 def test_affine_matches_the_sequential_layer(layer, grid):
-    shape, blocks = GRIDS[grid]
+    places, blocks = GRIDS[grid]
 
     def main():
-        P = distdl.world().create_partition_inclusive(WORKERS).reshape(*shape)
+        P = distdl.world().create_partition_inclusive(WORKERS).reshape(*places)
         assert_matches_sequential(layer(P, channels=3).double(), Affine(3, space=1), noise(2, 3, 6), blocks)
 
     distdl.run_workers(main, workers=5)
@@ -62,6 +66,23 @@ def test_row_linear_matches_the_sequential_layer(features):
         assert_matches_sequential(layer, reference, noise(5, features))
 
     distdl.run_workers(main)
+
+
+# [setup]
+@pytest.mark.parametrize("me", range(4))
+def test_the_parameters_of_the_setup_go_to_all_workers_of_their_channels(me):
+    P = distdl.Partition(Silent(me, size=4)).reshape(1, 2, 2)
+    stored = Layout.balanced(P[:, :, :1], (1, 3, 1))
+    owned = Layout.of(P, [runs([2]), runs([2, 1]), runs([1, 6])])
+    tensors = [
+        Signature(layout, torch.float32, Derivatives(), shape(layout[me]) if me in layout.partition else (0,))
+        for layout in (owned, stored, stored)
+    ]
+    setup = affine_agreed.Affine(dim=1).setup(Site(P, (0, 1, 2, 3), Label("DistributedAffine")), *tensors)
+    keep, spread = setup.move_in.operators
+    assert keep.still and repr(spread).endswith(f"  {me // 2 * 2}: {me // 2 * 2}, {me // 2 * 2 + 1}")
+    channels = 2 - me // 2
+    assert spread.outputs == ((1, channels, 1), (1, channels, 1)) and setup.results[0][me] == owned[me]
 
 
 # [same]
@@ -101,17 +122,17 @@ def test_affine_moves_its_two_parameters_and_nothing_else(layer, calls):
 
 
 # [errors]
-@pytest.mark.parametrize(("shape", "text"), [
+@pytest.mark.parametrize(("given", "text"), [
     ((1, 1, 4), r"DistributedAffine \(P_x: 1x2x1 on workers 0, 1; 3 channels\) needs the blocks of dim 1 at "
                 r"\[\(0, 2\), \(2, 3\)\], .*; those of an input of shape 1x2x4 are at \[\(0, 1\), \(1, 2\)\]"),
     ((1, 4), "needs tensors with 3 dims .* worker 0 has one with 2 dims"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_the_same_error_on_all(shape, text):
+def test_what_does_not_fit_is_the_same_error_on_all(given, text):
     def main():
         P = distdl.world().reshape(1, 2, 1)
         layer = affine_agreed.DistributedAffine(P, channels=3)
         with pytest.raises(ValueError, match=text) as error:
-            layer(torch.ones(shape))
+            layer(torch.ones(given))
         texts = P.allgather_data(str(error.value))
         assert texts == [texts[0]] * 2
         return layer(torch.ones(1, 2 - P.rank, 4)).shape  # and both of them can go on
