@@ -4,10 +4,11 @@ Both compute ``y[o] = sum over i of f(x[i], w[o, i])`` for output channels o and
 every point of space. The work is spread over a *work partition* with the axes batch..., out, in, space...:
 
     tensor  lives on                                               on its way to or from the work
-    x       P_x:                         batch...  1  x in x space...   is copied along out
-    w       the first of the work along  batch... x out x in x space... is copied along batch and space
-    b       the same, where in is 0:     batch... x out x  1 x space... is copied along batch and space
-    y       P_y:                         batch... x out x  1 x space... adds up along in
+    x       P_x, seen as                 batch...    1  x in x space    is copied along out
+    w       the first of the work        (1...)    x out x in x (1...)  is copied along batch and space
+            along batch and space
+    b       the same, where in is 0      (1...)    x out x  1 x (1...)  is copied along batch and space
+    y       P_y, seen as                 batch...  x out x  1 x space   adds up along in
 
 Four operators do this, each an arrow; what would move nothing is an identity::
 
@@ -15,9 +16,11 @@ Four operators do this, each an arrow; what would move nothing is an identity::
                                                  work: f(window, w, b)  --add-->  y (P_y)
     w, b (stored)  --parameters-------------->  /
 
-``fetch`` completes blocks by the cells around them that the outputs read (of a linear map: none). ``parameters`` moves
-w and b as one message, at the same time as the first operator of x. Backward is the same picture with all arrows
-turned: gradients of halos add up on the workers that own the cells, those of w and b where these are stored.
+``fetch`` brings each place the channels and cells that its outputs read: those around its block, and those of its
+channels that are elsewhere. (A linear map often fetches nothing.) ``spread`` then copies them along out. ``parameters``
+packs w and b as one message, which is under way at the same time as the first operator of x. ``add`` is the transpose
+of a broadcast, that is a sum, and leaves y on the workers of P_y. Backward is the same picture with all arrows turned:
+gradients of halos add up on the workers that own the cells, those of w and b where these are stored.
 
 In groups of channels, a run of output channels reads a window of the input channels. Then in is 1 in the work
 partition, and x, split in any way, comes to each worker as windows of cells do; nothing is copied along out.
@@ -89,8 +92,9 @@ class Contraction:
         Raises: ValueError if dtypes differ.
         """
         dtype = self._result_dtype()
-        window = self._own(self.reads, self.channel + (self.groups > 1))
-        outputs = self._own(self.computes, self.channel + 1)
+        out, inner = self.channel, self.channel + 1  # axes of the work
+        window = self._own(self.reads, left_out=out if self.groups == 1 else inner)
+        outputs = self._own(self.computes, left_out=inner)
         works, result = bool(window), shape(outputs) if outputs else self._blank
         filling = Filling.of(self.border, window, self.x.layout.extents) if works else Filling()
         function, (least_x, least_w, least_b), channel = choose(window, outputs), smallest, self.channel
@@ -106,7 +110,7 @@ class Contraction:
         moving = [op for op in self._fetch_and_spread() if not op.still]
         first = moving[0] if moving else self.site.identity(self.x.dtype, self.x.derivatives, self.x.local)
         steps: list[Any] = [Together(first, self._parameters()), *map(Together, moving[1:])]
-        if 0 in self.x.local:
+        if 0 in self.x.local:  # such an x may be of any dtype, and on any device
             steps.insert(0, Beside(self.x.dtype))
         return steps[0] if len(steps) == 1 else Chain(*steps)
 

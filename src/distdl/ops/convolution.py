@@ -1,4 +1,7 @@
-"""Convolution of a tensor that is split over workers. See ``distdl.ops.contraction`` for how channels are split.
+"""Convolution of a tensor that is split over workers.
+
+Two pictures say what is sent to whom: the one here of a split of space, and the one in ``distdl.ops.contraction`` of a
+split of channels, where x is copied along output channels, and partial results add up along input channels.
 
 Split in space, each worker computes whole outputs, and fetches the cells that these read. Here x has 8 cells, on two
 workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
@@ -11,9 +14,14 @@ workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
     w, b     stored here -------------------->  a copy                parameters
     y           [ 0  1  2  3 ]                  [ 4  5  6  7 ]        computed where it belongs: nothing moves out
 
-However far a window reaches, over several blocks or beyond the tensor, it is fetched in one exchange, from the workers
-that own its cells. The backward sends the gradient of cell 3 from worker 1 to worker 0, which adds it to its own, and
-the gradient of w and b from worker 1 to worker 0.
+That is three messages, all under way at the same time: cell 3, cell 4, and w and b packed as one. However far a window
+reaches, over several blocks, all its cells come in one exchange, from the workers that own them. What lies beyond the
+tensor is no message: zeros are filled in, and for ``reflect`` and ``replicate`` each worker repeats cells that it has.
+Only ``circular`` padding fetches cells, from the other end of the tensor, in the same exchange.
+
+The backward is the same picture with all arrows turned, three messages again: the gradient of cell 3 from worker 1 to
+worker 0 and that of cell 4 from worker 0 to worker 1, which add them to their own, and the gradient of w and b from
+worker 1 to worker 0.
 """
 
 from __future__ import annotations
@@ -60,7 +68,7 @@ class Convolution:
         (x, weight), bias = signatures[:2], signatures[2] if len(signatures) > 2 else None
         check_channels(site, x, 1, self.in_channels)
         border = Border(self.padding_mode, ((0, 0), (0, 0), *self.sliding.widths))
-        border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))
+        border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # (a batch may be empty)
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
         runs = balanced(self.out_channels, out)
@@ -97,7 +105,10 @@ class Convolution:
         return group_runs(runs[site.partition.index_of(site.me)[1]], self._group[1])
 
     def _smallest(self, pieces: list[Interval]) -> tuple[Shape, Shape, Shape]:
-        """The smallest x, weight and bias that the local function accepts."""
+        """The smallest x, weight and bias that the local function accepts.
+
+        It runs on these where a block is empty, so that every worker records the same operators.
+        """
         inputs, outputs, read = 1, 1, 1
         if len(pieces) > 1:
             first, stop = grouped((pieces[0][0], pieces[-1][1]), *self._group)

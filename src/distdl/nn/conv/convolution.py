@@ -1,9 +1,13 @@
 """The convolutions: one operation, and three shapes of the partition of its work.
 
-kind       splits                        P_x               P_w (the work)             weights stored on
-Feature    batch, space (groups)         batch x 1 x space                            the first of space
-Channel    batch, channels               batch x in x 1..  batch x out x in x 1..     every worker of P_w
-General    batch, channels, space        batch x in x space  batch x out x in x space  the first of space
+kind       splits                     P_x                     work                        weights are stored on
+Feature    batch, space               batch x  1 x space      batch x   1 x  1 x space    place 0 in batch and space
+Channel    batch, channels            batch x in x 1...       batch x out x in x 1...     place 0 in the batch
+General    batch, channels, space     batch x in x space      batch x out x in x space    place 0 in batch and space
+
+The work of a Feature convolution is P_x itself, with an axis more; of the others it is P_w. With groups, P_x may split
+channels for Feature, too, and the axis in of the work is 1: each place along out then has a part of the weights.
+``distdl.ops.convolution`` and ``distdl.ops.contraction`` draw what is sent to whom.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ def _feature(
     bias: bool = True,
     buffer_manager: Any = None,
 ) -> None:
-    r"""A convolution that is split over space and the batch. One worker stores the weights.
+    r"""A convolution that is split over space and the batch. One worker stores the weights; with groups, see P_x.
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
     of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
@@ -83,7 +87,7 @@ def _general(
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
     of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
-    groups, the channels that it gets are a window, too. See ``distdl.ops.convolution`` for what is sent to whom.
+    groups, the channels that it gets are a window, too. ``distdl.ops.contraction`` draws what is sent to whom.
     Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
 
     Args:
@@ -136,13 +140,13 @@ def _build(
 
 
 def _stores_bias(self: Any) -> bool:
-    """Whether a block of the bias, if there is one, lives on this worker."""
+    """Whether this worker is one of those that store the bias, if there is one. (A published name.)"""
     stored = stored_on(self._work, 1)[:, :1]
     return self.P_x.comm.rank in stored
 
 
 def _itself(self: Any) -> Any:
-    """Where the published interface has ``weight`` and ``bias``: here."""
+    """Where the published interface of Channel convolutions has ``weight`` and ``bias``: here."""
     return self
 
 

@@ -85,6 +85,6 @@ def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def configure(self: Any, op: Any, headers: Headers) -> Op:
-    """The operation that follows from what all members have added to their headers."""
+    """The operation that follows from what all members have added to their headers: autocast, and norms of weights."""
     configured: Op = self._weights.configure(op, headers, self._team, self.label)
     return configured
