@@ -47,8 +47,8 @@ def test_threads_name_every_wait_when_none_can_go_on():
 def test_threads_find_a_ring_of_waits():
     def main():
         P = distdl.world()
-        room = torch.zeros(1)
-        P.comm.exchange([], [((P.rank + 1) % 3, room)]).wait()
+        buffer = torch.zeros(1)
+        P.comm.exchange([], [((P.rank + 1) % 3, buffer)]).wait()
 
     with pytest.raises(CommunicationError, match="worker 0 waits in an exchange for worker 1; worker 1 waits"):
         distdl.run_workers(main, 3)

@@ -65,7 +65,7 @@ UNREADABLE = {  # what is no dense tensor with data, made of one
 
 def assert_works_in_place_behind_a_loss(P, make, sequential, x, target, grid):
     """The losses of elements or places are no views. So what works in place behind them leaves the graph whole where a
-    block is empty, and the second derivatives come past the movement before the loss on every worker.
+    block is empty, and the second derivatives go through the movement before the loss on every worker.
     """
     root, team = P[:1].reshape(*[1] * len(grid)), P[: torch.tensor(grid).prod().item()].reshape(*grid)
     at = slices(Layout.balanced(team, x.shape)[P.rank]) if team.active else None

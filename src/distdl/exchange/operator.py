@@ -149,7 +149,7 @@ class Operator:
         """The tensors as they are. Inside an activation checkpoint that is recorded all the same, on every member.
 
         A checkpoint recomputes its forward only up to the last saved tensor. So every member saves something behind the
-        layer's agreement, or some would come past it again and wait for others that do not.
+        layer's agreement, or some would agree again and wait for others that do not.
         """
         if is_checkpointed() and self.derivatives.gradient and carries_gradients(self.dtype):
             anchor = torch.empty(0, device=xs[0].device, requires_grad=True)

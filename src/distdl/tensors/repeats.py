@@ -62,7 +62,7 @@ def checked(x: torch.Tensor, number: int) -> torch.Tensor:
     inside = _in_backward()
     if not torch.is_grad_enabled() or not (inside or is_checkpointed()):
         return x
-    # the anchor: also an x that needs no gradient may be repeated, and then the backward has to come past here
+    # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     y: torch.Tensor = _Checked.apply(x, anchor, number, inside)  # type: ignore[no-untyped-call]
     return y

@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 def is_cuda_aware() -> bool:
     """Whether MPI reads and writes CUDA memory; the environment variable ``DISTDL_CUDA_AWARE_MPI`` overrides it."""
-    told = os.environ.get("DISTDL_CUDA_AWARE_MPI")
-    if told is not None:
-        return told not in ("", "0")
+    asked = os.environ.get("DISTDL_CUDA_AWARE_MPI")
+    if asked is not None:
+        return asked not in ("", "0")
     try:
         return torch.cuda.is_available() and bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except AttributeError:
