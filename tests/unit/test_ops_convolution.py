@@ -1,10 +1,13 @@
 """Linear maps, convolutions and embeddings as operations: what all workers compute together is torch's function."""
 
 import itertools
+import re
+from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
-from ops import Case, assert_computes, matrices
+from ops import Case, assert_computes, matrices, signature, site, together
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced, runs
@@ -24,23 +27,17 @@ def channels_split(out, inner, grid, sizes=None, batch=(2,)):
         grid: the partition of space.
         sizes: how the last dim of x is split.
     """
-    world = out * inner * len(batch) * torch.Size(grid).numel() + 2
-    axes, ones = tuple(grid), (1,) * len(grid)
+    axes, ones, cells = tuple(grid), (1,) * len(grid), prod(grid)
+    world = out * inner * len(batch) * cells + 2
 
     def work(P):
         return P[2:].reshape(len(batch), out, inner, *axes)
 
     def target(P):
-        size = len(batch) * out * torch.Size(grid).numel()
-        return (
-            P[P.size - 1 :: -1][:size].reshape(len(batch), out, *axes)
-            if size == 1
-            else P[:size].reshape(len(batch), out, *axes)
-        )
+        return P[: len(batch) * out * cells].reshape(len(batch), out, *axes)
 
     def source(P):
-        size = len(batch) * inner * torch.Size(grid).numel()
-        return P[1 : 1 + size].reshape(len(batch), inner, *axes)
+        return P[1 : 1 + len(batch) * inner * cells].reshape(len(batch), inner, *axes)
 
     def places(P, extents, shape_w):
         x = Layout.balanced(source(P), extents)
@@ -208,3 +205,39 @@ def test_the_matrix_of_an_operation_is_torchs(name):
 )
 def test_an_embedding_is_torchs(rows, columns, split):
     assert_computes(embedding(rows, columns, split))
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"in_channels": 6}, "needs an input with 6 channels in dim 1; the global shape of the input is 2x5x9"),
+    ({"sliding": Sliding.of("Op", 1, 14, 1, 1, 1)}, "the kernel spans 14 cells and the input, with its padding, 11"),
+    ({"padding_mode": "reflect", "sliding": Sliding.of("Op", 1, 3, 1, 9, 1)}, "in dim 2 the padding is 9 and 9 and"),
+])  # fmt: skip
+def test_a_setup_is_refused_alike_on_every_worker(change, words):
+    case = CASES["in, out, space"]
+    refused = replace(case, op=lambda P: replace(case.op(P), **change))
+
+    def main(P):
+        wholes = [torch.zeros(layout.extents, dtype=torch.float64) for layout in case.places(P)]
+        with pytest.raises(ValueError, match=re.escape(words)) as error:
+            refused.set_up(P, wholes, True)
+        return str(error.value)
+
+    assert len(set(together(case.size, main))) == 1
+
+
+def test_dtypes_that_differ_are_refused_unless_torch_casts():
+    case = CASES["space"]
+
+    def main(P):
+        op, work, layouts = case.op(P), case.work(P), case.places(P)
+        dtypes = torch.float64, torch.float32, torch.float32
+        given = [signature(layout, dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+        here = site(work, layouts[0].partition, *case.others(P))
+        if P.comm.rank not in here.members:
+            return ""
+        with pytest.raises(ValueError, match="needs input, weight and bias of one dtype; got"):
+            op.setup(here, *given)
+        replace(op, autocast=torch.bfloat16).setup(here, *given)
+        return "done"
+
+    assert "done" in together(case.size, main)

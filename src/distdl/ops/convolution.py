@@ -1,9 +1,7 @@
-"""Convolution of a tensor that is split over workers.
+"""Convolution of a tensor that is split over workers, and what is sent to whom.
 
-Two pictures say what is sent to whom: the one here of a split of space, and the one in ``distdl.ops.contraction`` of a
-split of channels, where x is copied along output channels, and partial results add up along input channels.
 
-Split in space, each worker computes whole outputs, and fetches the cells that these read. Here x has 8 cells, on two
+Split in space: each worker computes whole outputs, and fetches the cells that these read. Here x has 8 cells, on two
 workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
 
                      worker 0                        worker 1
@@ -11,8 +9,8 @@ workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
                            3 ------------------> 3                    fetch: what windows read of other blocks
                               4 <--------------- 4
     window   [ .  0  1  2  3  4 ]            [ 3  4  5  6  7  . ]
-    w, b     stored here -------------------->  a copy                parameters
-    y           [ 0  1  2  3 ]                  [ 4  5  6  7 ]        computed where it belongs: nothing moves out
+    w, b     stored here -------------------->  a copy                parameters: to all that use them
+    y           [ 0  1  2  3 ]                  [ 4  5  6  7 ]        computed where it belongs
 
 That is three messages, all under way at the same time: cell 3, cell 4, and w and b packed as one. However far a window
 reaches, over several blocks, all its cells come in one exchange, from the workers that own them. What lies beyond the
@@ -22,19 +20,29 @@ Only ``circular`` padding fetches cells, from the other end of the tensor, in th
 The backward is the same picture with all arrows turned, three messages again: the gradient of cell 3 from worker 1 to
 worker 0 and that of cell 4 from worker 0 to worker 1, which add them to their own, and the gradient of w and b from
 worker 1 to worker 0.
+
+Split over channels, each worker has the block w[o, i] of the weights, for some output and some input channels. Here
+P_w is 2 x 2 (out x in) on workers 0..3, x lies on workers 0 and 1, y on workers 0 and 2::
+
+    x[0] on worker 0    x[1] on worker 1
+          |                   |               spread: along out, worker 0 to 2 and worker 1 to 3
+    w[0,0] x[0]   <---  w[0,1] x[1]           add: along in, worker 1 to 0, which has y[0]
+    w[1,0] x[0]   <---  w[1,1] x[1]           and worker 3 to 2, which has y[1]
+
+Both at once: first the windows are fetched, then copied along out, and the partial results add up along in. What a
+partition does not split, nobody sends. All four movements are made in ``distdl.ops.contraction``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Interval, Shape, balanced
-from distdl.geometry.windows import Sliding, group_runs, grouped
+from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
 from distdl.ops.contraction import Contraction, Local, check_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
@@ -65,16 +73,16 @@ class Convolution:
     autocast: torch.dtype | None = None
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
-        (x, weight), bias = signatures[:2], signatures[2] if len(signatures) > 2 else None
+        x, weight, *biases = signatures
         check_channels(site, x, 1, self.in_channels)
         border = Border(self.padding_mode, ((0, 0), (0, 0), *self.sliding.widths))
         border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # (a batch may be empty)
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
         runs = balanced(self.out_channels, out)
-        channels = (
-            balanced(self.in_channels, inner) if self.groups == 1 else [grouped(run, *self._group) for run in runs]
-        )
+        channels: Intervals = balanced(self.in_channels, inner)
+        if self.groups > 1:  # a run of output channels reads those of its groups
+            channels = [grouped(run, *self._group) for run in runs]
         contraction = Contraction(
             site,
             work=site.partition,
@@ -83,7 +91,7 @@ class Convolution:
             stored=weight.layout.partition.reshape(out, inner),
             x=x,
             weight=weight,
-            bias=bias,
+            bias=biases[0] if biases else None,
             reads=[x.layout.intervals[0], channels, *read],
             computes=[x.layout.intervals[0], runs, *computed],
             groups=self.groups,
@@ -98,7 +106,7 @@ class Convolution:
         """Input and output channels of one group."""
         return self.in_channels // self.groups, self.out_channels // self.groups
 
-    def _pieces(self, site: Site, runs: Any) -> list[Interval]:
+    def _pieces(self, site: Site, runs: Intervals) -> list[Interval]:
         """The output channels of this worker, in parts that torch convolves at once: whole groups, or parts of one."""
         if site.me not in site.partition:
             return []

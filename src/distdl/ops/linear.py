@@ -1,15 +1,16 @@
-"""Linear map of a tensor whose features are split over workers.
+"""Linear map of a tensor whose features are split over workers, and what is sent to whom.
 
-x is copied to the workers that have its columns of W, each multiplies, and the partial results add up along the rows.
-Here W is split over 2 x 2 workers, x over the first row of them, y over the first column (see
-``distdl.ops.contraction``)::
+Each worker of P_w has the block W[o, i] of the matrix. Here P_w is 2 x 3 (out x in) on workers 0..5, x lies on workers
+0, 1 and 2, y on workers 0 and 3::
 
-         x0        x1         on P_x: 1 x 2
-          |         |         spread: x0 to the workers of the first column, x1 to those of the second
-        W00 x0 -> W01 x1      each worker of P_w multiplies
-        W10 x0 -> W11 x1
-          |
-    y0, y1                    add: along each row, onto P_y: 1 x 2
+    x[0] on worker 0    x[1] on worker 1    x[2] on worker 2
+          |                   |                   |             spread: along out, 0 to 3, 1 to 4, 2 to 5
+    W[0,0] x[0]   <---  W[0,1] x[1]   <---  W[0,2] x[2]         add: along in, 1 and 2 to 0, which has y[0]
+    W[1,0] x[0]   <---  W[1,1] x[1]   <---  W[1,2] x[2]         and 4 and 5 to 3, which has y[1]
+
+If the batch is split, W and b are copied along it, from its first place. Backward turns all arrows: the gradient of y
+is copied along in, that of x adds up along out, those of W and b along the batch. What a partition does not split,
+nobody sends. The movements are made in ``distdl.ops.contraction``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Linear:
     autocast: torch.dtype | None = None
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
-        (x, weight), bias = signatures[:2], signatures[2] if len(signatures) > 2 else None
+        x, weight, *biases = signatures
         *batch, out, inner = site.partition.workers.shape
         channel = len(x.layout.extents) - 1
         check_channels(site, x, channel, self.in_features)
@@ -57,7 +58,7 @@ class Linear:
             stored=weight.layout.partition,
             x=x,
             weight=weight,
-            bias=bias,
+            bias=biases[0] if biases else None,
             reads=[*outer, balanced(self.in_features, inner)],
             computes=[*outer, balanced(self.out_features, out)],
             autocast=self.autocast,

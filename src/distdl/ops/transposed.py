@@ -1,4 +1,4 @@
-"""Transposed convolution of a tensor that is split over workers. See ``distdl.ops.contraction`` for channels.
+"""Transposed convolution of a tensor that is split over workers. See ``distdl.ops.convolution`` for split channels.
 
 Each worker computes whole outputs, and fetches the inputs that add to them; partial results of neighbours are never
 added up in space. Here x has 4 cells on two workers, the kernel 3 taps, stride 2, padding 1, so y has 7 cells::
@@ -51,7 +51,7 @@ class TransposedConvolution:
     autocast: torch.dtype | None = None
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
-        (x, weight), bias = signatures[:2], signatures[2] if len(signatures) > 2 else None
+        x, weight, *biases = signatures
         check_channels(site, x, 1, self.in_channels)
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.geometry.windows(site.label.kind, x.layout.extents[2:], tuple(space), self.asked)
@@ -65,7 +65,7 @@ class TransposedConvolution:
             stored=stored.reshape(inner, out).T if self.groups == 1 else stored.reshape(out, inner),
             x=x,
             weight=weight,
-            bias=bias,
+            bias=biases[0] if biases else None,
             reads=[
                 x.layout.intervals[0],
                 balanced(self.in_channels, inner) if self.groups == 1 else [grouped(run, *group) for run in runs],
