@@ -489,3 +489,16 @@ def test_an_activation_in_place_behind_a_linear_layer_of_more_dims():
             assert torch.allclose(layer.sublinear.weight.grad, reference.weight.grad, rtol=1e-10)
 
     on_workers(2, main)
+
+
+def test_a_bias_may_be_taken_away_from_a_layer_on_all_workers():
+    def main(P):
+        layer = DistributedConv1d(P.reshape(1, 1, 3), in_channels=1, out_channels=2, kernel_size=3, padding=1).double()
+        reference = filled(torch.nn.Conv1d(1, 2, 3, padding=1))
+        layer.load_state_dict(reference.state_dict())
+        layer(noise(2, 1, 2))
+        layer.bias, reference.bias = None, None
+        assert_matches_sequential(layer, reference, noise(2, 1, 7))
+        assert list(layer.parameter_layouts) == ["weight"]
+
+    on_workers(3, main)

@@ -1,6 +1,5 @@
 """Convolution of a tensor that is split over workers, and what is sent to whom.
 
-
 Split in space: each worker computes whole outputs, and fetches the cells that these read. Here x has 8 cells, on two
 workers, and the kernel 3 taps with padding 1 (a dot is a cell of padding)::
 
