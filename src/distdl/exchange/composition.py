@@ -23,6 +23,7 @@ class Together:
         self.operators = operators
         ends = [sum(len(op.inputs) for op in operators[: place + 1]) for place in range(len(operators))]
         self._taken = [slice(end - len(op.inputs), end) for op, end in zip(operators, ends, strict=True)]
+        self._alone = sum(not op.still for op in operators) < 2  # no messages that could be under way with others
         self._rest = slice(ends[-1] if ends else 0, None)
         self._still = all(op.still for op in operators)
 
@@ -32,8 +33,8 @@ class Together:
         if len(self.operators) == 1 == len(xs):  # (what most layers do)
             y = self.operators[0](*xs)
             return y if isinstance(y, tuple) else (y,)
-        if len(self.operators) == 1:
-            found = [self.operators[0](*xs[self._taken[0]])]
+        if self._alone:
+            found = [op(*xs[taken]) for op, taken in zip(self.operators, self._taken, strict=True)]
         else:
             found = move_together(self.operators, [xs[taken] for taken in self._taken])
         ys = [y for one in found for y in (one if isinstance(one, tuple) else (one,))]

@@ -134,7 +134,8 @@ class Operator:
             return self._stay(xs)
         if self._plain:
             return self._move(xs[0])
-        return move_together((self,), (xs,))[0]
+        ys = _move_all((self,), (xs,))[0]
+        return ys[0] if len(ys) == 1 else ys
 
     def _move(self, x: torch.Tensor) -> torch.Tensor:
         if not self.recorded:
@@ -377,6 +378,8 @@ def _anchored(needed: bool, device: torch.device) -> torch.Tensor | None:
 
 def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
     """The same, with as many at a time in a tuple as counted."""
+    if len(counts) == 1:
+        return [tuple(flat)]
     rest = iter(flat)
     return [tuple(next(rest) for _ in range(count)) for count in counts]
 

@@ -291,8 +291,7 @@ class LayerNorm:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
     ) -> torch.Tensor:
         last = x.shape[-len(self.normalized) :]
-        weight, bias = (None if row is None else row.reshape(last) for row in (weight, bias))
-        return torch.layer_norm(x, last, weight, bias, self.eps)
+        return torch.layer_norm(x, last, _shaped(weight, last), _shaped(bias, last), self.eps)
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ class RMSNorm:
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
     ) -> torch.Tensor:
         last = x.shape[-len(self.normalized) :]
-        return torch.rms_norm(x, last, None if weight is None else weight.reshape(last), _step(self, x))
+        return torch.rms_norm(x, last, _shaped(weight, last), _step(self, x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,10 +386,11 @@ def _set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) ->
     _check(op, site.label, x, weights)
     arrangement = op.arrange(x.layout, site.label)
     needed = {dim: x.layout.intervals[dim] for dim in op.extents}
-    spread = [_spread(site, needed, arrangement.row, weights)] if weights else []
     plan = None if arrangement.moments is None else arrangement.moments.plan()
+    row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
+    spread = [_spread(site, needed, row, weights)] if weights else []
     if arrangement.moments is None or plan is None:
-        lent = [_lend(site, needed, arrangement.row)] if arrangement.moments is None else []
+        lent = [_lend(site, needed, row)] if arrangement.moments is None else []
         return _by_torch(op, site, arrangement, x, weights, [*spread, *lent])
     gather = site.operator(plan, torch.float64, x.derivatives, [arrangement.moments.measured])
     return _by_moments(op, arrangement, arrangement.moments, x, len(weights), Together(gather, *spread))
@@ -455,7 +455,7 @@ def _by_torch(
         return None, [block, *given, *(one.double() for one in running)], others[count:]
 
     def normalise(here: None, moved: Tensors, kept: Tensors) -> torch.Tensor:
-        block, flat = moved[0], [row.flatten().to(work) for row in moved[1:]]
+        block, flat = moved[0], [(row if row.dim() == 1 else row.flatten()).to(work) for row in moved[1:]]
         # not of the cells: where a reshape changes the strides of dims of extent 1, torch's derivative goes wrong
         operands = ((block, [1] * block.dim()), *((row, [1]) for row in flat))
         note = _running(arrangement, kept) if arrangement.kept is not None and block.numel() else None
@@ -580,6 +580,10 @@ def _by_running(
     """torch's operator with running statistics, which take note of x or stand for its moments."""
     mean, variance, factor = running
     return torch.batch_norm(x, weight, bias, mean, variance, factor is not None, factor or 0.0, eps, _fast())
+
+
+def _shaped(row: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
+    return row if row is None or row.shape == shape else row.reshape(shape)
 
 
 def _step(op: Normalisation, x: torch.Tensor) -> float:
