@@ -1,0 +1,321 @@
+"""How a normalisation is set up: what all kinds have in common, whatever they measure (see ``ops.normalisation``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from operator import or_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from distdl.exchange import Operator, Together
+from distdl.geometry.boxes import Interval, Shape, balanced, shape
+from distdl.ops.affine import affine, less
+from distdl.ops.moments import Moments
+from distdl.ops.setup import Setup, Site, same
+from distdl.partition import Layout, Partition, Signature
+from distdl.partition.groups import dims
+from distdl.partition.layout import Lookup
+from distdl.plan import Plan
+from distdl.plan.planners import broadcast, copy
+from distdl.tensors.connection import local, tie
+from distdl.tensors.derivatives import NONE
+from distdl.tensors.dtypes import carries_gradients
+from distdl.transport.label import Label
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a normalisation sees this worker's block of x.
+
+    Attributes:
+        cells: shape of the block, in the dims that the moments have.
+        row: shape of the weights that belong to it.
+        moments: what is measured; None where running statistics stand for it.
+        kept: the channels of which this worker keeps running statistics, if they take note of x.
+        momentum: the weight of a new batch in them; None for their average over all batches.
+    """
+
+    cells: Shape
+    row: Shape
+    moments: Moments | None
+    kept: Interval | None = None
+    momentum: float | None = None
+
+
+class Running(NamedTuple):
+    """Running statistics of this worker's channels.
+
+    Attributes:
+        factor: the weight that this batch gets in them; None if they stand for its moments.
+    """
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    factor: float | None = None
+
+    def approach(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move towards the mean and the unbiased variance of a batch."""
+        factor = self.factor or 0.0
+        for one, towards in ((self.mean, mean), (self.variance, variance)):
+            one.mul_(1 - factor).add_(factor * towards.flatten())
+
+
+class Normalisation(Protocol):
+    """What the normalisations have in common.
+
+    Attributes:
+        eps: what is added to the variance; None for the smallest step of the dtype in which it is used.
+    """
+
+    @property
+    def eps(self) -> float | None: ...
+
+    @property
+    def extents(self) -> Mapping[int, int]:
+        """Global extents of x along the dims in which weight and bias vary."""
+
+    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+        """What is measured on an x that is split so.
+
+        Raises: ValueError, a function of the layout's extents only.
+        """
+
+    def compute(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
+    ) -> torch.Tensor:
+        """torch's operator, on a block that has all cells behind each of its means.
+
+        It checks nothing, for what torch's functions check on a block would raise on some workers only. Its result is
+        no view.
+
+        Args:
+            running: the running statistics, if they take note of x or stand for its moments.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What comes in: this worker prepares its tensors, and then some of them move.
+
+    Attributes:
+        prepare: of all tensors, what stays here, what moves, and the running statistics.
+        moves: brings what moves to where it is needed.
+    """
+
+    prepare: Callable[..., tuple[Any, Sequence[torch.Tensor], Tensors]]
+    moves: Together
+
+    @property
+    def operators(self) -> Sequence[Operator]:
+        return self.moves.operators
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, Tensors, Tensors]:
+        here, moving, running = self.prepare(*tensors)
+        return here, self.moves(*moving), running
+
+
+def set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) -> Setup:
+    """The three steps of any normalisation, of ``(x, weight, bias, running mean, running variance, batches)``.
+
+    ``weight`` and ``bias`` are there as far as they have signatures, the others if there are running statistics:
+    those of this worker's balanced block of channels, and the number of batches that they have taken note of.
+    """
+    _check(op, site.label, x, weights)
+    arrangement = op.arrange(x.layout, site.label)
+    needed = {dim: x.layout.intervals[dim] for dim in op.extents}
+    plan = None if arrangement.moments is None else arrangement.moments.plan()
+    row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
+    spread = [_spread(site, needed, row, weights)] if weights else []
+    if arrangement.moments is None or plan is None:
+        lent = [_lend(site, needed, row)] if arrangement.moments is None else []
+        return _by_torch(op, site, arrangement, x, weights, [*spread, *lent])
+    gather = site.operator(plan, torch.float64, x.derivatives, [arrangement.moments.measured])
+    return _by_moments(op, arrangement, arrangement.moments, x, len(weights), Together(gather, *spread))
+
+
+def _by_moments(
+    op: Normalisation, arrangement: Arrangement, moments: Moments, x: Signature, weights: int, moves: Together
+) -> Setup:
+    """Where workers share means: entries and weights move at the same time, and then each normalises its block."""
+    dtype, work, own = x.dtype, _work(x), x.local
+
+    def measure(x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, Sequence[torch.Tensor], Tensors]:
+        block = _block(x, others, dtype, work).reshape(arrangement.cells)
+        centre = moments.centre(block) if moments.centred else None
+        rest = block if centre is None else less(block, centre)
+        given = [other.to(rest.device) for other in others[:weights]]
+        return (rest, centre), [moments.measure(rest, centre), *given], others[weights:]
+
+    def normalise(here: tuple[torch.Tensor, torch.Tensor | None], moved: Tensors, kept: Tensors) -> torch.Tensor:
+        (rest, centre), (entries, *rows) = here, moved
+        means = moments.merge(entries)
+        if arrangement.kept is not None and moments.count and means.shape[1]:
+            with torch.no_grad():
+                batch, _, *space = moments.gathered
+                mean, squares = moments.of(means, (batch, arrangement.kept, *space)).mean(1)
+                _running(arrangement, kept).approach(mean, squares / (moments.count - 1))
+        found = moments.of(means)
+        variance, offset = found[0], None
+        if centre is not None:
+            variance, offset = found[1] / max(moments.count, 1), (found[0] - centre).to(work)
+        scale = (variance + step(op, rest)).rsqrt().to(work)
+        y = _standardise(rest, scale, offset, [row.reshape(arrangement.row).to(work) for row in rows], own)
+        return y.to(dtype)
+
+    return Setup(Arrival(measure, moves), normalise, same, (x.layout,))
+
+
+def _by_torch(
+    op: Normalisation,
+    site: Site,
+    arrangement: Arrangement,
+    x: Signature,
+    weights: Sequence[Signature],
+    spread: Sequence[Operator],
+) -> Setup:
+    """Where nothing that is measured moves: torch's own operator does it faster."""
+    dtype, work, own, count = x.dtype, _work(x), x.local, len(weights)
+    derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
+    moves = Together(site.identity(work, x.derivatives | derivatives, own), *spread)
+    absent = bool(weights) and site.me not in weights[0].layout.partition and derivatives.gradient
+    lends = arrangement.moments is None
+
+    def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[None, Sequence[torch.Tensor], Tensors]:
+        block = _block(x, others, dtype, work)
+        given = [other.to(block.device) for other in others[:count]]
+        if absent and block.requires_grad and not given[0].requires_grad:
+            block, nothing = tie(block, given[0])
+            given = [nothing] * count
+        running = others[count : count + 2] if lends else ()
+        if running and spread[-1].inputs[0] == (0,):
+            running = tuple(one[:0] for one in running)
+        return None, [block, *given, *(one.double() for one in running)], others[count:]
+
+    def normalise(here: None, moved: Tensors, kept: Tensors) -> torch.Tensor:
+        block, flat = moved[0], [(row if row.dim() == 1 else row.flatten()).to(work) for row in moved[1:]]
+        # not of the cells: where a reshape changes the strides of dims of extent 1, torch's derivative goes wrong
+        operands = ((block, [1] * block.dim()), *((row, [1]) for row in flat))
+        note = _running(arrangement, kept) if arrangement.kept is not None and block.numel() else None
+        written = note and Running(note.mean.to(work), note.variance.to(work), note.factor)
+
+        def operator(block: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+            weight, bias = [*rows[:count], None, None][:2]
+            return op.compute(block, weight, bias, Running(rows[count], rows[count + 1]) if lends else written)
+
+        y = local(operator, own, *operands)
+        if note is not None and written is not None and written.mean is not note.mean:
+            note.mean.copy_(written.mean)
+            note.variance.copy_(written.variance)
+        return y.to(dtype)
+
+    return Setup(Arrival(prepare, moves), normalise, same, (x.layout,))
+
+
+def _work(x: Signature) -> torch.dtype:
+    """The dtype in which a block is normalised."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _block(x: torch.Tensor, others: Tensors, dtype: torch.dtype, work: torch.dtype) -> torch.Tensor:
+    """A block as it is worked on; an empty one may come in any dtype and on any device."""
+    if not x.numel():
+        x = x.to(others[-1].device if others else x.device, dtype)
+    return x.to(work)
+
+
+def _running(arrangement: Arrangement, kept: Tensors) -> Running:
+    """The running statistics that take note of x."""
+    mean, variance, batches = kept
+    factor = 1.0 / max(float(batches), 1.0) if arrangement.momentum is None else arrangement.momentum
+    return Running(mean, variance, factor)
+
+
+def _standardise(
+    rest: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None, rows: Sequence[torch.Tensor], own: Shape
+) -> torch.Tensor:
+    """``(rest - offset) * scale * weight + bias``, in one pass over the block, or in two."""
+    if rows and prod(torch.broadcast_shapes(scale.shape, rows[0].shape)) < rest.numel():
+        scale = scale * rows[0]
+        shifts = [*rows[1:]] + ([] if offset is None else [-offset * scale])
+        return affine(rest, scale, sum(shifts[1:], shifts[0]) if shifts else None, own)
+    shift = None if offset is None else -offset * scale
+    if not rows:
+        return affine(rest, scale, shift, own)
+    return affine(affine(rest, scale, shift), rows[0], rows[1] if len(rows) > 1 else None, own)
+
+
+def _spread(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape, weights: Sequence[Signature]) -> Operator:
+    """Weight and bias, from the workers that store them to those that have their part of x, as one message."""
+    layout, dtype, count = weights[0].layout, weights[0].dtype, len(weights)
+    derivatives = reduce(or_, (one.derivatives for one in weights))
+    stored = dict(zip(needed, layout.intervals, strict=True))
+    P_x = site.partition
+    home = layout.partition.reshape([n if dim in needed else 1 for dim, n in enumerate(P_x.workers.shape)])
+    plan = _rows_plan(site, home, stored, needed, count)
+    own = [one.local for one in weights]
+    if plan is None:
+        return site.identity(dtype, derivatives, *own)
+    return site.operator(plan, dtype, derivatives, own, [row] * count)
+
+
+def _lend(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape) -> Operator:
+    """The running mean and variance, from workers that keep those of a balanced block to those that use others."""
+    P_x = site.partition
+    kept = {dim: balanced(intervals[-1][1], len(intervals)) for dim, intervals in needed.items()}
+    home = P_x[tuple(slice(None if dim in needed else 1) for dim in range(P_x.workers.ndim))]
+    if kept == needed:
+        return site.identity(torch.float64, NONE, *[(prod(row),)] * 2)
+    plan = _rows_plan(site, home, kept, needed, 2)
+    own = prod(shape(_over(home, kept)[site.me])) if site.me in home else 0
+    assert plan is not None
+    return site.operator(plan, torch.float64, NONE, [(own,)] * 2, [row] * 2)
+
+
+def _rows_plan(
+    site: Site,
+    home: Partition,
+    stored: Mapping[int, Sequence[Interval]],
+    needed: Mapping[int, Sequence[Interval]],
+    rows: int,
+) -> Plan | None:
+    """How rows move from the blocks that are stored to those that are needed; None if they are all there."""
+    if needed == stored and home == site.partition:
+        return None
+    if needed != stored:
+        return copy(_over(home, stored, rows), _over(site.partition, needed, rows), site.me)
+    blocks = _over(home, stored)
+    return broadcast(home, site.partition, Lookup(tuple(blocks), lambda w: (rows, *shape(blocks[w]))), site.me)
+
+
+def _over(P: Partition, blocks: Mapping[int, Sequence[Interval]], rows: int = 0) -> Layout:
+    """A row over the workers of P: split in the dims in which it varies; or, in dim 0, several rows."""
+    along = [blocks.get(dim, [(0, 1)] * places) for dim, places in enumerate(P.workers.shape)]
+    return Layout.of(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.of(P, along)
+
+
+def _check(op: Normalisation, label: Label, x: Signature, weights: Sequence[Signature]) -> None:
+    extents = op.extents
+    if any(x.layout.extents[dim] != extent for dim, extent in extents.items()):
+        raise ValueError(
+            f"{label} needs an input whose extents are {dims(list(extents.values()))} in dims "
+            f"{', '.join(map(str, extents))}; the global shape of the input is {dims(x.layout.extents)}"
+        )
+    if not (x.dtype.is_floating_point and carries_gradients(x.dtype)):
+        raise ValueError(f"{label.kind} needs an input of a floating-point dtype; got {x.dtype}")
+    for name, one in zip(("weight", "bias"), weights, strict=False):
+        if one.dtype not in (x.dtype, torch.float32 if x.dtype.itemsize < 4 else x.dtype) or (
+            one.dtype != weights[0].dtype
+        ):
+            raise ValueError(
+                f"{label} needs {name} of the input's dtype, {x.dtype}, or float32 for less; got {one.dtype}"
+            )
+
+
+def step(op: Normalisation, x: torch.Tensor) -> float:
+    return torch.finfo(x.dtype).eps if op.eps is None else op.eps
