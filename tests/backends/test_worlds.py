@@ -61,7 +61,7 @@ def test_under_torchrun_it_is_gloo_or_nccl(monkeypatch):
     assert launched() == "nccl"
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_name_lists_the_known_ones(registered):
     with pytest.raises(ValueError, match="serial, threads, mpi, gloo, nccl; got 'smoke'"):
         distdl.world("smoke")
     with pytest.raises(ValueError, match="serial, threads, mpi, gloo, nccl; got 'smoke'"):
@@ -72,10 +72,12 @@ def test_an_unknown_name_lists_the_known_ones():
 
 @pytest.fixture
 def registered():
-    """``register``, for names that are forgotten when the test ends."""
+    """``register``, where nobody else has registered a name; its names are forgotten when the test ends."""
+    others = {name: backends._registered.pop(name) for name in backends.names()[len(BACKENDS) :]}
     yield register
     for name in backends.names()[len(BACKENDS) :]:
         del backends._registered[name]
+    backends._registered.update(others)
 
 
 def test_a_registered_name_opens_its_world_and_starts_its_workers(registered):
