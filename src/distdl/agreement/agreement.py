@@ -100,11 +100,11 @@ class Decision(Generic[Outcome]):
 
     Attributes:
         outcome: what follows from the headers; the same object until a header changes.
-        carried: for each tensor, what it carries on any member.
+        derivatives: for each tensor, what it carries on any member.
     """
 
     outcome: Outcome
-    carried: tuple[Derivatives, ...]
+    derivatives: tuple[Derivatives, ...]
 
 
 @dataclass(frozen=True)

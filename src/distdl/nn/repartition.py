@@ -1,4 +1,4 @@
-"""Repartition: the same tensor, cut up another way."""
+"""Repartition: the same tensor, split in another way."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from distdl.plan.planners import copy
 
 
 class Repartition(Layer):
-    r"""Move a tensor that is cut up over ``P_x`` so that it is cut up over ``P_y``, in one hop.
+    r"""Move a tensor that is split over ``P_x`` so that it is split over ``P_y``, in one hop.
 
     Forward: :math:`y[c] = x[c]` for every cell c of the global tensor.   Adjoint: the same in the other direction.
     Partition axis i splits tensor dim i. The input may be split unevenly, as long as its blocks form a grid; the output

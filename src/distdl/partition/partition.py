@@ -262,8 +262,8 @@ class Partition:
     def allreduce_data(self, data: Any, op: str = "sum") -> Any:
         """Combine the numbers, arrays or tensors of all members: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
 
-        Python's integers are combined exactly, whatever their size, and a sum of bools counts those that are True.
-        NumPy's values and tensors are combined in their own dtype.
+        Python's integers are combined exactly, whatever their size; NumPy's values and tensors in their own dtype. A
+        sum of bools, of whichever kind, counts those that are True.
 
         Raises: ValueError for another ``op``, outside this partition, or, on every member, if the shapes differ.
         """

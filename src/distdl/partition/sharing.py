@@ -50,9 +50,9 @@ def gather_values(comm: Communicator, group: Group, value: Any) -> list[Any]:
 def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
     """Combine the members' numbers, arrays or tensors: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
 
-    Python's integers and bools are combined as Python does it: exactly, whatever their size, and a sum of bools counts
-    those that are True. NumPy's values and tensors are combined in their own dtype: integers wrap around, and a sum of
-    bools says whether any of them is True.
+    Python's integers are combined as Python does it: exactly, whatever their size. NumPy's values and tensors are
+    combined in their own dtype, so their integers wrap around. Sums and products take bools, of whichever kind, as
+    integers (int64 where they are NumPy's or tensors): a sum counts those that are True.
 
     Raises: ValueError, the same on every member, for another ``op`` or if the shapes differ.
     """
@@ -65,7 +65,16 @@ def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
     of_integers, of_arrays, of_tensors = _REDUCTIONS[op]
     if all(isinstance(one, int) for one in values):  # a bool is one, too
         return of_integers(values)
+    if op in ("sum", "prod"):
+        values = [_counted(one) for one in values]
     return fold(values, of_tensors if isinstance(values[0], torch.Tensor) else of_arrays)
+
+
+def _counted(value: Any) -> Any:
+    """A value that can be added up: bools as integers, as ``np.sum`` and ``torch.sum`` take them."""
+    if isinstance(value, torch.Tensor):
+        return value.long() if value.dtype is torch.bool else value
+    return value.astype(np.int64) if getattr(value, "dtype", None) == np.bool_ else value
 
 
 def _message_of(value: Any) -> torch.Tensor:

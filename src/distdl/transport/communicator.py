@@ -146,10 +146,10 @@ class Communicator(ABC):
     released: bool = False
     started_alone: bool = False
     recorder: Communicator | None = None
+    where: object = "an exchange"
 
     def __init__(self) -> None:
         self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
-        self.where: object = "an exchange"
         self._calls: dict[Group, Calls] = {}
 
     @property

@@ -61,8 +61,7 @@ class Recording(Communicator):
 
     @where.setter
     def where(self, where: object) -> None:
-        if hasattr(self, "inner"):  # (the base class sets it before there is one)
-            self.inner.where = where
+        self.inner.where = where
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         given, taken = ([(worker, tensor.nbytes) for worker, tensor in one] for one in (sends, receives))

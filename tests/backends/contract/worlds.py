@@ -53,9 +53,9 @@ def check_allgather_and_allreduce_data():
     for kind in (np.int8, np.uint64):  # in their own dtype
         found = P.allreduce_data(np.full(1, 2, kind), op="sum")
         assert found.dtype == kind and found.tolist() == [2 * P.size]
-    found = P.allreduce_data(np.array([True, False]))
-    assert found.dtype == bool and found.tolist() == [True, False]
-    assert torch.equal(P.allreduce_data(torch.tensor([True, False])), torch.tensor([True, False]))
+    assert P.allreduce_data(np.True_) == P.size and P.allreduce_data(np.array([True, False])).tolist() == [P.size, 0]
+    assert torch.equal(P.allreduce_data(torch.tensor([True, False])), torch.tensor([P.size, 0]))
+    assert P.allreduce_data(np.array([P.rank == 0, True]), op="max").tolist() == [True, True]
     assert P.allreduce_data(0.5) == P.size / 2
     assert P.allreduce_data(np.array([P.rank, -P.rank]), op="max").tolist() == [P.size - 1, 0]
     assert torch.equal(P.allreduce_data(torch.tensor([P.rank]), op="min"), torch.tensor([0]))
