@@ -1,6 +1,7 @@
 """The state of a sequential layer, read and written."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from distdl.nn import (
     DistributedConvTranspose1d,
     DistributedEmbedding,
     DistributedGroupNorm,
+    DistributedInstanceNorm,
     DistributedLayerNorm,
     DistributedLinear,
+    DistributedRMSNorm,
 )
 from distdl.nn.placement import parameter_layouts
 from distdl.nn.utils import get_total_norm, orthogonal, spectral_norm, weight_norm
@@ -313,6 +316,16 @@ def of_torch(P, layer, norm, *x):
     layer(*x)
 
 
+SPLIT_NORMALISATIONS = [
+    (lambda P: DistributedBatchNorm(P.reshape(2, 2, 1), 3), "gamma", "1x3x1", "1x2x1"),
+    (lambda P: DistributedGroupNorm(P.reshape(2, 2, 1), 3, 3), "weight", "3", "2"),
+    (lambda P: DistributedGroupNorm(P.reshape(2, 2, 1), 3, 3), "bias", "3", "2"),
+    (lambda P: DistributedInstanceNorm(P.reshape(2, 2, 1), 3, affine=True), "weight", "3", "2"),
+    (lambda P: DistributedLayerNorm(P.reshape(2, 2, 1), [3, 5]), "weight", "3x5", "2x1"),
+    (lambda P: DistributedRMSNorm(P.reshape(2, 2, 1), [3, 5]), "weight", "3x5", "2x1"),
+]
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (lambda P: of_torch(P, split_out(P), parametrizations.spectral_norm, torch.ones(1, 4 * (P.rank == 0), 4)),
      "spectral_norm of weight needs the whole of it"),
@@ -324,6 +337,15 @@ def of_torch(P, layer, norm, *x):
      "orthogonal of weight needs its last two dims"),
     (lambda P: of_torch(P, split_table(P), parametrizations.spectral_norm, torch.tensor([1][P.rank > 0 :])),
      "spectral_norm of weight needs the whole of it"),
+    *((lambda P, make=make, norm=norm: of_torch(P, make(P), norm, torch.ones(2, 2 - P.rank % 2, 5)),
+       f"{words} on one worker; {name} has the global shape {extents} and is split into {blocks} blocks")
+      for make, name, extents, blocks in SPLIT_NORMALISATIONS
+      for norm, words in (
+          (partial(parametrizations.spectral_norm, name=name), f"spectral_norm of {name} needs the whole of it"),
+          (partial(torch.nn.utils.spectral_norm, name=name), f"spectral_norm of {name} needs the whole of it"),
+          (partial(parametrizations.weight_norm, name=name, dim=None),
+           f"weight_norm of {name} needs all that it takes the norm of"),
+      )),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 def test_norms_that_torch_has_put_on_split_parameters_are_an_agreed_error(make, words):

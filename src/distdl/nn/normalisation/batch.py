@@ -90,7 +90,9 @@ class DistributedBatchNorm(Layer):
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         weights, kept = self._weights.of(self, x), running(self)
-        setup = self.agree(x, *weights, extra=reported(self.training, kept, self.eps, self.momentum))
+        setup = self.agree(
+            x, *weights, extra=reported(self.training, kept, self._weights.unfit(self), self.eps, self.momentum)
+        )
         moved = setup.move_in(x, *weights, *kept)
         y: torch.Tensor = setup.move_out(setup.local(*moved))
         return y

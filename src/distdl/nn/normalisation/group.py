@@ -59,7 +59,7 @@ class DistributedGroupNorm(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights.of(self, x)
-        setup = self.agree(x, *weights, extra=reported(self.training, (), self.eps))
+        setup = self.agree(x, *weights, extra=reported(self.training, (), self._weights.unfit(self), self.eps))
         moved = setup.move_in(x, *weights)
         y: torch.Tensor = setup.move_out(setup.local(*moved))
         return y

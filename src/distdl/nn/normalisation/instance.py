@@ -80,7 +80,9 @@ class DistributedInstanceNorm(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, kept = self._weights.of(self, x), running(self)
-        setup = self.agree(x, *weights, extra=reported(self.training, kept, self.eps, self.momentum))
+        setup = self.agree(
+            x, *weights, extra=reported(self.training, kept, self._weights.unfit(self), self.eps, self.momentum)
+        )
         moved = setup.move_in(x, *weights, *kept)
         y: torch.Tensor = setup.move_out(setup.local(*moved))
         return y

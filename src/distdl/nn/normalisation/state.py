@@ -15,6 +15,7 @@ from distdl.agreement import Headers
 from distdl.geometry.boxes import Interval, balanced, shape
 from distdl.nn.layer import tiled
 from distdl.nn.module import Option
+from distdl.nn.parametrised import check_unfit, unfit
 from distdl.ops import Setup, Site
 from distdl.partition import Layout, Partition, Signature
 from distdl.transport import Label
@@ -36,9 +37,15 @@ class Number(Option[float | None]):
         module.__dict__[self._name] = None if value is None else float(value)
 
 
-def reported(training: bool, running: Sequence[torch.Tensor], *numbers: float | None) -> tuple[int, ...]:
-    """What a normalisation adds to its header: its mode, whether it has running statistics, and its numbers."""
-    return int(training), len(running[:2]), *map(_bits, numbers)
+def reported(
+    training: bool, running: Sequence[torch.Tensor], norms: tuple[int, ...], *numbers: float | None
+) -> tuple[int, ...]:
+    """What a normalisation adds to its header: its mode, whether it has running statistics, and its numbers.
+
+    Args:
+        norms: those of its parameters that cannot be computed in blocks, see ``Weights.unfit``.
+    """
+    return int(training), len(running[:2]), *norms, *map(_bits, numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +112,10 @@ class Weights:
         found = [getattr(module, name) for name in self.names]
         return [torch.empty(0, device=getattr(x, "device", None)) if one is None else one for one in found]
 
+    def unfit(self, module: torch.nn.Module) -> tuple[int, ...]:
+        """For each parameter, which of torch's norms of it cannot be computed block by block; 0 if there is none."""
+        return tuple(unfit(module, name, self.parameter_layout) for name in self.names)
+
     def signature(self, headers: Headers, number: int, label: Label) -> Signature:
         """The signature of one of them, as torch has it.
 
@@ -150,10 +161,14 @@ class Agreed:
     def _configured(self, headers: Headers, label: Label) -> Any:
         """The operation as all workers have it now.
 
-        Raises: ValueError if workers differ in their mode, in whether they have running statistics, or in a number.
+        Raises: ValueError if torch has put a norm on a parameter that is split; if workers differ in their mode, in
+            whether they have running statistics, or in a number.
         """
-        P_x = self.weights.P_x
-        training, running, *numbers = headers.extras(P_x).reshape(P_x.workers.size, -1).T
+        P_x, names = self.weights.P_x, self.weights.names
+        training, running, *others = headers.extras(P_x).reshape(P_x.workers.size, -1).T
+        numbers = others[len(names) :]
+        for name, norms in zip(names, others, strict=False):
+            check_unfit(str(label), name, int(norms.max()), self.weights.parameter_layout)
         if training.any() != training.all():
             raise ValueError(f"{label} needs to be in training or in evaluation mode on all workers alike")
         found: dict[str, list[Any]] = {"a number of running statistics": [int(one) for one in running]}
