@@ -351,3 +351,19 @@ SPLIT_NORMALISATIONS = [
 def test_norms_that_torch_has_put_on_split_parameters_are_an_agreed_error(make, words):
     """Every worker has a block: where there is none, most of torch's functions raise an error of their own."""
     assert words in every_worker_raises(4, make)
+
+
+@pytest.mark.parametrize(("name", "sequential"), [("gamma", "weight"), ("beta", "bias")])
+def test_a_norm_of_what_batch_norm_stores_on_one_worker(name, sequential):
+    """Called by every worker, of which the others have no such parameter."""
+
+    def main(P):
+        layer, theirs = DistributedBatchNorm(P.reshape(3, 1), 2).double(), filled(torch.nn.BatchNorm1d(2))
+        layer.load_state_dict(theirs.state_dict())
+        spectral_norm(layer, name)
+        assert not P.rank or layer.gamma is layer.beta is None
+        parametrizations.spectral_norm(theirs, sequential)
+        whole = noise(6, 2)
+        assert torch.allclose(layer(whole[2 * P.rank :][:2]), theirs(whole)[2 * P.rank :][:2], rtol=1e-10)
+
+    on_workers(3, main)

@@ -230,6 +230,8 @@ def _parametrise(
         raise ValueError(_refusal(layer, name, number, layout))
     path, _, last = full.rpartition(".")
     owner = module.get_submodule(path)
+    if getattr(owner, last) is None:
+        return module  # batch norm has no parameter at all where it stores none
     if module.get_parameter(full).numel():
         norm(owner, last)
     else:
