@@ -7,6 +7,7 @@ from checks import forward_mode
 from helpers_layers import assert_options, every_worker_raises, filled, noise, on_workers
 from properties_normalisation import PAIRS, Published, close, pair, second_derivatives
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -587,6 +588,94 @@ def test_batch_norm_has_weight_and_bias_as_torch_has_them():
         layer.bias.data = torch.full_like(layer.bias, 3.0)
         assert layer.gamma.grad is None and (layer.beta == 3).all() and layer.beta.dim() == 3
         assert torch.equal(copy.deepcopy(layer).bias, layer.bias)
+
+    on_workers(4, main)
+
+
+@pytest.mark.parametrize("way", ["method", "attribute"])
+@pytest.mark.parametrize("names", [["weight"], ["bias"], ["weight", "bias"]])
+def test_batch_norm_is_frozen_by_weight_and_bias(names, way):
+    """On every worker alike, those without channels and outside, also in a copy; and thawed again."""
+
+    def set_all(layer, value):
+        for name in names:
+            if way == "method":
+                assert getattr(layer, name).requires_grad_(value).requires_grad is value
+            else:
+                getattr(layer, name).requires_grad = value
+
+    def train(P, value):
+        layer, reference = DistributedBatchNorm(P[:4].reshape(2, 2), 3).double(), filled(torch.nn.BatchNorm1d(3))
+        layer.load_state_dict(reference.state_dict())
+        set_all(layer, False)
+        set_all(reference, False)
+        layer = copy.deepcopy(layer)
+        if value:
+            set_all(layer, True)
+            set_all(reference, True)
+        whole = noise(4, 3)
+        owned = Layout.balanced(P[:4].reshape(2, 2), whole.shape)
+        x = owned.block(whole).clone() if P.rank < 4 else zero_volume_tensor(4, dtype=torch.float64)
+        for network, part in ((layer, x), (reference, whole)):
+            y = network(part.requires_grad_())
+            (y**3).sum().backward()
+        for name, layout in sequential_layouts(layer).items():
+            ours, theirs = getattr(layer, name), getattr(reference, name)
+            assert ours.requires_grad is theirs.requires_grad is (value or name not in names)
+            with torch.no_grad():
+                assert getattr(layer, name).requires_grad is theirs.requires_grad
+            if theirs.grad is None:
+                assert ours.grad is None
+            elif P.rank in layout:
+                assert torch.allclose(ours.grad, layout.block(theirs.grad), rtol=1e-9)
+        for own, name in layer.sequential_names.items():
+            if getattr(layer, own) is not None:
+                assert getattr(layer, own).requires_grad is (value or name not in names)
+
+    def main(P):
+        train(P, False)
+        train(P, True)
+
+    on_workers(5, main)
+
+
+@pytest.mark.parametrize("prune_it", [
+    lambda layer, name: prune.random_unstructured(layer, name, 0.5),
+    lambda layer, name: prune.l1_unstructured(layer, name, 1),
+    lambda layer, name: prune.identity(layer, name),
+    lambda layer, name: prune.custom_from_mask(layer, name, torch.ones_like(getattr(layer, name))),
+    lambda layer, name: prune.global_unstructured([(layer, name)], prune.L1Unstructured, amount=0.5),
+])  # fmt: skip
+@pytest.mark.parametrize(("name", "own"), [("weight", "gamma"), ("bias", "beta")])
+def test_pruning_of_batch_norm_has_to_name_what_is_stored(prune_it, name, own):
+    """One error on every worker, which leaves the layer as it was."""
+    layers = {}
+
+    def main(P):
+        layers[P.rank] = DistributedBatchNorm(P.reshape(2, 2), 3)
+        prune_it(layers[P.rank], name)
+
+    text = every_worker_raises(4, main)
+    assert "DistributedBatchNorm (P_x: 2x2" in text and f"needs {own} to be pruned" in text and f"got {name}" in text
+    for rank, layer in layers.items():
+        assert [key for key, _ in layer.named_parameters()] == ["gamma", "beta"] * (rank < 2)
+
+
+def test_a_pruned_batch_norm_trains_as_the_sequential_one():
+    def main(P):
+        layer, reference = DistributedBatchNorm(P.reshape(2, 2), 3).double(), filled(torch.nn.BatchNorm1d(3))
+        layer.load_state_dict(reference.state_dict())
+        mask, whole = torch.tensor([1.0, 0.0, 1.0]).double(), noise(4, 3)
+        prune.custom_from_mask(reference, "weight", mask)
+        if layer.gamma is not None:
+            prune.custom_from_mask(layer, "gamma", Layout.balanced(P[:2], [3]).block(mask).reshape(layer.gamma.shape))
+        y, expected = layer(Layout.balanced(P.reshape(2, 2), whole.shape).block(whole)), reference(whole)
+        (y**3).sum().backward()
+        (expected**3).sum().backward()
+        assert torch.allclose(y, Layout.balanced(P.reshape(2, 2), whole.shape).block(expected), rtol=1e-9)
+        if P.rank < 2:
+            block = Layout.balanced(P[:2], [3]).block(reference.weight_orig.grad)
+            assert torch.allclose(layer.gamma_orig.grad.flatten(), block, rtol=1e-9)
 
     on_workers(4, main)
 

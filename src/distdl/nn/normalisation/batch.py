@@ -45,10 +45,10 @@ class DistributedBatchNorm(Layer):
         but the second; other workers have None. ``running_mean`` and ``running_var`` are ``(local channels,)`` on every
         worker. Workers outside P_x return a clone of their input.
         ``weight`` and ``bias`` are the same numbers as torch has them, ``(local channels,)``, and of zero volume on
-        other workers: not parameters of their own, but ``gamma`` and ``beta`` to read and to fill.
-    Raises: ValueError, on every worker, for a partition without batch and channels; in forward, on every member, for an
-        input of another rank, number of channels or dtype, one value per channel where moments are taken, or workers in
-        different modes.
+        other workers: not parameters of their own, but ``gamma`` and ``beta`` to read, to fill and to freeze.
+    Raises: ValueError, on every worker, for a partition without batch and channels, and where ``weight`` or ``bias`` is
+        pruned in the place of ``gamma`` or ``beta``; in forward, on every member, for an input of another rank, number
+        of channels or dtype, one value per channel where moments are taken, or workers in different modes.
     Source: Ioffe & Szegedy, arXiv:1502.03167.
     """
 
@@ -82,6 +82,8 @@ class DistributedBatchNorm(Layer):
         super().__init__(name, P_x, Agreed(op, weights, ("eps", "momentum"), runs=True))
         self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
         self.affine, self.track_running_stats, self._weights = bool(affine), bool(track_running_stats), weights
+        # what stands for weight and bias where none is stored; kept, so that it stays frozen once it is
+        self._absent = {name: torch.nn.Parameter(torch.empty(0)) for name in self.sequential_names}
         weights.register(self, ("gamma", "beta"))
         register_running(self, self.track_running_stats)
         keep_sequential_keys(self)
@@ -110,17 +112,31 @@ class DistributedBatchNorm(Layer):
     @property
     def weight(self) -> torch.nn.Parameter | None:
         """``gamma`` in torch's shape."""
-        return self._flat(self.gamma)
+        return self._flat("gamma")
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
         """``beta`` in torch's shape."""
-        return self._flat(self.beta)
+        return self._flat("beta")
 
-    def _flat(self, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
+    def _flat(self, name: str) -> torch.nn.Parameter | None:
         if not self.affine:
             return None
-        return torch.nn.Parameter(torch.empty(0)) if parameter is None else Flat.of(parameter)
+        parameter = getattr(self, name)
+        return self._absent[name] if parameter is None else Flat.of(parameter)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As in torch.
+
+        Raises: ValueError, on every worker, where torch begins to prune ``weight`` or ``bias``.
+        """
+        for own, sequential in self.sequential_names.items():
+            if name == f"{sequential}_orig":
+                raise ValueError(
+                    f"{self.label} needs {own} to be pruned, by the workers on which it is not None; got {sequential}, "
+                    "which is no parameter of its own"
+                )
+        super().register_parameter(name, param)
 
     def reset_running_stats(self) -> None:
         """Begin anew: mean 0, variance 1, no batch counted."""
@@ -128,7 +144,10 @@ class DistributedBatchNorm(Layer):
 
 
 class Flat(torch.nn.Parameter):
-    """A parameter in one dim: a view of it, to which one may also assign. Its gradient is the parameter's."""
+    """A parameter in one dim: a view of it, to which one may also assign.
+
+    Its gradient, and whether it requires one, are the parameter's.
+    """
 
     of_parameter: torch.nn.Parameter
 
@@ -154,3 +173,15 @@ class Flat(torch.nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         self.of_parameter.grad = None if value is None else value.reshape(self.of_parameter.shape)
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.of_parameter.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.of_parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Flat:
+        self.of_parameter.requires_grad_(requires_grad)
+        return self
