@@ -46,11 +46,16 @@ class Wrapper(torch.Tensor):
         raise TypeError("nothing else is needed here")
 
 
-def repeatedly(layer, x, wrapped):
+def masked(x):
+    """A tensor of torch.masked, of which the first element is left out."""
+    return torch.masked.masked_tensor(x, torch.arange(len(x)) > 0)
+
+
+def repeatedly(layer, x, wrap):
     """Agree on a plain tensor, and then pass one of equal shape and dtype that is none."""
     layer(x)
     layer(x)
-    layer(Wrapper(x) if wrapped else x)
+    layer(x if wrap is None else wrap(x))
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -74,12 +79,21 @@ def repeatedly(layer, x, wrapped):
     (lambda P: halo_layer(P, inner_halo(P.reshape(4), 2))(torch.ones(1)), "halos must not be negative and must fit"),
     (lambda P: Broadcast(P, distdl.Partition(Counting(P.comm))), "different worlds"),
     (lambda P: Broadcast(P, P)(Wrapper(torch.ones(3)) if P.rank == 2 else torch.ones(3)), "worker 2: Broadcast"),
-    (lambda P: repeatedly(Broadcast(P, P), torch.ones(3), P.rank == 2), "that is a Wrapper, which wraps other tensors"),
+    (lambda P: repeatedly(Broadcast(P, P), torch.ones(3), Wrapper if P.rank == 2 else None),
+     "that is a Wrapper, which wraps other tensors"),
     (lambda P: P.broadcast_data(Wrapper(torch.ones(3)), root=2), "worker 2: a message needs a tensor that has data of"),
     (lambda P: P.allreduce_data(torch.ones(3).to_sparse() if P.rank else torch.ones(3)), "is torch.sparse_coo"),
     (lambda P: DistributedEmbedding(P, P.reshape(4, 1), P.reshape(4, 1, 1), 5, 3)(Wrapper(torch.ones(3).long())),
      "which wraps other tensors"),
+    (lambda P: Broadcast(P, P)(masked(torch.ones(3)) if P.rank == 2 else torch.ones(3)),
+     "worker 2: Broadcast (P_x: 4 on workers 0..3; P_y: 4 on workers 0..3) needs a tensor that has data of its own; "
+     "got one that is a MaskedTensor, which wraps other tensors"),
+    (lambda P: repeatedly(Broadcast(P, P), torch.ones(3), masked if P.rank == 2 else None), "that is a MaskedTensor"),
+    (lambda P: P.broadcast_data(masked(torch.ones(3)), root=2), "that is a MaskedTensor, which wraps other tensors"),
+    (lambda P: DistributedEmbedding(P, P.reshape(4, 1), P.reshape(4, 1, 1), 5, 3)(masked(torch.ones(3).long())),
+     "that is a MaskedTensor, which wraps other tensors"),
 ])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage:UserWarning")
 def test_bad_input_is_the_same_error_on_every_worker(make, words):
     assert words in every_worker_raises(4, make)
 
