@@ -353,6 +353,26 @@ def test_norms_that_torch_has_put_on_split_parameters_are_an_agreed_error(make, 
     assert words in every_worker_raises(4, make)
 
 
+@pytest.mark.parametrize("call", [
+    parametrizations.weight_norm, parametrizations.orthogonal, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm,
+    lambda layer: prune.l1_unstructured(layer, "weight", 3),
+    lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=3),
+    lambda layer: prune.random_structured(layer, "weight", 0.5, 0),
+    lambda layer: prune.ln_structured(layer, "weight", 0.5, 2, 0),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_what_the_docs_warn_of_is_an_error_of_torch_only_where_nothing_is_stored(call):
+    def main(P):
+        layer = whole_conv(P)
+        if P.rank == 0:
+            call(layer)
+        else:
+            with pytest.raises((RuntimeError, ValueError), match=r"0 elements|=0|of 1 dimensions|multidimensional"):
+                call(layer)
+
+    on_workers(4, main)
+
+
 @pytest.mark.parametrize(("name", "sequential"), [("gamma", "weight"), ("beta", "bias")])
 def test_a_norm_of_what_batch_norm_stores_on_one_worker(name, sequential):
     """Called by every worker, of which the others have no such parameter."""
