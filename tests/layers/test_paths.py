@@ -9,7 +9,17 @@ from torch import nn
 from torch.profiler import profile
 
 import distdl
-from distdl.nn import AllSumReduce, DistributedConv2d, DistributedPad, Repartition
+from distdl.nn import (
+    AllSumReduce,
+    DistributedAdaptiveAvgPool2d,
+    DistributedAdaptiveMaxPool2d,
+    DistributedConv2d,
+    DistributedCrossEntropyLoss,
+    DistributedEmbedding,
+    DistributedMSELoss,
+    DistributedPad,
+    Repartition,
+)
 from distdl.transport import CommunicationError
 
 
@@ -100,6 +110,48 @@ def test_a_layer_copied_after_its_first_call_has_a_path_of_its_own():
             model[2](torch.ones(1, 4))
         assert {entry.layer.partition(": ")[0] for entry in book.entries} == {"2"}
         assert [str(model[place].label).partition(": ")[0] for place in (0, 2)] == ["0", "2"]
+
+    on_workers(2, main)
+
+
+COPIED = {  # a layer, and what it is called with
+    "elements": (lambda P: DistributedMSELoss(P.reshape(2, 1)), lambda P: [torch.ones(1, 2)] * 2),
+    "classes": (
+        lambda P: DistributedCrossEntropyLoss(P.reshape(1, 2)),
+        lambda P: [torch.ones(3, 2), torch.zeros(3, dtype=torch.int64) if P.rank == 0 else None],
+    ),
+    "maximum": (
+        lambda P: DistributedAdaptiveMaxPool2d(P.reshape(1, 1, 2, 1), 3, return_indices=True),
+        lambda P: [torch.ones(1, 1, 2 + P.rank, 3)],
+    ),
+    "average": (
+        lambda P: DistributedAdaptiveAvgPool2d(P.reshape(1, 1, 2, 1), 3),
+        lambda P: [torch.ones(1, 1, 2 + P.rank, 3)],
+    ),
+    "embedding": (
+        lambda P: DistributedEmbedding(P[:1], P[:1].reshape(1, 1), P.reshape(2, 1), 6, 2),
+        lambda P: [torch.arange(6 if P.rank == 0 else 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", COPIED)
+def test_all_that_a_copy_sends_is_said_with_its_own_path(what):
+    """Also what an operation moves in the middle of its work; after a first call of the original."""
+    make, arguments = COPIED[what]
+
+    def main(P):
+        first = make(P)
+        first(*arguments(P))
+        model = nn.ModuleDict({"first": first, "second": copy.deepcopy(first)})
+        with distdl.ledger(model) as book:
+            model["second"](*arguments(P))
+        entries = [(entry.layer.partition(": ")[0], entry.operation) for entry in book.entries]
+        assert {path for path, _ in entries} == {"second"}, entries
+        assert len({operation for _, operation in entries}) > 1, entries  # an agreement, and something that moves
+        with distdl.ledger(model) as book:
+            first(*arguments(P))
+        assert {entry.layer.partition(": ")[0] for entry in book.entries} == {"first"}
 
     on_workers(2, main)
 

@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
+from copy import copy, deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -206,6 +207,15 @@ class Agreement(Generic[Outcome]):
         if received.tobytes() == agreed.received.tobytes():
             return agreed.decision
         return self._settle(mode, received, agreed.structure, agreed.derivatives, agreed.key, agreed.sent)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Agreement[Outcome]:
+        """The agreement of a copied layer. It counts its calls together with the original, and decides anew: outcomes
+        are made in the name of a layer, and the copy may get another path in its model.
+        """
+        twin = memo[id(self)] = copy(self)
+        twin._label, twin._derive = deepcopy(self._label, memo), deepcopy(self._derive, memo)
+        twin._agreed, twin._outcomes = {}, {}
+        return twin
 
     def _reach(
         self, mode: bool, agreed: _Agreed[Outcome] | None, tensors: Sequence[Any], extra: tuple[int, ...]
