@@ -61,6 +61,11 @@ LOSSES = {  # the loss, torch's, options, and what makes an input and a target o
     "kl, log": (DistributedKLDivLoss, functional.kl_div, {"log_target": True}, logarithms, logarithms),
 }  # fmt: skip
 
+WEIGHTS = {  # which weights a loss may have
+    DistributedBCELoss: [("weight",)],
+    DistributedBCEWithLogitsLoss: [("weight",), ("pos_weight",), ("weight", "pos_weight")],
+}
+
 GRIDS = [  # workers of the world, those of P_x, its shape, the extents of its blocks
     (1, [0], (1, 1), ([3], [5])),
     (2, [1, 0], (1, 2), ([3], [1, 4])),
@@ -113,6 +118,31 @@ def test_weights_of_elements_and_of_classes(weight, pos_weight):
                 assert_loss_matches(criterion, sequential, probabilities(x), target, blocks)
 
     on_workers(7, main)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")  # torch's, of its own kl_div
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_block_without_rows_and_columns(name):
+    """It has the shape (0, 0), and its weight may have it, too, which is none that is missing."""
+    kind, sequential, options, of_x, of_target = LOSSES[name]
+
+    def main(P):
+        P_x, blocks = P.reshape(2, 2), [runs([2, 0]), runs([3, 0])]
+        x, target = of_x(noise(2, 3)), of_target(noise(2, 3, seed=1))
+        for reduction in kind._valid_reductions:
+            criterion = kind(P_x, reduction, **options)
+            assert_loss_matches(criterion, partial(sequential, **options), x, target, blocks)
+            for given in WEIGHTS.get(kind, ()):
+                w = noise(2, 3, seed=2).abs() if "weight" in given else None
+                p = noise(3, seed=3).abs() if "pos_weight" in given else None
+                part = None if w is None else Layout.of(P_x, blocks).block(w)
+                ours = {"weight": part, "pos_weight": p}
+                theirs = {"weight": w, "pos_weight": p}
+                criterion = kind(P_x, reduction, **{weight: ours[weight] for weight in given})
+                torchs = partial(sequential, **{weight: theirs[weight] for weight in given})
+                assert_loss_matches(criterion, torchs, x, target, blocks)
+
+    on_workers(4, main)
 
 
 def test_any_partition_and_any_rank_of_tensor():

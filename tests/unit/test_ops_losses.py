@@ -62,10 +62,6 @@ def derivatives_of(loss, tensors):
     return [first, torch.autograd.grad(squares, tensors, materialize_grads=True)]
 
 
-def absent(layout):
-    return Signature(layout, torch.float32, Derivatives(), tuple(ABSENT.shape))
-
-
 def assert_together(found, expected, whole, blocks):
     """The losses of all workers add up to the sequential one; the derivatives are the blocks of the sequential ones.
 
@@ -99,9 +95,9 @@ def test_a_loss_of_elements(name, grid, reduction):
         owned = Layout.of(P_x, blocks)
         tensors = [owned.block(one).clone().requires_grad_() for one in (x, target)]
         given = [signature(owned), signature(owned)]
-        given.append(absent(owned) if weight is None else signature(owned, gradient=False))
+        given.append(None if weight is None else signature(owned, gradient=False))
         everywhere = Signature(owned, torch.float64, Derivatives(), (4, 1))
-        given.append(absent(owned) if positive is None else everywhere)
+        given.append(None if positive is None else everywhere)
         setup = op.setup(site(P_x), *given)
         weights = (ABSENT if weight is None else owned.block(weight), ABSENT if positive is None else positive)
         loss = setup.move_out(setup.local(*setup.move_in(*tensors, *weights)))
@@ -146,7 +142,7 @@ def test_a_loss_of_classes(name, grid, reduction):
             t = target[at] if probabilities else target[at[0], at[2]]
         t = t.clone().requires_grad_(probabilities)
         given = [signature(owned), Signature(targets, t.dtype, Derivatives(probabilities), tuple(t.shape))]
-        given.append(Signature(owned, torch.float64, Derivatives(), (4,)) if weighted else absent(owned))
+        given.append(Signature(owned, torch.float64, Derivatives(), (4,)) if weighted else None)
         setup = make(reduction=reduction).setup(site(P_x), *given)
         loss = setup.move_out(setup.local(*setup.move_in(x, t, WEIGHT if weighted else ABSENT)))
         assert setup.classes == 4
@@ -208,9 +204,7 @@ def test_what_torch_does_not_take_is_refused_when_it_is_set_up(op, dtype, words)
     P_x = Partition(Silent(0, 2)).reshape(2, 1)
     owned, places = Layout.balanced(P_x, (2, 3)), Layout.of(P_x, [runs([1, 1]), [(0, 1)]])
     x, numbers = signature(owned, dtype), Signature(places, torch.int64, Derivatives(), (1,))
-    given = {Dropout: (x,), ElementLoss: (x, x, absent(owned), absent(owned))}.get(
-        type(op), (x, numbers, absent(owned))
-    )
+    given = {Dropout: (x,), ElementLoss: (x, x)}.get(type(op), (x, numbers))
     with pytest.raises(ValueError, match=words):
         op.setup(site(P_x, name="Loss"), *given)
 

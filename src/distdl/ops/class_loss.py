@@ -52,8 +52,9 @@ class ClassSetup(Setup):
 class NegativeLogLikelihood:
     r"""Negative log-likelihood: the share of a worker is :math:`-w_{t_i} x_{i, t_i}` where it has the class of place i.
 
-    It is set up for input, target and a weight for each class (or :data:`~distdl.ops.loss.ABSENT`). The target lives on
-    the workers of class index 0, and has one class in its layout.
+    It is set up for input, target and a weight for each class. The target lives on the workers of class index 0, and
+    has one class in its layout. The weight may be None; then it is called with :data:`~distdl.ops.loss.ABSENT` in its
+    place.
 
     Attributes:
         ignore_index: places of this class count nothing.
@@ -63,9 +64,8 @@ class NegativeLogLikelihood:
     ignore_index: int
     reduction: str
 
-    def setup(self, site: Site, *signatures: Signature) -> ClassSetup:
-        x = signatures[0]
-        places = _Places.of(self, False, site, *signatures)
+    def setup(self, site: Site, x: Signature, target: Signature, weight: Signature | None = None) -> ClassSetup:
+        places = _Places.of(self, False, site, x, target, weight)
         moved = torch.float32 if x.dtype in HALVES else x.dtype
         finish = _finish(places, moved)
 
@@ -99,13 +99,12 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     probabilities: bool = False
 
-    def setup(self, site: Site, *signatures: Signature) -> ClassSetup:
-        x = signatures[0]
+    def setup(self, site: Site, x: Signature, target: Signature, weight: Signature | None = None) -> ClassSetup:
         if self.probabilities and self.ignore_index >= 0:
             raise ValueError(
                 f"{site.label.kind} ignores no places by class where targets are probabilities; got {self.ignore_index}"
             )
-        places = _Places.of(self, self.probabilities, site, *signatures)
+        places = _Places.of(self, self.probabilities, site, x, target, weight)
         if places.is_split:
             return self._split(site, x.layout, places)
         finish = _finish(places, x.dtype)
@@ -211,13 +210,13 @@ class _Places:
         site: Site,
         x: Signature,
         target: Signature,
-        weight: Signature,
+        weight: Signature | None,
     ) -> _Places:
         """Raises: ValueError for tensors that do not fit."""
         kind, extents = site.label.kind, x.layout.extents
         if not extents[1]:
             raise ValueError(f"{kind} needs at least one class in dim 1; the global input is {list(extents)}")
-        if weight.local not in (ABSENT.shape, (extents[1],)):
+        if weight is not None and weight.local != (extents[1],):
             raise ValueError(f"{kind} needs a weight for each of {extents[1]} classes; got {list(weight.local)}")
         fits = target.dtype.is_floating_point if probabilities else target.dtype in CLASS_NUMBERS
         if 0 not in extents and not fits:
@@ -227,7 +226,7 @@ class _Places:
             raise ValueError(f"{kind} needs {needed} as targets; got {target.dtype}")
         if not carries_gradients(x.dtype) or x.dtype.is_complex:
             raise ValueError(f"{kind} needs an input of real floating-point numbers; got {x.dtype}")
-        derivatives = reduce(or_, (one.derivatives for one in (x, target, weight)))
+        derivatives = reduce(or_, (one.derivatives for one in (x, target, weight) if one is not None))
         return cls(
             site, target.layout.partition, x.layout, target, x.dtype, derivatives, x.local, op.ignore_index,
             op.reduction, probabilities,

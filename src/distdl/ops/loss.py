@@ -5,6 +5,7 @@ x, target  --->  sum of the own elements  ---sum-reduce--->  first worker: total
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -23,7 +24,9 @@ from distdl.plan import Plan
 from distdl.plan.planners import broadcast
 from distdl.tensors.dtypes import HALVES, carries_gradients
 
-ABSENT = torch.empty(0, 0)  # stands for a weight that is not given; no weight that fits has this shape
+ABSENT = torch.empty(
+    0
+)  # what is passed for a weight that is not given. (It is known by its identity, not by its shape.)
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class ElementLoss:
     :math:`f(x_s, t_s)` of its elements, and nothing moves.
 
     It is set up for four tensors: input, target, a weight of elements (each worker's own), and a weight of positive
-    targets (the same on every worker, and as large as what it stands beside in the whole tensor); the last two may be
-    :data:`ABSENT`.
+    targets (the same on every worker, and as large as what it stands beside in the whole tensor). Either weight may be
+    None, on all workers alike; then it is called with :data:`ABSENT` in its place.
 
     Attributes:
         function: the name of f in ``torch.nn.functional``.
@@ -48,20 +51,27 @@ class ElementLoss:
     reduction: str
     options: tuple[tuple[str, Any], ...] = ()
 
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        x, _, _, pos_weight = signatures
+    def setup(
+        self,
+        site: Site,
+        x: Signature,
+        target: Signature,
+        weight: Signature | None = None,
+        pos_weight: Signature | None = None,
+    ) -> Setup:
         owned, box = x.layout, None
-        if pos_weight.local != ABSENT.shape:
+        if pos_weight is not None:
             box = owned[site.me]
             _check_pos_weight(site, pos_weight.local, owned.extents)
-        dtypes = [signature.dtype for signature in signatures]
-        absent = [signature.local == ABSENT.shape for signature in signatures]
-        moved = self._sum_dtype(site, dtypes, absent)
-        derivatives = reduce(or_, (signature.derivatives for signature in signatures))
+        signatures = (x, target, weight, pos_weight)
+        given = [one for one in signatures if one is not None]
+        dtypes = [None if one is None else one.dtype for one in signatures]
+        moved = self._sum_dtype(site, x.dtype, target.dtype, dtypes)
+        derivatives = reduce(or_, (one.derivatives for one in given))
         move_in = Together(site.identity(x.dtype, derivatives, x.local))
 
         # a tensor without elements may come in another dtype; the others have agreed on theirs
-        as_agreed = all(prod(one.local) or out for one, out in zip(signatures, absent, strict=True))
+        as_agreed = all(prod(one.local) for one in given)
 
         def losses(*tensors: torch.Tensor, reduction: str = "none") -> torch.Tensor:
             return self.elements(*(tensors if as_agreed else _cast(tensors, dtypes)), reduction=reduction, box=box)
@@ -103,26 +113,28 @@ class ElementLoss:
         found: torch.Tensor = function(x, target, reduction=reduction, **keywords)
         return found
 
-    def _sum_dtype(self, site: Site, dtypes: list[torch.dtype], absent: list[bool]) -> torch.dtype:
+    def _sum_dtype(
+        self, site: Site, x: torch.dtype, target: torch.dtype, dtypes: Sequence[torch.dtype | None]
+    ) -> torch.dtype:
         """The dtype in which the sums move.
 
+        Args:
+            x, target: their dtypes.
+            dtypes: of all tensors; None for a weight that is not given.
         Raises: ValueError if torch has no such loss of these dtypes.
         """
-        if self.reduction not in ("none", "sum") and not carries_gradients(torch.promote_types(*dtypes[:2])):
+        together = torch.promote_types(x, target)
+        if self.reduction not in ("none", "sum") and not carries_gradients(together):
             raise ValueError(
-                f"{site.label.kind} needs floating-point numbers for the reduction {self.reduction}; "
-                f"got {torch.promote_types(*dtypes[:2])}"
+                f"{site.label.kind} needs floating-point numbers for the reduction {self.reduction}; got {together}"
             )
-        tensors = [
-            ABSENT if out else torch.zeros(1, dtype=dtype, device="cpu")
-            for dtype, out in zip(dtypes, absent, strict=True)
-        ]
+        tensors = [ABSENT if dtype is None else torch.zeros(1, dtype=dtype, device="cpu") for dtype in dtypes]
         try:
             with torch.autocast("cpu", enabled=False):
                 found = self.elements(*tensors, reduction="sum").dtype
         except (RuntimeError, TypeError) as problem:
             raise ValueError(
-                f"{site.label.kind} has no loss of an input of {dtypes[0]} and a target of {dtypes[1]}: {problem}"
+                f"{site.label.kind} has no loss of an input of {x} and a target of {target}: {problem}"
             ) from problem
         return torch.float32 if found in HALVES else found
 
@@ -159,10 +171,10 @@ def _check_pos_weight(site: Site, shape: Shape, extents: Shape) -> None:
         )
 
 
-def _cast(tensors: tuple[torch.Tensor, ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+def _cast(tensors: tuple[torch.Tensor, ...], dtypes: Sequence[torch.dtype | None]) -> list[torch.Tensor]:
     """The tensors in the dtypes that were agreed on: one that is empty may have come in another."""
     pairs = zip(tensors, dtypes, strict=True)
-    return [one if one.dtype is dtype or one is ABSENT else one.to(dtype) for one, dtype in pairs]
+    return [one if dtype is None else one.to(dtype) for one, dtype in pairs]
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -22,6 +22,7 @@ from distdl.transport import Label
 
 _REDUCTIONS = ("none", "mean", "sum")
 _TARGET, _WEIGHT = 1, 2  # which of the tensors they are that are agreed on
+_WEIGHTED = 2  # which of the extra integers says whether there is a weight; before it, class numbers out of range
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class _ByClass:
 
     def __call__(self, headers: Headers, label: Label) -> ClassSetup:
         x = tiled(headers, self.P_x, 0, label)
-        given = is_given(headers, self.P_x, label.kind, "weight", _WEIGHT)
+        given = is_given(headers, self.P_x, label.kind, "weight", _WEIGHTED)
         if given:
             self._check_weight(headers, label.kind, x.layout.extents[1])
         batch, _, *space = x.layout.intervals
@@ -58,15 +59,20 @@ class _ByClass:
         places = whole if probabilities else Layout.of(self.places, [batch, [(0, 1)], *space])
         dtype = headers.dtype(self.places, label.kind, _TARGET)
         target = Signature(places, dtype, headers.derivatives[_TARGET], headers.own[_TARGET])
-        weight = Signature(
-            Layout.of(self.P_x.reshape(self.P_x.workers.size), [[(0, x.layout.extents[1])] * self.P_x.workers.size]),
-            headers.dtype(self.P_x, label.kind, _WEIGHT),
-            headers.derivatives[_WEIGHT],
-            headers.own[_WEIGHT],
-        )
+        weight = self._weight(headers, label.kind, x.layout.extents[1]) if given else None
         setup = op.setup(Site(self.P_x, headers.members, label), x, target, weight)
         self._check_numbers(headers, label.kind, setup.classes)
         return setup
+
+    def _weight(self, headers: Headers, kind: str, classes: int) -> Signature:
+        """The signature of a weight, which every worker has as a whole."""
+        P_x = self.P_x.reshape(self.P_x.workers.size)
+        return Signature(
+            Layout.of(P_x, [[(0, classes)] * P_x.workers.size]),
+            headers.dtype(P_x, kind, _WEIGHT),
+            headers.derivatives[_WEIGHT],
+            headers.own[_WEIGHT],
+        )
 
     def _check_weight(self, headers: Headers, kind: str, classes: int) -> None:
         fits = headers.have_shape(self.P_x, (classes,), _WEIGHT)
@@ -95,7 +101,7 @@ class _ByClass:
 
     def _check_numbers(self, headers: Headers, kind: str, classes: int) -> None:
         """Check that no class number is out of range, by what the workers reported."""
-        extras = headers.extras(self.places).reshape(-1, 2)
+        extras = headers.extras(self.places)[..., :_WEIGHTED].reshape(-1, _WEIGHTED)
         wrong = np.flatnonzero((extras[:, 0] < 0) | (extras[:, 1] >= classes))
         if len(wrong):
             lowest, highest = extras[wrong[0]].tolist()
@@ -131,10 +137,11 @@ def _agree(self: Any, x: torch.Tensor, target: Any, weight: torch.Tensor) -> Any
 
     Where that has changed, and it changes on all members alike, they agree again.
     """
-    setup = self.agree(x, target, weight, extra=_strays(target, self._classes, self.ignore_index))
+    given = int(self.weight is not None)
+    setup = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
     if self._member and setup.classes != self._classes:
         self._classes = setup.classes
-        setup = self.agree(x, target, weight, extra=_strays(target, self._classes, self.ignore_index))
+        setup = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
     return setup
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl.agreement import Headers
 from distdl.nn.module import Module
@@ -28,14 +26,15 @@ def or_absent(weight: torch.Tensor | None) -> torch.Tensor:
 
 
 def is_given(headers: Headers, P: Partition, kind: str, what: str, number: int) -> bool:
-    """Whether the workers of P have a weight of this kind, as the tensor of this number.
+    """Whether the workers of P have a weight of this kind, as the extra integer of this number says. (A shape does not
+    say it: that of a block without elements may be any.)
 
     Raises: ValueError if some have one and others have none.
     """
-    absent: NDArray[np.bool_] = headers.have_shape(P, ABSENT.shape, number)
-    if absent.all() or not absent.any():
-        return not absent[0]
-    with_one, without = (int(P.workers.flat[int(place)]) for place in (absent.argmin(), absent.argmax()))
+    given = headers.extras(P)[..., number].ravel().astype(bool)
+    if given.all() or not given.any():
+        return bool(given[0])
+    with_one, without = (int(P.workers.flat[int(place)]) for place in (given.argmax(), given.argmin()))
     raise ValueError(
         f"{kind} needs a {what} on all workers or on none; worker {with_one} has one and worker {without} has none"
     )

@@ -40,6 +40,7 @@ from distdl.tensors.dtypes import can_be_added
 from distdl.transport import Label
 
 _WEIGHT, _POS_WEIGHT = 2, 3  # which of the tensors they are that are agreed on
+_OUT_OF_RANGE, _WEIGHTED, _POS_WEIGHTED = 0, 1, 2  # which of the extra integers, each 0 or 1
 _REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -61,27 +62,30 @@ class _SplitAlike:
     def __call__(self, headers: Headers, label: Label) -> Setup:
         kind, P_x = label.kind, self.P_x
         headers.check_alike(P_x, kind, "input", "target")
-        out_of_range = headers.extras(P_x)[..., 0].ravel().argmax()
-        if headers.extras(P_x)[..., 0].flat[out_of_range]:
+        strays = headers.extras(P_x)[..., _OUT_OF_RANGE].ravel()
+        out_of_range = strays.argmax()
+        if strays[out_of_range]:
             raise ValueError(
                 f"{kind} needs input and target from 0 to 1; on worker {P_x.workers.flat[out_of_range]} they are not"
             )
-        if is_given(headers, P_x, kind, "weight", _WEIGHT):
+        weight = pos_weight = None
+        if is_given(headers, P_x, kind, "weight", _WEIGHTED):
             self._check_weight(headers, kind)
-        in_dims = self.op.reduction == "batchmean"
-        if is_given(headers, P_x, kind, "pos_weight", _POS_WEIGHT):
+            weight = self._signature(headers, kind, _WEIGHT)
+        if is_given(headers, P_x, kind, "pos_weight", _POS_WEIGHTED):
             self._check_pos_weight(headers, kind)
-            in_dims = True
-        signatures = [
-            Signature(
-                self._layout(headers, kind, number, in_dims and number < _WEIGHT),
-                headers.dtype(P_x, kind, number),
-                headers.derivatives[number],
-                headers.own[number],
-            )
-            for number in range(4)
-        ]
-        return self.op.setup(Site(P_x, headers.members, label), *signatures)
+            pos_weight = self._signature(headers, kind, _POS_WEIGHT)
+        in_dims = self.op.reduction == "batchmean" or pos_weight is not None
+        x, target = (self._signature(headers, kind, number, in_dims) for number in (0, 1))
+        return self.op.setup(Site(P_x, headers.members, label), x, target, weight, pos_weight)
+
+    def _signature(self, headers: Headers, kind: str, number: int, in_dims: bool = False) -> Signature:
+        return Signature(
+            self._layout(headers, kind, number, in_dims),
+            headers.dtype(self.P_x, kind, number),
+            headers.derivatives[number],
+            headers.own[number],
+        )
 
     def _layout(self, headers: Headers, kind: str, number: int, in_dims: bool) -> Layout:
         """Where a tensor lives: its dims along the axes of P_x; or, as any split will do, its elements in one line."""
@@ -150,7 +154,9 @@ def _apply(self: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
     if self.reduction == "none" and self.pos_weight is None:
         setup: Setup = self._by_itself
     else:
-        setup = self.agree(*tensors, extra=(int(self._bounded and _is_out_of_range(x, target)),))
+        out_of_range = int(self._bounded and _is_out_of_range(x, target))
+        given = int(self.weight is not None), int(self.pos_weight is not None)
+        setup = self.agree(*tensors, extra=(out_of_range, *given))
     moved = setup.move_in(*tensors)
     return setup.move_out(setup.local(*moved))
 
