@@ -63,7 +63,7 @@ class Roll(Layer):
             return roll(Layout.tiled(P_x, headers.shapes(P_x, "Roll", P_x.workers.ndim)), dim, by, me)
 
         movement = Movement(P_x, P_x, plan)
-        super().__init__(movement.name("Roll"), movement.team, movement, (dim, by))
+        super().__init__(movement.name("Roll"), movement.everyone, movement, (dim, by))
         self.P_x, self.dim, self.by = P_x, dim, by
 
 

@@ -41,5 +41,5 @@ class AllGather(Layer):
             return copy(owned, owned.gathered(gathered), me)
 
         movement = Movement(P_x, P_x, plan)
-        super().__init__(movement.name("AllGather"), movement.team, movement, gathered, (P_x,))
+        super().__init__(movement.name("AllGather"), movement.everyone, movement, gathered, (P_x,))
         self.P_x, self.axes = P_x, gathered

@@ -55,5 +55,5 @@ class AllSumReduce(Layer):
             return all_sum(P_x, axes, headers.local_shapes, me)
 
         movement = Movement(P_x, P_x, plan, adds=True)
-        super().__init__(movement.name("AllSumReduce"), movement.team, movement, axes, (P_x,))
+        super().__init__(movement.name("AllSumReduce"), movement.everyone, movement, axes, (P_x,))
         self.P_x, self.axes = P_x, axes

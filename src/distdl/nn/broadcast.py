@@ -50,6 +50,6 @@ class Broadcast(Layer):
 
         movement = Movement(P_x, P_y, plan, preserve_batch)
         super().__init__(
-            movement.name("Broadcast"), movement.team, movement, (transpose_src, transpose_dest), (P_x, P_y)
+            movement.name("Broadcast"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
         )
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch

@@ -79,13 +79,13 @@ class DistributedEmbedding(Layer):
             work[(slice(0, 1),) * P_x.workers.ndim].reshape(*work.workers.shape[-2:]), (rows, int(embedding_dim))
         )
         name = f"DistributedEmbedding (P_x: {P_x}; P_y: {P_y}; {num_embeddings} rows, {embedding_dim} columns)"
-        team = P_x | P_y | work
+        everyone = P_x | P_y | work
         application = Application(Embedding(P_y, row), (P_x, table), work, self._configure)
-        super().__init__(name, team, application, (rows, int(embedding_dim)))
+        super().__init__(name, everyone, application, (rows, int(embedding_dim)))
         self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
         self.num_embeddings, self.embedding_dim, self.padding_idx = rows, int(embedding_dim), row
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
-        self._table, self._team = table, team
+        self._table, self._everyone = table, everyone
         self.weight = normal_parameter(table)
         if row is not None and work.comm.rank in table.partition:
             start, stop = table[work.comm.rank][0]
@@ -113,7 +113,7 @@ class DistributedEmbedding(Layer):
                 raise ValueError(
                     f"{self.label} needs indices from 0 to {self.num_embeddings - 1}; worker {worker} has {index}"
                 )
-        check_unfit(str(self.label), "weight", int(headers.extras(self._team)[..., 2].max()), self._table)
+        check_unfit(str(self.label), "weight", int(headers.extras(self._everyone)[..., 2].max()), self._table)
         configured: Op = op
         return configured
 

@@ -59,7 +59,7 @@ class HaloExchange(Layer):
             return padded_halo(P_x, shapes, halo, me)
 
         movement = Movement(P_x, P_x, plan)
-        super().__init__(movement.name("HaloExchange"), movement.team, movement, (), (P_x,))
+        super().__init__(movement.name("HaloExchange"), movement.everyone, movement, (), (P_x,))
         self.P_x = P_x
         given = (halo_shape, recv_buffer_shape, send_buffer_shape)
         sizes = [np.zeros((0, 2), dtype=int) if size is None else np.asarray(size, dtype=int) for size in given]

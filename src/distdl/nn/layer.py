@@ -114,10 +114,10 @@ class Layer(Module):
 
     Args:
         name: for people: the class, its partitions and main options.
-        team: all workers that take part. The others return a clone of their input, connected to their parameters.
+        everyone: all workers that take part. The others return a clone of their input, connected to their parameters.
         derive: how the setup follows from what the members report.
         options: what tells this layer from others of its name; equal on all members.
-        along: partitions along whose axes shapes may change. (In a large team, headers come together along them.)
+        along: partitions along whose axes shapes may change. (Headers of many workers come together along them.)
         alone: what a worker outside returns, of what the others compute on.
     Attributes:
         label: the name; with the layer's path once its model has named it (see ``distdl.workers.name_layers``).
@@ -126,7 +126,7 @@ class Layer(Module):
     def __init__(
         self,
         name: str,
-        team: Partition,
+        everyone: Partition,
         derive: Derivation,
         options: object = (),
         along: Sequence[Partition] = (),
@@ -135,9 +135,9 @@ class Layer(Module):
         super().__init__()
         self.label = Label(name)
         self._derive = derive
-        self._member = team.comm.rank in team
+        self._member = everyone.comm.rank in everyone
         self._agreement: Agreement[Setup] = Agreement.among(
-            team, self.label, (options, derive.identity), self._set_up, along, derive.read
+            everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
         )
         self._alone = Setup(Together(), alone, same)
 

@@ -83,11 +83,11 @@ class DistributedLinear(Layer):
         op = Linear(P_y, int(in_features), int(out_features))
         weights = weights_on(stored_on(work, len(batch)), op.in_features, op.out_features, (), bias, "sublinear.")
         name = f"DistributedLinear (P_x: {P_x}; P_y: {P_y}; {in_features} to {out_features} channels)"
-        team = P_x | P_y | work
-        super().__init__(name, team, weights.application(op, _Rows(P_x), work, self._configure), bias, (work,))
+        everyone = P_x | P_y | work
+        super().__init__(name, everyone, weights.application(op, _Rows(P_x), work, self._configure), bias, (work,))
         self.P_x, self.P_y, self.P_w = P_x, P_y, P_w
         self.in_features, self.out_features = op.in_features, op.out_features
-        self._weights, self._team = weights, team
+        self._weights, self._everyone = weights, everyone
         self.sublinear = Blocks(*weights.parameters())
         keep_sequential_keys(self)
 
@@ -110,7 +110,7 @@ class DistributedLinear(Layer):
             raise ValueError(
                 f"{self.label} needs an input with at least {axes} dims, one for each axis of P_x; got one with {rank}"
             )
-        return self._weights.configure(op, headers, self._team, self.label)
+        return self._weights.configure(op, headers, self._everyone, self.label)
 
     def extra_repr(self) -> str:
         biased = self.sublinear.bias is not None

@@ -50,10 +50,10 @@ class Movement:
         return f"{kind} (P_x: {self.P_x}; P_y: {self.P_y})"
 
     @property
-    def team(self) -> Partition:
+    def everyone(self) -> Partition:
         """All workers that take part."""
-        team: Partition = self.P_x | self.P_y
-        return team
+        everyone: Partition = self.P_x | self.P_y
+        return everyone
 
     @property
     def read(self) -> Sequence[Partition]:

@@ -53,7 +53,7 @@ class ReduceScatter(Layer):
             return copy(owned, owned.gathered(scattered), me).T
 
         movement, options = Movement(P_x, P_x, plan, adds=True), (scattered, sorted(given.items()))
-        super().__init__(movement.name("ReduceScatter"), movement.team, movement, options, (P_x,))
+        super().__init__(movement.name("ReduceScatter"), movement.everyone, movement, options, (P_x,))
         self.P_x, self.axes, self.sizes = P_x, scattered, given
 
 

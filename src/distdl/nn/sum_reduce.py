@@ -56,6 +56,6 @@ class SumReduce(Layer):
 
         movement = Movement(P_x, P_y, plan, preserve_batch, adds=True)
         super().__init__(
-            movement.name("SumReduce"), movement.team, movement, (transpose_src, transpose_dest), (P_x, P_y)
+            movement.name("SumReduce"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
         )
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch

@@ -97,8 +97,8 @@ def get_total_norm(
                 copies[name] = _norm([parameter.grad], order, foreach)
     else:
         blocks = _tensors(network)
-    team = world() if P is None else P
-    received = team.allgather_data((_norm(blocks, order, foreach), copies))
+    everyone = world() if P is None else P
+    received = everyone.allgather_data((_norm(blocks, order, foreach), copies))
     norms = [norm for norm, _ in received] + _once([copies for _, copies in received])
     total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
     if error_if_nonfinite and not math.isfinite(total):

@@ -60,12 +60,12 @@ class Weights:
         of_bias = 0 if self.bias is None else unfit(holder, "bias", self.bias)
         return autocast, unfit(holder, "weight", self.weight), of_bias
 
-    def configure(self, op: Any, headers: Headers, team: Partition, label: Label) -> Op:
+    def configure(self, op: Any, headers: Headers, everyone: Partition, label: Label) -> Op:
         """The operation that follows from what all members have added.
 
         Raises: ValueError if autocast differs, or if torch has put a norm on a parameter that is split.
         """
-        autocast, of_weight, of_bias = headers.extras(team)[:, :3].T
+        autocast, of_weight, of_bias = headers.extras(everyone)[:, :3].T
         check_unfit(str(label), "weight", int(of_weight.max()), self.weight)
         if self.bias is not None:
             check_unfit(str(label), "bias", int(of_bias.max()), self.bias)

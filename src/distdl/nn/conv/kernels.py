@@ -61,15 +61,15 @@ def build(
     Args:
         options: what can be read of it, beside the channels and the groups.
     """
-    team = P_x | P_y | work
+    everyone = P_x | P_y | work
     name = f"{type(layer).__name__} (P_x: {P_x}; P_y: {P_y}; {op.in_channels} to {op.out_channels} channels)"
     application = weights.application(op, P_x, work, layer._configure)
-    Layer.__init__(layer, name, team, application, weights.bias is not None, (work,))
+    Layer.__init__(layer, name, everyone, application, weights.bias is not None, (work,))
     layer.P_x, layer.P_y = P_x, P_y
     layer.in_channels, layer.out_channels, layer.groups = op.in_channels, op.out_channels, op.groups
     for option, value in options.items():
         setattr(layer, option, value)
-    layer._weights, layer._team, layer._work = weights, team, work
+    layer._weights, layer._everyone, layer._work = weights, everyone, work
     layer.weight, bias = weights.parameters()
     layer.register_parameter("bias", bias)
     keep_sequential_keys(layer)
@@ -86,5 +86,5 @@ def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def configure(self: Any, op: Any, headers: Headers) -> Op:
     """The operation that follows from what all members have added to their headers: autocast, and norms of weights."""
-    configured: Op = self._weights.configure(op, headers, self._team, self.label)
+    configured: Op = self._weights.configure(op, headers, self._everyone, self.label)
     return configured

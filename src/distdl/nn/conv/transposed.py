@@ -155,8 +155,8 @@ def _convolve(self: Any, x: torch.Tensor, output_size: Sequence[int] | None = No
 
 def _configure(self: Any, op: Any, headers: Headers) -> Op:
     """The operation for the output size for which all members ask, if they do."""
-    configured: Any = self._weights.configure(op, headers, self._team, self.label)
-    workers, asked = self._team.workers, headers.extras(self._team)[:, _COMMON:]
+    configured: Any = self._weights.configure(op, headers, self._everyone, self.label)
+    workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, _COMMON:]
     wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
     kind, *sizes = asked[0].tolist()
     if wrong.size:
