@@ -19,8 +19,8 @@ from distdl.tensors.repeats import CallCount
 
 def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
     kind = type(self).__name__
-    if not 0 <= p <= 1:
-        raise ValueError(f"{kind} needs p from 0 to 1; got {p}")
+    op = Dropout(float(p), self.leading)
+    op.check(kind)
     if inplace:
         raise ValueError(f"{kind} never writes into its input, so it needs inplace=False; got {inplace}")
     seed, number, place = next_key(P_x.comm, "layer")
@@ -30,7 +30,7 @@ def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
         high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
         return replace(op, key=(high * 2**32 + low, *rest))
 
-    derive = Application(Dropout(float(p), self.leading), (P_x,), P_x, configured)
+    derive = Application(op, (P_x,), P_x, configured)
     Layer.__init__(self, f"{kind} (P_x: {P_x}; p: {p})", P_x, derive, alone=_alone)
     self.P_x, self.p, self.inplace = P_x, float(p), False
     self.calls = CallCount()

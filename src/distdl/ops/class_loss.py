@@ -99,6 +99,14 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     probabilities: bool = False
 
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"{name} needs label_smoothing from 0 to 1; got {self.label_smoothing}")
+
     def setup(self, site: Site, x: Signature, target: Signature, weight: Signature | None = None) -> ClassSetup:
         if self.probabilities and self.ignore_index >= 0:
             raise ValueError(

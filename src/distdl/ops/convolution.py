@@ -39,10 +39,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from distdl.geometry.borders import Border
+from distdl.geometry.borders import CONVOLUTION_MODES, Border
 from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -70,6 +70,15 @@ class Convolution:
     padding_mode: str = "zeros"
     groups: int = 1
     autocast: torch.dtype | None = None
+
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        if self.padding_mode not in CONVOLUTION_MODES:
+            raise ValueError(f"{name} has the padding modes {', '.join(CONVOLUTION_MODES)}; got {self.padding_mode!r}")
+        check_groups(name, self.groups, self.in_channels, self.out_channels)
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         x, weight, *biases = signatures

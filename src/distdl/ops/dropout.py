@@ -35,6 +35,14 @@ class Dropout:
     leading: int | None = None
     key: Key = ()
 
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"{name} needs p from 0 to 1; got {self.p}")
+
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         (x,) = signatures
         dtype = x.dtype

@@ -24,9 +24,8 @@ from distdl.plan import Plan
 from distdl.plan.planners import broadcast
 from distdl.tensors.dtypes import HALVES, carries_gradients
 
-ABSENT = torch.empty(
-    0
-)  # what is passed for a weight that is not given. (It is known by its identity, not by its shape.)
+# what is passed for a weight that is not given (known by its identity, as a block may have any shape)
+ABSENT = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,17 @@ class ElementLoss:
     function: str
     reduction: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        options = dict(self.options)
+        if not options.get("beta", 0.0) >= 0:
+            raise ValueError(f"{name} needs a beta of at least 0; got {options['beta']}")
+        if not options.get("delta", 1.0) > 0:
+            raise ValueError(f"{name} needs a positive delta; got {options['delta']}")
 
     def setup(
         self,

@@ -151,6 +151,15 @@ class GroupNorm:
     def extents(self) -> Mapping[int, int]:
         return {1: self.num_channels}
 
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        groups, channels = self.num_groups, self.num_channels
+        if not 1 <= groups <= channels or channels % groups:
+            raise ValueError(f"{name} needs groups that divide {channels} channels; got {groups}")
+
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isinf, prod
+from math import isinf, isnan, prod
 from typing import Any, ClassVar
 
 import torch
@@ -81,6 +81,12 @@ class Maximum:
 
     indices: bool = False
 
+    def check(self, name: str, sliding: PoolSliding) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+
     def sample(self, x: torch.Tensor, sliding: PoolSliding) -> torch.Tensor:
         """torch's operator, on a tensor of one window."""
         y: torch.Tensor = self._pool(x, sliding, (0,) * len(sliding.kernel), False)
@@ -116,6 +122,12 @@ class Average:
     padded: bool = True
     divisor: int | None = None
     indices: ClassVar[bool] = False
+
+    def check(self, name: str, sliding: PoolSliding) -> None:
+        if self.divisor is not None and (not isinstance(self.divisor, int) or self.divisor == 0):
+            raise ValueError(
+                f"{name} needs divisor_override to be a whole number other than 0, or None; got {self.divisor!r}"
+            )
 
     def sample(self, x: torch.Tensor, sliding: PoolSliding) -> torch.Tensor:
         return _average(x, sliding, (0,) * len(sliding.kernel), 1)
@@ -161,6 +173,11 @@ class Power:
     exponent: float
     indices: ClassVar[bool] = False
 
+    def check(self, name: str, sliding: PoolSliding) -> None:
+        p = self.exponent
+        if not isinstance(p, (int, float)) or isnan(p) or p == 0:
+            raise ValueError(f"{name} needs norm_type to be a number other than 0; got {p!r}")
+
     def sample(self, x: torch.Tensor, sliding: PoolSliding) -> torch.Tensor:
         space = len(sliding.kernel)
         kernel = sliding.kernel if space > 1 else sliding.kernel[0]
@@ -203,6 +220,16 @@ class Pooling:
     def indices(self) -> bool:
         """Whether there are two results: cells, and where they stand."""
         return self.reduction.indices
+
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        kernel, padding = self.sliding.kernel, self.sliding.padding
+        if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
+            raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel}")
+        self.reduction.check(name, self.sliding)
 
     @property
     def least(self) -> Shape:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from distdl.geometry.boxes import Box, Shape, balanced, volume
 from distdl.geometry.transposed import Crop, Transposed
 from distdl.geometry.windows import grouped
-from distdl.ops.contraction import Contraction, Local, check_channels
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -49,6 +49,13 @@ class TransposedConvolution:
     groups: int = 1
     asked: Shape | None = None
     autocast: torch.dtype | None = None
+
+    def check(self, name: str) -> None:
+        """Check the options.
+
+        Raises: ValueError that names the layer.
+        """
+        check_groups(name, self.groups, self.in_channels, self.out_channels)
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         x, weight, *biases = signatures

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any, Required, TypedDict, Unpack
 
-from distdl.geometry.borders import CONVOLUTION_MODES
 from distdl.geometry.windows import Sliding
 from distdl.nn.arguments import takes_partitions
 from distdl.nn.conv.kernels import Kernel, Sizes, build, configure, convolve
@@ -126,11 +125,8 @@ def _build(
 ) -> None:
     name = type(layer).__name__
     sliding = Sliding.of_convolution(name, layer.space, *geometry)
-    if padding_mode not in CONVOLUTION_MODES:
-        raise ValueError(f"{name} has the padding modes {', '.join(CONVOLUTION_MODES)}; got {padding_mode!r}")
-    if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
-        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
     op = Convolution(P_y, int(in_channels), int(out_channels), sliding, padding_mode, int(groups))
+    op.check(name)
     weights = weights_on(stored_on(work, 1), op.in_channels // op.groups, op.out_channels, sliding.kernel, bias)
     build(
         layer, P_x, P_y, work, op, weights, kernel_size=sliding.kernel, stride=sliding.stride,

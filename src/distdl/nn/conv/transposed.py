@@ -74,8 +74,6 @@ def _transposed(
     check_buffer_manager(buffer_manager)
     if padding_mode != "zeros":
         raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
-    if groups < 1 or in_channels % groups or out_channels % groups or not (in_channels and out_channels):
-        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")
     geometry = Transposed.of(name, self.space, kernel_size, stride, padding, dilation, output_padding)
     if P_y is None and P_w is None:
         target, work = P_x, own_work(name, self.space, groups, P_x)
@@ -84,6 +82,7 @@ def _transposed(
     else:
         target, work = P_y, shared_work(name, self.space, groups, P_x, P_y, P_w)
     op = TransposedConvolution(target, int(in_channels), int(out_channels), geometry, int(groups))
+    op.check(name)
     called = f"{name} (P_x: {P_x}; P_y: {target}; {in_channels} to {out_channels} channels)"
     build(
         self, P_x, target, work, op, _weights_on(called, stored_on(work, 1), op, bias), P_w=P_w,

@@ -241,9 +241,9 @@ class DistributedCrossEntropyLoss(Layer):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"{type(self).__name__} needs label_smoothing from 0 to 1; got {label_smoothing}")
-        _build(self, P_x, weight, CrossEntropy(int(ignore_index), reduction, float(label_smoothing)))
+        op = CrossEntropy(int(ignore_index), reduction, float(label_smoothing))
+        op.check(type(self).__name__)
+        _build(self, P_x, weight, op)
         self.label_smoothing = float(label_smoothing)
 
     forward = _forward

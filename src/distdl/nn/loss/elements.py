@@ -137,6 +137,7 @@ def _build(
     kind = type(self).__name__
     check_reduction(kind, reduction, self._valid_reductions)
     op = ElementLoss(function, reduction, tuple(options.items()))
+    op.check(kind)
     weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
     name = f"{kind} (P_x: {P_x}; {reduction})"
     Layer.__init__(self, name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction))
@@ -222,8 +223,6 @@ class DistributedSmoothL1Loss(Layer):
     _valid_reductions = _REDUCTIONS
 
     def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
-        if not beta >= 0:
-            raise ValueError(f"DistributedSmoothL1Loss needs a beta of at least 0; got {beta}")
         _build(self, P_x, "smooth_l1_loss", reduction, beta=float(beta))
 
     forward = _forward
@@ -243,8 +242,6 @@ class DistributedHuberLoss(Layer):
     _valid_reductions = _REDUCTIONS
 
     def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
-        if not delta > 0:
-            raise ValueError(f"DistributedHuberLoss needs a positive delta; got {delta}")
         _build(self, P_x, "huber_loss", reduction, delta=float(delta))
 
     forward = _forward

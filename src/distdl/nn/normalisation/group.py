@@ -47,9 +47,8 @@ class DistributedGroupNorm(Layer):
     ) -> None:
         if P_x.workers.ndim < 2:
             raise ValueError(f"DistributedGroupNorm needs P_x: batch x channels x space; got {P_x}")
-        if not 1 <= num_groups <= num_channels or num_channels % num_groups:
-            raise ValueError(f"DistributedGroupNorm needs groups that divide {num_channels} channels; got {num_groups}")
         op = GroupNorm(int(num_groups), int(num_channels), eps)
+        op.check("DistributedGroupNorm")
         weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
         super().__init__(f"DistributedGroupNorm (P_x: {P_x}; {num_channels})", P_x, Agreed(op, weights))
         self.P_x, self.num_groups, self.num_channels = P_x, int(num_groups), int(num_channels)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isnan
 from operator import index
 from typing import Any
 
@@ -89,7 +88,8 @@ def _average_pool(
     """
     check_buffer_manager(buffer_manager)
     sliding = _sliding(self, kernel_size, stride, padding, dilation, ceil_mode)
-    divisor = _divisor(type(self).__name__, divisor_override)
+    divisor: Any = divisor_override
+    divisor = index(divisor) if hasattr(divisor, "__index__") else divisor
     if any(n > 1 for n in sliding.dilation):
         raise ValueError(f"{type(self).__name__} has no dilation; got {dilation}")
     _build(self, P_x, Pooling(Average(bool(count_include_pad), divisor), sliding))
@@ -116,35 +116,22 @@ def _power_pool(
         another rank, smaller than the window, or of a dtype that torch's operator does not take.
     """
     sliding = _sliding(self, kernel_size, stride, 0, 1, ceil_mode)
-    if not isinstance(norm_type, (int, float)) or isnan(norm_type) or norm_type == 0:
-        raise ValueError(f"{type(self).__name__} needs norm_type to be a number other than 0; got {norm_type!r}")
-    _build(self, P_x, Pooling(Power(float(norm_type)), sliding))
+    _build(self, P_x, Pooling(Power(float(norm_type) if isinstance(norm_type, int) else norm_type), sliding))
     self.norm_type = float(norm_type)
 
 
 def _sliding(self: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> PoolSliding:
     name = type(self).__name__
     sliding = PoolSliding.of(name, self.space, kernel, kernel if stride is None else stride, padding, dilation)
-    if any(2 * p > k for p, k in zip(sliding.padding, sliding.kernel, strict=True)):
-        raise ValueError(f"{name} needs padding of at most half the kernel; got {padding} and kernel {kernel}")
     return replace(sliding, ceil_mode=bool(ceil_mode))
 
 
 def _build(self: Any, P_x: Partition, op: Pooling) -> None:
+    op.check(type(self).__name__)
     sliding = op.sliding
     build(self, P_x, op, op.least, f"kernel {dims(sliding.kernel)}")
     self.P_x, self.kernel_size, self.stride, self.padding = P_x, sliding.kernel, sliding.stride, sliding.padding
     self.dilation, self.ceil_mode = sliding.dilation, sliding.ceil_mode
-
-
-def _divisor(name: str, divisor: Any) -> int | None:
-    try:
-        number = None if divisor is None else index(divisor)
-    except TypeError:
-        number = 0
-    if number == 0:
-        raise ValueError(f"{name} needs divisor_override to be a whole number other than 0, or None; got {divisor!r}")
-    return number
 
 
 class DistributedMaxPool1d(Layer):
