@@ -177,7 +177,7 @@ def _is_out_of_range(*tensors: Any) -> bool:
     )
 
 
-class DistributedLossBase(ABC):  # noqa: B024
+class DistributedLossBase(ABC):  # noqa: B024  # (nothing is abstract: losses are registered, not derived)
     """What all losses of elements are: a published name, for ``isinstance``. They have nothing else of it."""
 
 
