@@ -1,4 +1,4 @@
-"""Affine: a layer of one's own. Each channel is scaled and shifted; the parameters are split as the channels are.
+"""Affine: a layer of your own. Each channel is scaled and shifted; the parameters are split as the channels are.
 
    a tensor over a 1x2x2 partition         its parameters, over P_x[:, :, :1]
 

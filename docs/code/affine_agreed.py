@@ -1,5 +1,5 @@
-"""Affine once more: the members agree once on all tensors, the parameters move as one message, and an input that does
-not fit is one error on all.
+"""Affine again: the members agree once on all tensors, the parameters move as one message, and an input that does not
+fit raises the same error on all members.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,10 @@ def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor | None = None) -> Te
 
 # [layer]
 class DistributedAffine(Layer):
-    """Scale and shift each channel. Raises, in forward, on every member: ValueError for channels split otherwise."""
+    """Scale and shift each channel.
+
+    Raises: in forward, on every member, ValueError if the channels are not split as the parameters are.
+    """
 
     P_x = Option[Partition]()
     channels = Option[int]()

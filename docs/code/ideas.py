@@ -1,4 +1,4 @@
-"""The six ideas, one after the other, on small tensors. What stands behind '#:' is printed."""
+"""The six ideas, one after the other, on small tensors. Lines that begin with '#:' show what is printed."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""The contract of a back-end, run on Post: ``python post_contract.py [WORDS]``.
+"""The contract of a back-end, run on Post: ``python post_contract.py [NAMES]``.
 
-Without words all checks are run, else those whose names contain one of them. ``contract`` and its helpers are in the
-folders tests/backends and tests of the sources, which have to be on PYTHONPATH.
+Without arguments it runs all checks, else those whose names contain one of the arguments. ``contract`` and its helpers
+are in the folders tests/backends and tests of the sources, which have to be on PYTHONPATH.
 """
 
 import sys

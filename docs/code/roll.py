@@ -1,4 +1,4 @@
-"""Roll: a primitive of one's own. The tensor moves on along one dim; what leaves at its end comes back at its start.
+"""Roll: a primitive of your own. The tensor moves along one dim; cells that leave at the end come back at the start.
 
  worker 0     worker 1    worker 2            worker 0     worker 1    worker 2
 [0  1  2]     [3  4]       [5  6]    --->    [5  6  0]     [1  2]       [3  4]        by = 2
@@ -20,7 +20,7 @@ from distdl.plan.planners import copy
 def roll(owned: Layout, dim: int, by: int, me: int | None = None) -> Plan:
     r"""Plan the cyclic shift of a tensor along one dim.
 
-    Forward: :math:`y[c] = x[(c - by) \bmod n]`, n being the extent of the dim.   Adjoint: the shift by -by.
+    Forward: :math:`y[c] = x[(c - by) \bmod n]`, where n is the extent of the dim.   Adjoint: the shift by -by.
 
     Args:
         owned: a tiling of the tensor; y is split in the same way.
@@ -52,7 +52,7 @@ class Roll(Layer):
     Shapes: x local, as many dims as P_x has axes, in elements, any split that is a grid; y has that shape. Workers
         outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for a dim that does not exist; in forward, on every member, if a tensor's rank
-        is not the dimension of P_x, the blocks form no grid, or dtypes differ.
+        is not the number of axes of P_x, the blocks form no grid, or dtypes differ.
     """
 
     def __init__(self, P_x: Partition, dim: int, by: int) -> None:

@@ -1,4 +1,4 @@
-"""Tests of layers of one's own: against the sequential layer, in y, the gradient of x and those of all parameters."""
+"""Tests of your own layers: against the sequential layer, in y, the gradient of x and those of all parameters."""
 
 import affine
 import affine_agreed

@@ -1,4 +1,4 @@
-"""Tests of a back-end of one's own: launched by its name in every way, and the whole contract."""
+"""Tests of your own back-end: it is launched by its name in every way, and passes the whole contract."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of a primitive of one's own: its plan without workers, then its values, adjoint and messages on threads."""
+"""Tests of your own primitive: its plan without workers, then its values, adjoint and messages on threads."""
 
 import pytest
 import torch
