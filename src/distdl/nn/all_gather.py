@@ -16,17 +16,17 @@ from distdl.plan.planners import copy
 class AllGather(Layer):
     r"""Concatenate the blocks of the workers along some axes of a partition, on every worker.
 
-    Forward: y on a worker is the part of the global tensor that has the worker's own range in the other dims, and the
-    whole extent in the gathered ones.
-    Adjoint: :math:`\partial x_s = \sum_t \partial y_t[\text{block of } s]` over the workers t of s's group: a
-    :class:`ReduceScatter` with the same block sizes.
+    Forward: y on a worker is the box of the global tensor that has the whole extent in the gathered dims, and the
+    worker's own interval in the others.
+    Adjoint: :math:`\partial x_s = \sum_t \partial y_t[\text{block of } s]` over the group of s, the workers that differ
+    from it only in their index along ``axes``, and s itself: a :class:`ReduceScatter` with the same block sizes.
 
     Args:
         P_x: the partition; its axis i splits tensor dim i.
         axes: the axes to gather along. Blocks may be unequal.
     Shapes: x local, as many dims as P_x has axes, in elements. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for axes that do not exist; in forward, on every member, if a tensor's rank is
-        not the dimension of P_x, the blocks form no grid, or dtypes differ.
+        not the number of axes of P_x, the blocks form no grid, or dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108 (as a composition of broadcasts).
     """
 

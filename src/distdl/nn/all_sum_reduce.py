@@ -15,17 +15,18 @@ from distdl.plan.planners import all_sum
 class AllSumReduce(Layer):
     r"""Add up the tensors of a partition along some of its axes and leave the sum on every worker.
 
-    Forward: :math:`y_t = \sum_{s \in L(t)} x_s`, L(t) being the workers that one reaches from t along the reduced axes.
+    Forward: :math:`y_t = \sum_{s \in L(t)} x_s`, where L(t) are the workers that differ from t only in their index
+    along the reduced axes, and t itself.
     Adjoint: the same map, :math:`\partial x_s = \sum_{t \in L(s)} \partial y_t`.
 
     Args:
         P_x: the partition.
-        axes_reduce: the partition axes to sum along; none of them is the identity.
+        axes_reduce: the partition axes to sum along; with none, y is a copy of x.
         axes_keep: instead, the axes not to sum along.
     Shapes: x local, any shape and rank, in elements, equal along the reduced axes; y has that shape. Workers outside
         P_x return a clone of their input.
     Raises: ValueError, on every worker, unless exactly one of the two is given and its axes exist; in forward, on every
-        member, if shapes that are to be added differ, or dtypes.
+        member, if tensors that are added differ in shape, or if dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 

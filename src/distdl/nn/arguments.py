@@ -1,4 +1,4 @@
-"""What the constructors of layers take: partitions, and behind them numbers."""
+"""The arguments of the constructors of layers: partitions, and after them numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Made = TypeVar("Made")
 
 
 def takes_partitions(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-    """Check that the arguments ``P_x``, ``P_y`` and ``P_w`` are partitions, before Python counts the arguments.
+    """Check that the arguments ``P_x``, ``P_y`` and ``P_w`` are partitions, before Python checks for missing ones.
 
-    Code that is ported from torch passes numbers by position, and Python would only say what is then missing.
+    Code that is ported from torch passes numbers by position; Python's own error would only list missing arguments.
 
-    Raises: TypeError, on every worker, that says what was taken for a partition, and what to write.
+    Raises: TypeError, on every worker, which says what was taken for a partition, and what to write instead.
     """
     names = list(signature(make).parameters)
 
@@ -40,7 +40,7 @@ def takes_partitions(make: Callable[Arguments, Made]) -> Callable[Arguments, Mad
 
 
 def _required(make: Callable[..., object]) -> Iterator[str]:
-    """The names of the arguments that have no default; also of those that are named by a TypedDict."""
+    """The names of the arguments that have no default, those of a TypedDict included."""
     for name, parameter in signature(make).parameters.items():
         if parameter.kind is Parameter.VAR_KEYWORD:
             (options,) = get_args(get_type_hints(make)[name])

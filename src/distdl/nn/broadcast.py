@@ -1,4 +1,4 @@
-"""Broadcast: copies of each worker's tensor on all the workers that match it."""
+"""Broadcast: copies of each worker's tensor, on all the workers that match it."""
 
 from distdl.agreement.header import Headers
 from distdl.nn.layer import Layer
@@ -20,9 +20,9 @@ class Broadcast(Layer):
     The shapes of tensors may differ between the workers of P_x.
 
     Args:
-        P_x, P_y: partitions of one world. They may overlap, be equal or disjoint, and leave workers out.
-        transpose_src, transpose_dest: reverse the axes of P_x, of P_y: the worker at index (i, j, k) stands at (k, j,
-            i). That comes before the extension with ones. Tensors are not transposed.
+        P_x, P_y: partitions of one world. They may overlap, be equal or disjoint, and leave out workers.
+        transpose_src, transpose_dest: reverse the axes of P_x, or of P_y: the worker at index (i, j, k) gets the index
+            (k, j, i). The axes are reversed before the extension with ones. Tensors are not transposed.
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
     Shapes: x local, any shape, in elements; y has the shape of x on s(t). All other workers: see
         :class:`~distdl.nn.primitive.Movement`.

@@ -1,8 +1,8 @@
-"""Whether the torch modules that stand between distributed layers do on blocks what they would do on whole tensors.
+"""Whether the torch modules between distributed layers do on blocks what they would do on whole tensors.
 
-An activation does. A convolution, a pooling or a norm does not, and no worker could notice: each computes something,
-and parameters that should be one become as many copies as there are workers, which train apart. So that is found out by
-reading the network, before it runs.
+An activation does. A convolution, a pooling or a norm does not, and no worker can notice: each computes some result,
+and a parameter that should be one becomes one copy for each worker, and the copies train apart. So the network is
+inspected before it runs.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ Dims = Callable[[Any, int], Iterable[int]]  # the dims in which a module mixes c
 
 
 def check(network: nn.Module, allowed: Collection[str] = ()) -> None:
-    """Check that no torch module of a network takes blocks for whole tensors.
+    """Check that no torch module of a network treats blocks as whole tensors.
 
-    It reads the network and runs nothing; no message is sent, and every worker comes to the same. Refused, unless it is
-    a layer of distdl, is
+    It only inspects the network: nothing is computed, no message is sent, and every worker comes to the same result.
+    Layers of distdl are accepted. Refused are
 
-    - a module with parameters of its own, however simple it is: every worker has a copy, with its share of the gradient
-      for it, and the copies would train apart;
+    - a module with parameters of its own, however simple: every worker has a copy, which gets only the worker's share
+      of the gradient, and the copies would train apart;
     - a module of torch that mixes cells (by windows, sums, a softmax) along a dim that a partition of one of the
       network's distributed layers splits.
 
-    Modules of one's own are read like torch's containers. Parameters that they list in ``parameter_layouts`` are blocks
-    and no copies. What a ``forward`` calls cannot be seen from outside, so a module of one's own without parameters is
-    taken to be right.
+    The check looks inside the user's own modules, as inside torch's containers. Parameters that they list in
+    ``parameter_layouts`` are blocks, not copies. What a ``forward`` calls cannot be seen from outside, so a user's own
+    module without parameters is assumed to be right.
 
     The layers learn their paths in the network (see :func:`distdl.name_layers`).
 
     Args:
         network: a module; it may itself be a layer.
-        allowed: paths of modules that are right as they are, with all that is in them: because the tensor is whole
-            where they stand, or because the shares of their gradients are added up.
-    Raises: ValueError that names every such module by its path, and says what to put there.
+        allowed: paths of modules to accept, with everything inside them: because the tensor is whole where they stand,
+            or because the shares of their gradients are added up.
+    Raises: ValueError, which names every refused module by its path, and says what to use instead.
     """
     name_layers(network)
     modules = dict(network.named_modules())
@@ -65,7 +65,7 @@ def check(network: nn.Module, allowed: Collection[str] = ()) -> None:
 
 
 def _plain(module: nn.Module, path: str, allowed: Collection[str], seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are not layers of distdl, nor inside of one, nor inside of a module of torch with parameters."""
+    """The modules that are not layers of distdl, and not inside one, nor inside a module of torch with parameters."""
     if type(module).__module__.startswith("distdl.") or path in allowed or id(module) in seen:
         return
     seen.add(id(module))
@@ -77,7 +77,7 @@ def _plain(module: nn.Module, path: str, allowed: Collection[str], seen: set[int
 
 
 def _copies(module: nn.Module, path: str, blocks: Collection[str]) -> list[str]:
-    """The parameters of a module that every worker has a copy of."""
+    """The parameters of a module of which every worker has a copy."""
     prefix = f"{path}." if path else ""
     return [name for name, _ in module.named_parameters(recurse=False) if prefix + name not in blocks]
 
@@ -134,7 +134,7 @@ def _no_channels(module: Any, dims: int) -> Iterable[int]:
 
 
 def _given(module: Any, dims: int) -> Iterable[int]:
-    """The dim that is its option; torch guesses one if it is None, and guesses differently by the rank."""
+    """The module's option ``dim``. If it is None, torch chooses one by the rank, so any dim may be meant."""
     return range(dims) if not isinstance(module.dim, int) else [module.dim % dims]
 
 
@@ -171,7 +171,7 @@ def _nothing(module: Any) -> str:
 
 
 def _same_name(module: Any) -> str:
-    """The layer that has the name of torch's, of a lazy one or one that was derived from it, too."""
+    """The layer with the name of torch's module; also for a lazy module, or one derived from it."""
     kind = next(kind for kind in type(module).__mro__ if getattr(nn, kind.__name__, None) is kind)
     return f"Distributed{kind.__name__.removeprefix('Lazy')}"
 

@@ -1,8 +1,8 @@
-"""What ``torch.compile`` does with our modules: it leaves them as they are, as a break in its graph.
+"""What ``torch.compile`` does with distdl's modules: it leaves them uncompiled, as a graph break.
 
-A module agrees with other workers and reads memory by address, which cannot be traced. ``torch.compiler.disable`` says
-so, too, but imports the compiler (1.6 s) and costs 0.3 us in every call; what is here costs nothing unless something is
-compiled.
+A module agrees with other workers and reads memory by address, which cannot be traced. ``torch.compiler.disable`` would
+do the same, but it imports the compiler (1.6 s) and costs 0.3 us in every call. The way here costs nothing unless
+something is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REASON = "workers agree and exchange messages inside, which cannot be traced"
 
 
 def leave_uncompiled(forward: Callable[..., Any]) -> None:
-    """Mark a function: the compiler neither traces it into a graph nor compiles what is called inside."""
+    """Mark a function, so that the compiler neither traces it nor compiles what it calls."""
     skip = _frames._FrameAction.SKIP
     _frames.set_code_exec_strategy(forward.__code__, _frames._FrameExecStrategy(skip, skip))
     forward._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The published place of the channel convolutions."""
+"""The published module of the channel convolutions."""
 
 from distdl.nn.conv import DistributedChannelConv1d, DistributedChannelConv2d, DistributedChannelConv3d
 

@@ -1,4 +1,4 @@
-"""The published place of the feature convolutions."""
+"""The published module of the feature convolutions."""
 
 from distdl.nn.conv import DistributedFeatureConv1d, DistributedFeatureConv2d, DistributedFeatureConv3d
 

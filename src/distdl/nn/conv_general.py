@@ -1,4 +1,4 @@
-"""The published place of the general convolutions."""
+"""The published module of the general convolutions."""
 
 from distdl.nn.conv import DistributedGeneralConv1d, DistributedGeneralConv2d, DistributedGeneralConv3d
 

@@ -26,7 +26,7 @@ def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
     seed, number, place = next_key(P_x.comm, "layer")
 
     def configured(op: Dropout, headers: Headers) -> Dropout:
-        """The dropout with the key of the first worker."""
+        """The dropout with the first worker's key of random numbers."""
         high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
         return replace(op, key=(high * 2**32 + low, *rest))
 
@@ -56,25 +56,25 @@ def _alone(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
 
 
 class DistributedDropout(Layer):
-    r"""Dropout of single elements: set random ones to zero while training, with a mask that does not depend on the
+    r"""Dropout of single elements: set random ones to zero in training mode, with a mask that does not depend on the
     partition.
 
-    Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from the seed of
-    torch on the first worker when the layer was made, from how many random layers were made before in this world, from
-    how many calls this layer had, and from the global index c. Nothing else goes into it: neither back-end nor
-    partition, nor torch's generators, which are not drawn from. No message is sent but the agreement.
-    Adjoint: the same product. While evaluating, or with p = 0, y is x, and nothing is agreed.
+    Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from torch's seed
+    on the first worker when the layer was made, from how many random layers were made before in this world, from how
+    many calls this layer has had, and from the global index c. It depends on nothing else: neither on the back-end nor
+    on the partition, nor on torch's generators, which are not used. The agreement is the only message.
+    Adjoint: the same product. In evaluation mode, or with p = 0, y is x, and nothing is agreed on.
 
     Args:
-        P_x: partition of input and output; one axis for each dim, any of them may be split.
+        P_x: partition of input and output, with one axis for each dim; any of them may be split.
         p: probability of a zero, from 0 to 1.
-        inplace: False.
+        inplace: only False is accepted.
     Attributes:
-        calls.number: how many calls had a mask. Set it to go on where an earlier run ended.
+        calls.number: how many calls have had a mask. Set it to resume an earlier training run.
     Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
-    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank or of integers. RuntimeError in a backward whose checkpoint repeats another call than the latest:
-        see :func:`distdl.nn.repeat_calls`.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
+        wrong rank or of integers. RuntimeError in a backward whose checkpoint repeats a call other than the latest: see
+        :func:`distdl.nn.repeat_calls`.
     """
 
     P_x = Option[Partition]()
@@ -89,7 +89,7 @@ class DistributedDropout(Layer):
 
 
 class DistributedDropout1d(Layer):
-    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
+    """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
 
     Args:
         P_x: ``batch x channels x space``, with 1 dim of space.
@@ -104,7 +104,7 @@ class DistributedDropout1d(Layer):
 
 
 class DistributedDropout2d(Layer):
-    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
+    """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
 
     Args:
         P_x: ``batch x channels x space``, with 2 dims of space.
@@ -119,7 +119,7 @@ class DistributedDropout2d(Layer):
 
 
 class DistributedDropout3d(Layer):
-    """Dropout of whole channels of whole samples, as :class:`DistributedDropout`: the mask is one number for each.
+    """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
 
     Args:
         P_x: ``batch x channels x space``, with 3 dims of space.

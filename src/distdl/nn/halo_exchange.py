@@ -1,4 +1,4 @@
-"""HaloExchange: the margins of a tensor's blocks, filled from the blocks around."""
+"""HaloExchange: the margins of a tensor's blocks, filled from the neighbouring blocks."""
 
 from typing import Any
 
@@ -18,24 +18,26 @@ from distdl.plan.planners import padded_halo
 class HaloExchange(Layer):
     r"""Fill the halo of each worker's block with the cells of the global tensor that lie there.
 
-    Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and y[halo] is the bulk of the workers that own those cells: in
-    corners, and beyond the next neighbour if the halo is wider than its block. Cells outside the tensor are 0.
+    Forward: :math:`y[\text{bulk}] = x[\text{bulk}]`, and y[halo] comes from the bulks of the workers that own those
+    cells: in corners too, and from beyond the neighbour if the halo is wider than the neighbour's block. Cells outside
+    the tensor are 0.
     Adjoint: the gradients of all copies of a cell add up in the bulk of its owner; the gradient of x's halo is 0.
 
-    The tensor already has room for the halo. What lies there is ignored, and x is not written.
+    The tensor already has space for the halo. What lies there is ignored, and x is not written.
 
     Args:
         P_x: the partition; its axis i splits tensor dim i.
-        halo_shape: cells of halo before and behind the bulk in each dim: ``(dim, 2)`` integers; None where inactive.
-        recv_buffer_shape: how much of the halo there is to receive, ``(dim, 2)``: the halo itself, except that at the
-            border of the tensor it may be less.
+        halo_shape: cells of halo before and after the bulk in each dim: ``(dim, 2)`` integers; None where inactive.
+        recv_buffer_shape: how much of the halo is received, ``(dim, 2)``: all of it, except that at the border of the
+            tensor it may be less.
         send_buffer_shape: how much the neighbours receive from here, ``(dim, 2)``: on each side, what the neighbour
-            there names as its ``recv_buffer_shape``.
+            there gives as its ``recv_buffer_shape``.
         buffer_manager: checked for its type; not used.
     Shapes: x local, bulk and halo, as many dims as P_x has axes, in elements; y has that shape. Workers outside P_x
         return a clone of their input.
     Raises: in forward, the same ValueError on every member, if sizes disagree: a halo that is negative or larger than
-        the tensor, a receive that is not the halo, or not what the neighbour sends, or bulks that form no grid.
+        the tensor, a received size that is not that of the halo, or not what the neighbour sends, or bulks that form no
+        grid.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 

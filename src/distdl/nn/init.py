@@ -1,8 +1,8 @@
-"""Initial values of parameters that are split: torch's distributions, by the fans of the whole parameter.
+"""Initial values of parameters that are split: torch's distributions, with the fans of the whole parameter.
 
-Each function is called by every worker, with its block and the parameter's layout, and fills in the values that the
-block has in the global parameter on any partition (see :func:`distdl.nn.placement.random_block`). Each returns the
-parameter::
+Every worker calls each function, with its block and the parameter's layout. The function fills the block with its
+values of the global parameter, which are the same on any partition (see :func:`distdl.nn.placement.random_block`), and
+returns the parameter::
 
     for name, layout in sequential_layouts(network).items():
         init.kaiming_normal_(network.get_parameter(name), layout, nonlinearity="relu")
@@ -74,7 +74,7 @@ def kaiming_normal_(
 
 
 def fans(layout: Layout) -> tuple[int, int]:
-    """Number of inputs of an output, and of outputs of an input: fan_in and fan_out of the whole parameter.
+    """fan_in and fan_out of the whole parameter: the number of inputs of an output, and of outputs of an input.
 
     Raises: ValueError for a parameter of fewer than two dims.
     """

@@ -16,22 +16,22 @@ from distdl.ops.resampling import Mode, Resampler
 class Interpolate(Module):
     r"""Interpolate one block of a tensor from another block of it, without communication.
 
-    Forward: :math:`y_o = \sum_k w_{ok} \, x_{i(o, k)}`, dim by dim: the cells of the given y block, with the indices
-    and weights that torch has for the whole tensor. A cell outside of the given x block is replaced by the nearest
-    inside.
+    Forward: :math:`y_o = \sum_k w_{ok} \, x_{i(o, k)}`, dim by dim: the cells of the given block of y, with the indices
+    and weights that torch uses for the whole tensor. Where that would read a cell outside of the given block of x, the
+    nearest cell inside is read.
     Adjoint: :math:`\partial x_i = \sum_{(o, k):\, i(o, k) = i} w_{ok} \, \partial y_o`.
 
     Args:
-        x_start, x_stop, x_global_shape: the block of x and the shape of all of it, an integer for each dim, batch and
+        x_start, x_stop, x_global_shape: the block of x and the global shape, an integer for each dim, batch and
             channels included.
-        y_start, y_stop, y_global_shape: the block of y that is wanted, likewise.
+        y_start, y_stop, y_global_shape: the block of y to compute, likewise.
         scale_factor: the factor in the formula for the indices, one number or one for each dim of space, as in
             ``torch.nn.functional.interpolate``. None: the ratio of the global shapes.
         mode: nearest or nearest-exact, linear (any dims of space), or torch's names bilinear, trilinear, bicubic.
-        align_corners: whether the first and the last cells lie on each other, and not their outer edges.
+        align_corners: whether the centres of the first and the last cells coincide, instead of their outer edges.
     Shapes: x ``x_stop - x_start``, y ``y_stop - y_start``, in elements; 1 to 3 dims of space.
-    Raises: ValueError for options that do not fit, a block outside of its tensor, or a y block with cells for an x
-        block that has none; in forward, for an input of another shape, or of a dtype that torch does not interpolate.
+    Raises: ValueError for options that do not fit, a block outside of its tensor, or a block of y with cells but a
+        block of x without; in forward, for an input of the wrong shape, or of a dtype that torch does not interpolate.
     """
 
     x_start = Option[Shape]()

@@ -25,8 +25,8 @@ class Derivation(Protocol):
     """How the setup of a layer follows from what its members have reported.
 
     Attributes:
-        read: for each tensor, the partition whose reports are looked up.
-        identity: what tells it from other derivations; equal on all members, with a text that says it.
+        read: for each tensor, the partition whose reports are read.
+        identity: what distinguishes it from other derivations; equal on all members, and complete in its ``repr``.
     """
 
     @property
@@ -36,20 +36,20 @@ class Derivation(Protocol):
     def identity(self) -> object: ...
 
     def __call__(self, headers: Headers, label: Label) -> Setup:
-        """The setup. A pure function; what it raises, all members raise, so no check may depend on the worker."""
+        """The setup. A pure function: an error in it is raised on all members, so no check may depend on the worker."""
 
 
 @dataclass(frozen=True, eq=False)
 class Application:
-    """An operation that is applied to tensors of which each has its place.
+    """An operation that is applied to tensors, and where each tensor lives.
 
     Attributes:
         op: the operation.
         places: for each tensor, where it lives: a partition, over which its blocks tile it; a layout, for a parameter
             whose blocks are known; or a function of the headers and the number of the tensor.
         work: the workers that compute.
-        configure: how the operation follows from further integers of the headers. Else it is what it is.
-        names: of the tensors, for errors.
+        configure: how the operation follows from further integers of the headers. Without it, the operation is ``op``.
+        names: names of the tensors, for errors.
     """
 
     op: Op
@@ -94,7 +94,7 @@ def tiled(headers: Headers, P: Partition, number: int, label: Label) -> Signatur
 def stored(headers: Headers, layout: Layout, number: int, label: Label, name: str = "a parameter") -> Signature:
     """The signature of a parameter.
 
-    Raises: ValueError if a worker has another block than the layout says, or another dtype.
+    Raises: ValueError if the block of some worker is not what the layout says, or dtypes differ.
     """
     headers.check_blocks(layout, f"{label}: {name}", number)
     dtype = headers.dtype(layout.partition, label.kind, number)
@@ -102,7 +102,7 @@ def stored(headers: Headers, layout: Layout, number: int, label: Label, name: st
 
 
 class Layer(Module):
-    """A module whose workers agree on their tensors, and then each makes its three steps.
+    """A module whose workers first agree on their tensors. Then each makes three steps: move in, compute, move out.
 
     A layer's forward is::
 
@@ -110,17 +110,17 @@ class Layer(Module):
         moved = setup.move_in(x, self.weight)
         return setup.move_out(setup.local(*moved))
 
-    Layers are final: they hold an operation, their parameters and where these live, and give nothing but a ``forward``.
+    Layers are final: a layer holds an operation, its parameters and where these live, and adds only a ``forward``.
 
     Args:
-        name: for people: the class, its partitions and main options.
+        name: for people to read: the class, its partitions and main options.
         everyone: all workers that take part. The others return a clone of their input, connected to their parameters.
         derive: how the setup follows from what the members report.
-        options: what tells this layer from others of its name; equal on all members.
-        along: partitions along whose axes shapes may change. (Headers of many workers come together along them.)
-        alone: what a worker outside returns, of what the others compute on.
+        options: what distinguishes this layer from others with its name; equal on all members.
+        along: partitions along whose axes shapes may change. (Headers of many workers are gathered along them.)
+        alone: what a worker outside returns, from the tensors that it passed.
     Attributes:
-        label: the name; with the layer's path once its model has named it (see ``distdl.workers.name_layers``).
+        label: the name, and the layer's path in its model once the model has named it (see ``distdl.name_layers``).
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class Layer(Module):
 
         Args:
             tensors: this worker's tensors, at most four.
-            extra: more integers for the header, equally many on each member.
-        Returns: the setup. On a worker outside, that of a clone of the first tensor.
+            extra: more integers for the header, the same number on each member.
+        Returns: the setup. On a worker outside, it makes a clone of the first tensor.
         Raises: the same error on every member.
         """
         if not self._member:
@@ -164,5 +164,5 @@ class Layer(Module):
 
 
 def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Those of the tensors that there are."""
+    """The tensors that are not None."""
     return tuple(tensor for tensor in tensors if tensor is not None)

@@ -30,28 +30,29 @@ class Blocks(torch.nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self) -> Parameters:
-        """Both, as they are after the hooks of this module, which pruning registers."""
+        """Weight and bias, after the forward pre-hooks of this module, which pruning registers."""
         return self.weight, self.bias
 
 
 class DistributedLinear(Layer):
     r"""Apply an affine map whose features and weights are split over workers.
 
-    Forward: :math:`y_o = \sum_i W_{oi} x_i + b_o` in blocks: x is copied to the workers of ``P_w`` that have its
-    columns, each multiplies by its block of W, and the partial results add up along the rows.
-    Adjoint: the same movements transposed, last first.
+    Forward: :math:`y_o = \sum_i W_{oi} x_i + b_o` in blocks: x is repartitioned if it is not split as the columns of W
+    are, and copied along the axis out of ``P_w``; each worker multiplies by its block of W; and the partial results add
+    up along the axis in.
+    Adjoint: the same movements transposed, in reverse order.
 
     Args:
-        P_x, P_y: partitions of input and output, ``batch... x p_in`` and ``batch... x p_out``, with the same axes of
+        P_x, P_y: partitions of input and output, ``batch... x p_in`` and ``batch... x p_out``, with the same axes for
             the batch, at least one.
-        P_w: partition of the work, ``batch... x p_out x p_in``, or ``p_out x p_in`` where the batch is not split; its
-            workers at place 0 in the batch store the weights.
+        P_w: partition of the work, ``batch... x p_out x p_in``, or ``p_out x p_in`` if the batch is not split; its
+            workers at index 0 in the batch store the weights.
         in_features, out_features: global numbers of features.
         bias: whether to add a bias; the first column of P_w stores it.
     Shapes: x local ``(batch..., part of in_features)``, in elements, any split that is a grid. It has at least as many
-        dims as P_x has axes; dims without an axis stand behind those of the batch and are not split.
-        y ``(batch..., part of out_features)``, split as evenly as possible in the features, longer blocks first, else
-        as x is; ``(batch, 0)`` on workers outside P_y.
+        dims as P_x has axes; dims without an axis come after those of the batch and are not split. y
+        ``(batch..., part of out_features)``, split as evenly as possible in the features, longer blocks first, and in
+        the other dims as x is; ``(batch, 0)`` on workers outside P_y.
     Attributes:
         sublinear.weight, sublinear.bias: this worker's blocks; of zero volume where it stores none.
     Raises: ValueError, on every worker, if the partitions do not fit; in forward, on every member, if the input does
@@ -93,7 +94,7 @@ class DistributedLinear(Layer):
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return self._weights.layouts(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ class DistributedLinear(Layer):
 
 @dataclass(frozen=True)
 class _Rows:
-    """The place of an x that may have more dims than P_x has axes, in front of the features."""
+    """Where an x lives that may have more dims than P_x has axes, in front of the features."""
 
     partition: Partition
 

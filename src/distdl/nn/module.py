@@ -14,9 +14,9 @@ Value = TypeVar("Value")
 
 
 class Module(torch.nn.Module):
-    """A torch module whose workers act together: every worker of the world builds it and calls it, in one order.
+    """A torch module whose workers act together: every worker of the world builds and calls it, in the same order.
 
-    To ``torch.compile`` it is a break in the graph: what stands between such modules is compiled.
+    For ``torch.compile`` it is a graph break: only what lies between such modules is compiled.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -25,7 +25,7 @@ class Module(torch.nn.Module):
             leave_uncompiled(cls.__dict__["forward"])
 
     def extra_repr(self) -> str:
-        """Its partitions and its other options (see :class:`Option`), in the order in which they were set."""
+        """The partitions and the other options (see :class:`Option`), in the order in which they were set."""
         options = {
             name: value for name, value in vars(self).items() if isinstance(getattr(type(self), name, 0), Option)
         }
@@ -35,15 +35,15 @@ class Module(torch.nn.Module):
 
 
 class Option(Generic[Value]):
-    """A public attribute of a module that its constructor sets, once.
+    """A public attribute of a module that is set once, by its constructor.
 
-    What a module sets up follows from its options and is kept, and the workers agree on tensors at each call, not on
-    options. A change would be ignored in silence, or would hold on one worker only. So it is an error::
+    What a module sets up depends on its options and is cached, and in each call the workers agree on tensors, not on
+    options. So a change would be silently ignored, or would hold on one worker only. It is therefore an error::
 
         class DistributedPad(Module):
             mode = Option[str]()
 
-    Raises: AttributeError where it is set again or deleted.
+    Raises: AttributeError if it is set again or deleted.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -79,14 +79,14 @@ class Option(Generic[Value]):
 
 
 def options(count: int) -> Iterator[Option[Any]]:
-    """As many options, for names that stand side by side: ``kernel_size, stride = options(2)``."""
+    """That many options, to assign several at once: ``kernel_size, stride = options(2)``."""
     return (Option[Any]() for _ in range(count))
 
 
 def check_buffer_manager(buffer_manager: Any) -> None:
-    """Check an argument of the published interface. Our message memory belongs to the communicator.
+    """Check an argument of the published interface. It is not used: message memory belongs to the communicator.
 
-    Raises: ValueError unless it is None or can be asked for buffers.
+    Raises: ValueError unless it is None or has ``request_buffers``.
     """
     if buffer_manager is not None and not callable(getattr(buffer_manager, "request_buffers", None)):
         raise ValueError(f"buffer_manager must be None or have request_buffers; got {type(buffer_manager).__name__}")

@@ -15,24 +15,24 @@ from distdl.partition import Partition
 
 
 class DistributedPad(Layer):
-    r"""Pad a tensor, or cut cells off it, as ``torch.nn.functional.pad`` does.
+    r"""Pad a tensor, or remove cells at its borders, as ``torch.nn.functional.pad`` does.
 
-    Forward: :math:`y[c] = x[s(c)]`, s(c) being the cell of x that stands for the cell c of y; where there is none, y is
-    ``value``. Each worker fetches the cells that its block of y reads, however many blocks of x that touches.
+    Forward: :math:`y[c] = x[s(c)]`, where s(c) is the cell of x that is copied to the cell c of y; if there is none, y
+    is ``value``. Each worker fetches the cells that its block of y reads, from as many blocks of x as needed.
     Adjoint: :math:`\partial x[c] = \sum_{c'\,:\,s(c') = c} \partial y[c']`, on the worker that owns c.
 
     Args:
         P_x: partition of input and output; axis i splits dim i. Any of them may be split.
-        padding: cells before and behind each dim, **the last dim first**: ``(before, behind, before, behind, ...)``.
-            Negative numbers cut cells off.
+        padding: cells before and after each dim, **the last dim first**: ``(before, after, before, after, ...)``.
+            Negative numbers remove cells.
         mode: ``constant``, ``reflect``, ``replicate`` or ``circular``.
-        value: of the cells around x, in the mode ``constant``.
+        value: value of the cells around x, in the mode ``constant``.
     Shapes: x local, as many dims as P_x has axes, in elements, any split that is a grid. y is split as evenly as
-        possible, longer blocks first, in the dims that ``padding`` names, else as x is. Workers outside P_x return a
-        clone of their input.
-    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, for padding that is too large (reflect: the extent or more; circular: more than the extent that is
-        left), or where nothing would be left.
+        possible, longer blocks first, in the dims that ``padding`` covers, and in the others as x is. Workers outside
+        P_x return a clone of their input.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
+        wrong rank, for padding that is too large (reflect: the extent or more; circular: more than the extent that is
+        left), or if nothing would be left.
     """
 
     P_x = Option[Partition]()
@@ -55,7 +55,7 @@ class DistributedPad(Layer):
 
 
 def _pairs(padding: Any, axes: int) -> list[tuple[int, int]]:
-    """Cells before and behind each dim, the last dim first."""
+    """Cells before and after each dim, the last dim first."""
     try:
         numbers = [index(number) for number in padding]
     except TypeError:

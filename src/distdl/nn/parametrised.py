@@ -1,18 +1,18 @@
-"""Parameters that torch has renamed: by a parametrisation, or by pruning. And norms of parameters that are split.
+"""Parameters that torch has renamed, by a parametrisation or by pruning; and norms of parameters that are split.
 
-torch keeps what is trained under another name, and computes the parameter from it. What is computed element by element
-(pruning by a mask, a parametrisation of one's own) needs nothing more: each worker does it on its block. Not so where
-an element depends on others:
+torch then trains a tensor of another name, and computes the parameter from it. If this works element by element (as
+pruning by a mask does, and many parametrisations), each worker can do it on its block. It is different where an element
+depends on others:
 
-=================  ==========================================================================
+=================  =======================================================================================
 ``spectral_norm``  depends on the whole parameter
-``weight_norm``    depends on all elements at one place of ``dim``; on all of them if that is None
-``orthogonal``     depends on the matrix that is made up by the last two dims
-=================  ==========================================================================
+``weight_norm``    depends on all elements with the same index in ``dim``; on all of them if that is None
+``orthogonal``     depends on the matrix that the last two dims form
+=================  =======================================================================================
 
-If one worker holds all that an element depends on, the block of the result is the result of the block. Otherwise the
-layer refuses it, on all workers alike. Here are torch's functions for the first case. torch's own do the same where
-a worker stores a block, but most of them raise errors about a tensor that is empty, as it is on the other workers.
+If one worker holds everything that an element depends on, torch's function of the block is the block of the result.
+Otherwise the layer refuses the norm, on all workers. This file has torch's functions for the first case. torch's own do
+the same where a worker stores a block, but on the other workers, whose tensor is empty, most of them raise an error.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class _Nothing(torch.nn.Module):
 
 
 def _leave_out(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Read nothing of the buffers that the norm has where there is a block."""
+    """Skip the buffers that the norm has on workers with a block."""
     for key in [key for key in state if key.startswith(prefix)]:
         del state[key]
 
 
 def trained(module: torch.nn.Module, layouts: Mapping[str, Layout], everywhere: bool = True) -> dict[str, Layout]:
-    """The layouts by the names that the module's parameters have now, in the order in which it has them.
+    """The layouts, by the names that the module's parameters have now, in the module's order.
 
-    Of a pruned or parametrised parameter, this is what is trained in its place (``weight_orig``,
+    For a pruned or parametrised parameter, the name is that of the tensor that is trained instead (``weight_orig``,
     ``parametrizations.weight.original``), if it has the shape of the block. The magnitudes of ``weight_norm`` are split
-    in its dim. Whatever else a parametrisation trains is left out: it is no block of anything.
+    in its dim. Other tensors that a parametrisation trains are left out: they are not blocks of a parameter.
 
     Args:
-        layouts: by the names that the parameters have at first.
-        everywhere: whether every worker has a parameter, if only of zero volume. Else the layouts of those that this
-            worker has not are kept.
+        layouts: the layouts by the original names of the parameters.
+        everywhere: whether every worker has the parameters, perhaps of zero volume. If not, a worker that has none of
+            them gets ``layouts`` as they are.
     """
     found = {}
     for name, parameter in module.named_parameters():
@@ -101,14 +101,14 @@ def _renamed(
 
 
 def _magnitudes(layout: Layout, kept: int) -> Layout:
-    """Of the numbers by which ``weight_norm`` multiplies, along one dim of the parameter."""
+    """The layout of the factors of ``weight_norm``, along one dim of the parameter."""
     at = tuple(slice(None) if dim == kept else slice(0, 1) for dim in range(len(layout.rulers)))
     intervals = [along if dim == kept else [(0, 1)] for dim, along in enumerate(layout.intervals)]
     return Layout.of(layout.partition[at], intervals)
 
 
 def _norms(owner: torch.nn.Module, name: str) -> Iterator[tuple[int, int]]:
-    """Which of torch's norms are computed of a parameter, and along which dim."""
+    """Which of torch's norms a parameter has, and along which dim."""
     found = [*getattr(owner._modules.get("parametrizations"), name, ())]
     found += [hook for hook in owner._forward_pre_hooks.values() if getattr(hook, "name", None) == name]
     for one in found:
@@ -133,7 +133,7 @@ def _is_split(kind: int, dim: int, layout: Layout) -> bool:
 
 
 def unfit(owner: torch.nn.Module, name: str, layout: Layout) -> int:
-    """Which of torch's norms of a parameter cannot be computed block by block, as a number; 0 if there is none.
+    """The number of a norm that a parameter has and that cannot be computed block by block; 0 if there is none.
 
     Args:
         owner: the module that has the parameter itself.
@@ -144,7 +144,7 @@ def unfit(owner: torch.nn.Module, name: str, layout: Layout) -> int:
 
 
 def check_unfit(layer: str, name: str, found: int, layout: Layout) -> None:
-    """Check the largest number that ``unfit`` has found on any worker.
+    """Check the largest number that ``unfit`` has returned on any worker.
 
     Raises: ValueError that names the layer.
     """
@@ -168,11 +168,11 @@ def spectral_norm(
     eps: float = 1e-12,
     dim: int | None = None,
 ) -> torch.nn.Module:
-    """``torch.nn.utils.parametrizations.spectral_norm``, of a parameter that one worker stores.
+    """``torch.nn.utils.parametrizations.spectral_norm``, for a parameter that one worker stores.
 
     Args:
         module: a distributed layer. Every worker calls this.
-        name: of the parameter, as in the sequential layer.
+        name: the name of the parameter, as in the sequential layer.
         n_power_iterations, eps: as in torch.
         dim: as in torch: if not given, 0, and 1 for transposed convolutions.
     Returns: the layer.
@@ -184,11 +184,11 @@ def spectral_norm(
 
 
 def weight_norm(module: torch.nn.Module, name: str = "weight", dim: int | None = 0) -> torch.nn.Module:
-    """``torch.nn.utils.parametrizations.weight_norm``, of a parameter that is not split, or only in ``dim``.
+    """``torch.nn.utils.parametrizations.weight_norm``, for a parameter that is not split, or only in ``dim``.
 
     Args:
         module: a distributed layer. Every worker calls this.
-        name: of the parameter, as in the sequential layer.
+        name: the name of the parameter, as in the sequential layer.
         dim: as in torch.
     Returns: the layer.
     Raises: ValueError, on every worker, if the parameter is split in another dim.
@@ -204,11 +204,11 @@ def orthogonal(
     *,
     use_trivialization: bool = True,
 ) -> torch.nn.Module:
-    """``torch.nn.utils.parametrizations.orthogonal``, of a parameter whose last two dims are not split.
+    """``torch.nn.utils.parametrizations.orthogonal``, for a parameter whose last two dims are not split.
 
     Args:
         module: a distributed layer. Every worker calls this.
-        name: of the parameter, as in the sequential layer.
+        name: the name of the parameter, as in the sequential layer.
         orthogonal_map, use_trivialization: as in torch.
     Returns: the layer.
     Raises: ValueError, on every worker, if the parameter is split in one of its last two dims.

@@ -1,8 +1,8 @@
-"""Placement: on which worker a block of a parameter lives, and with which values it begins.
+"""Placement: on which worker each block of a parameter lives, and its initial values.
 
 Initial values are those of torch's own layers, uniform within a bound that follows from the global fan-in. The value of
-an element depends on the seed, the parameter and the element's place in the global tensor, and on nothing else: another
-partition begins with the same network, and no worker ever holds the whole of it.
+an element depends on the seed, on the parameter and on the element's index in the global tensor, and on nothing else.
+So a network begins with the same values on any partition, and no worker ever holds a whole parameter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def random_block(layout: Layout, value: Value, dtype: torch.dtype | None = None)
     """The block of a parameter that this worker stores, with random values; of zero volume where it has none.
 
     Every worker makes the parameters of a network in the same order. The seed is that of ``torch.manual_seed``, which
-    has to be the same on all workers; torch's generator is not drawn from.
+    has to be the same on all workers; torch's generator is not used.
 
     Args:
-        layout: the box of the global parameter on each worker that stores some of it.
-        value: what an element is of a number that is uniform in [0, 1), both in float64.
-        dtype: of the block; torch's default dtype if not given.
+        layout: the box of the global parameter that each worker stores.
+        value: maps numbers that are uniform in [0, 1) to the values of elements, both in float64.
+        dtype: dtype of the block; by default torch's default dtype.
     """
     comm = layout.partition.comm
     key = next_key(comm, "parameter")
@@ -47,16 +47,16 @@ def normal_parameter(layout: Layout) -> torch.nn.Parameter:
 
 
 def normal(u: torch.Tensor) -> torch.Tensor:
-    """Standard normal numbers of numbers that are uniform in [0, 1)."""
+    """Standard normal numbers from numbers that are uniform in [0, 1)."""
     numbers: torch.Tensor = torch.special.ndtri(u.clamp(min=2.0**-54))
     return numbers
 
 
 def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
-    """Of every parameter in a network that is split over workers: its name, and which block of it lives where.
+    """The name and the layout of every parameter of a network that is split over workers.
 
-    They stand in the order in which the sequential network has its parameters. A pruned or parametrised parameter has
-    the name of what is trained in its place, as in torch (``weight_orig``, ``parametrizations.weight.original``).
+    The order is that of the parameters of the sequential network. For a pruned or parametrised parameter, the name is
+    that of the tensor that is trained instead, as in torch (``weight_orig``, ``parametrizations.weight.original``).
     """
     return {
         f"{prefix}.{name}" if prefix else name: layout
@@ -66,10 +66,11 @@ def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
 
 
 def sequential_layouts(network: torch.nn.Module) -> dict[str, Layout]:
-    """The same in the shapes of the sequential network, under names that ``get_parameter`` knows on every worker.
+    """The same, in the shapes of the sequential network, with names that ``get_parameter`` finds on every worker.
 
-    It differs for batch norm, whose published ``gamma`` and ``beta`` have all dims of x and exist on some workers only.
-    Its ``weight`` and ``bias`` are the same numbers as torch has them, and of zero volume elsewhere.
+    It differs from :func:`parameter_layouts` only for batch norm, whose published ``gamma`` and ``beta`` have all dims
+    of x and exist on some workers only. Its ``weight`` and ``bias`` are the same numbers in torch's shape, and of zero
+    volume on the other workers.
     """
     found: dict[str, Layout] = {}
     for prefix, module in network.named_modules():
@@ -79,11 +80,11 @@ def sequential_layouts(network: torch.nn.Module) -> dict[str, Layout]:
 
 
 def keep_sequential_keys(module: torch.nn.Module) -> None:
-    """Let a module with ``parameter_layouts`` read, and where it can write, the ``state_dict`` of its sequential layer.
+    """Let a module with ``parameter_layouts`` read, and if possible write, the ``state_dict`` of its sequential layer.
 
-    The key of a parameter is the last part of its name, as in the sequential layer (``weight`` for
-    ``sublinear.weight``), or what the module's ``sequential_names`` say. It is written where one worker stores the
-    whole parameter, and read everywhere; of a parameter of the global shape, a worker reads its block.
+    The sequential key of a parameter is the last component of its name (``weight`` for ``sublinear.weight``), or what
+    the module's ``sequential_names`` say. It is written if one worker stores the whole parameter, and always accepted
+    when reading. From a tensor of the global shape, a worker reads its block.
     """
     module.register_state_dict_post_hook(_write_sequential_keys)
     module.register_load_state_dict_pre_hook(_read_sequential_keys)
@@ -116,7 +117,7 @@ def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: A
 
 
 def _stored(module: Any) -> Iterator[tuple[str, Layout]]:
-    """The names of the split parameters, and of the masks of those that are pruned, and their layouts."""
+    """The names and layouts of the split parameters, and of the masks of those that are pruned."""
     for name, layout in module.parameter_layouts.items():
         yield name, layout
         if name.endswith("_orig"):

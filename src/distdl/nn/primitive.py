@@ -25,17 +25,17 @@ class Movement:
     =============  =============  ==================================================================================
     in ``P_x``     in ``P_y``     returns
     =============  =============  ==================================================================================
-    yes or no      yes            its part of y, with the dtype of the workers that have a part of x
+    yes or no      yes            its part of y, in the dtype of the tensors on ``P_x``
     yes            no             a tensor of zero volume: shape ``(batch, 0)`` with ``preserve_batch``, else ``(0,)``
     no             no             a clone of its input
     =============  =============  ==================================================================================
 
     A worker outside ``P_x`` passes any tensor of zero volume. Inputs and gradients are never written or returned. The
-    gradient of an input has that input's shape and dtype, also where it has no volume.
+    gradient of an input has that input's shape and dtype, even if the input has zero volume.
 
     Attributes:
-        plan: the plan that follows from what the members reported, for one worker. A pure function; what it raises, all
-            members raise.
+        plan: gives the plan for one worker, from what the members reported. A pure function: if it raises an error, all
+            members raise it.
         adds: whether the forward adds tensors up.
     """
 
@@ -46,7 +46,7 @@ class Movement:
     adds: bool = False
 
     def name(self, kind: str) -> str:
-        """The name of a primitive of this kind, for people."""
+        """The name of a primitive of this kind, for people to read."""
         return f"{kind} (P_x: {self.P_x}; P_y: {self.P_y})"
 
     @property
@@ -61,7 +61,7 @@ class Movement:
 
     @property
     def identity(self) -> object:
-        """What tells this movement from one between other partitions."""
+        """What distinguishes this movement from one between other partitions."""
         return [(P.workers.shape, zlib.crc32(P.workers.tobytes())) for P in (self.P_x, self.P_y)]
 
     def __call__(self, headers: Headers, label: Label) -> Setup:

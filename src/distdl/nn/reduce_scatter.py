@@ -17,17 +17,19 @@ from distdl.plan.planners import copy
 class ReduceScatter(Layer):
     r"""Add up the tensors of the workers along some axes of a partition; each worker keeps one block of the sum.
 
-    Forward: :math:`y_t = \sum_s x_s[\text{block of } t]` over the workers s of t's group.
+    Forward: :math:`y_t = \sum_s x_s[\text{block of } t]` over the group of t, the workers that differ from it only in
+    their index along ``axes``, and t itself.
     Adjoint: :math:`\partial x_s` is the concatenation of the blocks :math:`\partial y_t`: an :class:`AllGather`.
 
     Args:
         P_x: the partition; its axis i belongs to tensor dim i.
-        axes: the axes to sum along, and along whose dims the sum is scattered.
-        sizes: for an axis, the extents of the blocks along it, in elements, instead of as even a split as possible.
+        axes: the axes to sum along. The sum is scattered along their dims.
+        sizes: the extents of the blocks along an axis, in elements, by the number of the axis; the other axes are split
+            as evenly as possible.
     Shapes: x local, as many dims as P_x has axes, in elements, equal along the axes. Workers outside P_x return a clone
         of their input.
-    Raises: ValueError, on every worker, for axes that do not exist or sizes that are not one for each worker; in
-        forward, on every member, if a tensor's rank is not the dimension of P_x, the tensors of a group differ in
+    Raises: ValueError, on every worker, for axes that do not exist, or unless there is one size for each worker; in
+        forward, on every member, if a tensor's rank is not the number of axes of P_x, the tensors of a group differ in
         shape, sizes do not add up to their extent, or dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108 (as a composition of sum-reductions).
     """

@@ -18,21 +18,21 @@ from distdl.plan.planners import copy
 
 
 class Repartition(Layer):
-    r"""Move a tensor that is split over ``P_x`` so that it is split over ``P_y``, in one hop.
+    r"""Move a tensor that is split over ``P_x`` so that it is split over ``P_y``, in one step.
 
     Forward: :math:`y[c] = x[c]` for every cell c of the global tensor.   Adjoint: the same in the other direction.
     Partition axis i splits tensor dim i. The input may be split unevenly, as long as its blocks form a grid; the output
     is split as evenly as possible, longer blocks first.
 
     Args:
-        P_x, P_y: partitions of one world with equally many axes. They may overlap, be equal or disjoint, and leave
-            workers out.
+        P_x, P_y: partitions of one world with the same number of axes. They may overlap, be equal or disjoint, and
+            leave out workers.
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
         buffer_manager: checked for its type; not used.
     Shapes: x local, as many dims as P_x has axes, in elements; blocks may be empty. y likewise over P_y. See
         :class:`~distdl.nn.primitive.Movement` for all other workers.
-    Raises: ValueError, on every worker, if the partitions differ in dimension; in forward, on every member, if a
-        tensor's rank is not that dimension, the blocks form no grid, dtypes differ, or P_y splits a dim whose global
+    Raises: ValueError, on every worker, if the partitions differ in their number of axes; in forward, on every member,
+        if a tensor's rank is not that number, the blocks form no grid, dtypes differ, or P_y splits a dim whose global
         extent is 1.
     Source: Hewett & Grady, arXiv:2006.03108 (there: scatter and gather; upstream also calls it a transpose).
     """
@@ -72,13 +72,17 @@ class Repartition(Layer):
 
     @property
     def P_x_to_y_overlaps(self) -> list[tuple[Any, Any, Any]]:
-        """For each worker of P_y: what this worker sent it in the latest forward (see :meth:`_overlaps`)."""
+        """For each worker of P_y: what this worker sent to it in the latest forward.
+
+        An entry is the slices of the local tensor, their shape, and the worker's rank in the union of the partitions or
+        ``"self"``; or three times None, where nothing was sent.
+        """
         me = self.P_x.comm.rank
         return self._overlaps(self.P_y, {move.target: move.src for move in self._moves() if move.source == me})
 
     @property
     def P_y_to_x_overlaps(self) -> list[tuple[Any, Any, Any]]:
-        """For each worker of P_x: what this worker received from it in the latest forward."""
+        """For each worker of P_x: what this worker received from it in the latest forward, likewise."""
         me = self.P_x.comm.rank
         return self._overlaps(self.P_x, {move.source: move.dst for move in self._moves() if move.target == me})
 

@@ -1,4 +1,4 @@
-"""SumReduce: the sum of the tensors of all the workers that match, on one worker each."""
+"""SumReduce: on each worker, the sum of the tensors of all the workers that match it."""
 
 from distdl.agreement.header import Headers
 from distdl.nn.layer import Layer
@@ -20,15 +20,15 @@ class SumReduce(Layer):
     P_y is extended on the left with ones to as many axes as P_x has; then each of its axes is 1 or equals P_x's.
 
     Args:
-        P_x, P_y: partitions of one world. They may overlap, be equal or disjoint, and leave workers out. A worker that
+        P_x, P_y: partitions of one world. They may overlap, be equal or disjoint, and leave out workers. A worker that
             is in both does not always add to its own sum.
-        transpose_src, transpose_dest: reverse the axes of P_x, of P_y: the worker at index (i, j, k) stands at (k, j,
-            i). That comes before the extension with ones. Tensors are not transposed.
+        transpose_src, transpose_dest: reverse the axes of P_x, or of P_y: the worker at index (i, j, k) gets the index
+            (k, j, i). The axes are reversed before the extension with ones. Tensors are not transposed.
         preserve_batch: whether workers without output return ``(batch, 0)`` instead of ``(0,)``.
     Shapes: x local, any shape, in elements, equal on workers whose tensors are added; y has that shape. See
         :class:`~distdl.nn.primitive.Movement` for all other workers.
-    Raises: ValueError, on every worker, if an axis does not match; in forward, on every member, if shapes that are to
-        be added differ, or dtypes.
+    Raises: ValueError, on every worker, if an axis does not match; in forward, on every member, if tensors that are
+        added differ in shape, or if dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 

@@ -1,4 +1,4 @@
-"""Keys of random numbers: what tells the numbers of one parameter or random layer of a world from those of another."""
+"""Keys of random numbers: each parameter and each random layer of a world has its own."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def next_key(comm: Communicator, kind: str) -> Key:
     """The key of the next ``parameter`` or random ``layer`` of this world: the seed, the kind, and how many came
     before.
 
-    Every worker makes those of a network in the same order. The seed is that of ``torch.manual_seed``, which has to be
-    the same on all workers.
+    Every worker makes the parameters and layers of a network in the same order. The seed is that of
+    ``torch.manual_seed``, which has to be the same on all workers.
     """
     made = _made.setdefault(comm, Counter())
     made[kind] += 1

@@ -14,25 +14,27 @@ from distdl.partition import Partition
 
 
 class DistributedUpsample(Layer):
-    r"""Interpolate space to another size, each worker completing its block by the cells around it.
+    r"""Interpolate space to another size. Each worker gets the cells around its block that it needs.
 
     Forward: :math:`y_o = \sum_k w_{ok} \, x_{i(o, k)}`, dim by dim, with torch's indices and weights for the whole
-    tensor. Adjoint: the transpose, gradients of cells that several workers read adding up on the workers that own them.
+    tensor. Adjoint: the transpose; the gradients of cells that several workers read add up on the workers that own
+    them.
 
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         buffer_manager: checked for its type; not used.
         size: the whole global shape of y, batch and channels included.
-        scale_factor: one positive number, or one for each dim of space. It stands in the formula for the indices, as in
-            ``torch.nn.functional.interpolate``; y has ``int(extent * factor)`` cells. Exactly one of both is given.
+        scale_factor: one positive number, or one for each dim of space. The formula for the indices uses it, as in
+            ``torch.nn.functional.interpolate``; y has ``int(extent * factor)`` cells. Exactly one of size and
+            scale_factor is given.
         mode: nearest or nearest-exact, linear (any dims of space), or torch's names bilinear, trilinear, bicubic.
-        align_corners: whether the first and the last cells lie on each other, and not their outer edges.
+        align_corners: whether the centres of the first and the last cells coincide, instead of their outer edges.
     Shapes: x local ``(batch, channels, space...)``, 1 to 3 dims of space, in elements, any split that is a grid. y is
-        split as evenly as possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of
-        their input.
-    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, batch or number of channels, or of a dtype that torch does not interpolate, and for a result
-        without cells.
+        split as evenly as possible in space, longer blocks first, and in the other dims as x is. Workers outside P_x
+        return a clone of their input.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
+        wrong rank, batch or number of channels, or of a dtype that torch does not interpolate, and for a result without
+        cells.
     """
 
     P_x = Option[Partition]()

@@ -1,12 +1,12 @@
 """Norms of gradients over all workers, and clipping by them: torch's functions, for parameters that are split.
 
-They are given the network, or its parameters. Each block of a parameter lives on one worker, so the norm of all
-gradients is the norm of the workers' norms. Every worker calls them, and every worker gets the same bits.
+They take the network, or its parameters. Each block of a parameter lives on one worker, so the norm of all gradients is
+the norm of the workers' norms. Every worker calls these functions, and every worker gets the same bits.
 
-A network may also have modules of torch between its distributed layers, whose parameters every worker has a copy of.
-Given the network, each of them counts once. Its copies have one gradient, so what the workers found has to be added up
-before (``P.allreduce_data``). A worker whose copy has no gradient, or zeros, takes no part in this. Given only
-parameters, there is no telling copies from blocks, and each counts as a block.
+A network may also have modules of torch between its distributed layers. Every worker has a copy of their parameters. If
+the network is passed, each such parameter counts once. Its copies must have the same gradient, so the gradients of all
+workers have to be added up beforehand (``P.allreduce_data``). A copy whose gradient is None or zero is ignored. If only
+parameters are passed, copies cannot be told from blocks, and each counts as a block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distdl.workers.worlds import world
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "orthogonal", "spectral_norm", "weight_norm"]
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
-_SAME = 1e-4  # how far the norms of copies may differ, relatively: sums may be rounded in another order
+_SAME = 1e-4  # relative difference that norms of copies may have: sums may be rounded in another order
 
 
 def clip_grad_norm_(
@@ -44,8 +44,8 @@ def clip_grad_norm_(
     Args:
         network: a network, or parameters.
         norm_type, error_if_nonfinite, foreach: as in torch.
-        P: the workers that take part; by default all of the world.
-    Returns: the norm before, as :func:`get_total_norm`.
+        P: the workers that take part; by default the whole world.
+    Returns: the norm before clipping, as :func:`get_total_norm`.
     Raises: as :func:`get_total_norm`.
     """
     parameters = _tensors(network)
@@ -58,7 +58,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(network: torch.nn.Module | Tensors, clip_value: float, foreach: bool | None = None) -> None:
-    """Cut off the gradients at ``-clip_value`` and ``clip_value``. Each worker does it by itself."""
+    """Clip the gradients to between ``-clip_value`` and ``clip_value``. No messages are sent."""
     clip_locally(_tensors(network), clip_value, foreach)
 
 
@@ -75,11 +75,11 @@ def get_total_norm(
     .. math:: \Big( \sum_\text{workers} \sum_\text{blocks} \|g\|_p^p \Big)^{1/p}
 
     Args:
-        network: a network, whose gradients are meant; or tensors.
+        network: a network, for the norm of its gradients; or tensors.
         norm_type: p, larger than 0; ``inf`` for the largest element.
         error_if_nonfinite: whether to raise RuntimeError, on every worker, if the norm is not a finite number.
         foreach: as in torch.
-        P: the workers that take part; by default all of the world. Every one of them calls this.
+        P: the workers that take part; by default the whole world. Every one of them calls this.
     Returns: a 0-d tensor in float64, the same on every worker.
     Raises: ValueError for another norm_type; on every worker, if copies of a parameter have different gradients.
     """
@@ -116,7 +116,7 @@ def _norm(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> fl
 
 
 def _once(received: list[dict[str, float]]) -> list[float]:
-    """The norm of each parameter that workers have copies of, from what they received of each other."""
+    """The norm of each parameter of which workers have copies, from the norms that the workers gathered."""
     found = []
     for name in dict.fromkeys(name for copies in received for name in copies):
         norms = {worker: copies[name] for worker, copies in enumerate(received) if copies.get(name, 0.0) != 0}

@@ -28,7 +28,7 @@ class Weights:
 
     Attributes:
         weight, bias: their layouts; None where there is no bias.
-        path: of the module that has the parameters, in front of their names.
+        path: path of the module that has the parameters, in front of their names.
     """
 
     weight: Layout
@@ -42,26 +42,26 @@ class Weights:
         return weight, None if self.bias is None else uniform_parameter(self.bias, bound)
 
     def layouts(self, module: torch.nn.Module) -> dict[str, Layout]:
-        """The layouts by the names that the parameters have in a module now."""
+        """The layouts, by the names that the parameters have in a module now."""
         layouts = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
         return trained(module, {self.path + name: layout for name, layout in layouts.items()})
 
     def application(
         self, op: Op, place: Place, work: Partition, configure: Callable[[Any, Headers], Op]
     ) -> Application:
-        """The application of an operation to x, the weight and the bias."""
+        """An operation applied to x, the weight and the bias, with where each of them lives."""
         places = (place, self.weight) if self.bias is None else (place, self.weight, self.bias)
         return Application(op, places, work, configure)
 
     def extra(self, holder: torch.nn.Module, weight: torch.Tensor) -> tuple[int, int, int]:
-        """What this worker adds to its header: whether autocast is on, and norms that cannot be computed in blocks."""
+        """What this worker adds to its header: whether autocast is on, and norms that do not work block by block."""
         kind = weight.device.type
         autocast = 1 + dtype_code(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else 0
         of_bias = 0 if self.bias is None else unfit(holder, "bias", self.bias)
         return autocast, unfit(holder, "weight", self.weight), of_bias
 
     def configure(self, op: Any, headers: Headers, everyone: Partition, label: Label) -> Op:
-        """The operation that follows from what all members have added.
+        """The operation, from what all members have added to their headers.
 
         Raises: ValueError if autocast differs, or if torch has put a norm on a parameter that is split.
         """
@@ -76,10 +76,10 @@ class Weights:
 
 
 def stored_on(work: Partition, lead: int) -> Partition:
-    """The workers that store weights, out x in: those at place 0 of the batch (the first axes) and of space (the last).
+    """The workers that store weights, out x in: those at index 0 in the batch (the first axes) and in space (the last).
 
     Args:
-        lead: number of axes of the batch, with which the work partition begins.
+        lead: number of axes of the batch, the first axes of the partition of the work.
     """
     first, axes = slice(0, 1), work.workers.shape
     stored = work[(*[first] * lead, slice(None), slice(None), *[first] * (len(axes) - lead - 2))]
@@ -98,7 +98,7 @@ def weights_on(
 
 
 def own_work(name: str, space: int, groups: int, P_x: Partition) -> Partition:
-    """Where a convolution works whose input and output are split alike.
+    """The partition of the work of a convolution whose input and output are split alike.
 
     Raises: ValueError that names the layer, if P_x does not fit.
     """
@@ -113,8 +113,8 @@ def own_work(name: str, space: int, groups: int, P_x: Partition) -> Partition:
 
 
 def shared_work(name: str, space: int, groups: int, P_x: Partition, P_y: Partition, P_w: Partition) -> Partition:
-    """Where a convolution works that has a partition for it. With groups, in is 1: a worker reads the channels of its
-    own groups, wherever they are.
+    """The partition of the work of a convolution that is given P_w. With groups, in is 1: a worker reads the channels
+    of its own groups, wherever they are.
 
     Raises: ValueError that names the layer, if the partitions do not fit.
     """

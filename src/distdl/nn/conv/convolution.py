@@ -1,12 +1,12 @@
 """The convolutions: one operation, and three shapes of the partition of its work.
 
 kind       splits                     P_x                     work                        weights are stored on
-Feature    batch, space               batch x  1 x space      batch x   1 x  1 x space    place 0 in batch and space
-Channel    batch, channels            batch x in x 1...       batch x out x in x 1...     place 0 in the batch
-General    batch, channels, space     batch x in x space      batch x out x in x space    place 0 in batch and space
+Feature    batch, space               batch x  1 x space      batch x   1 x  1 x space    index 0 in batch and space
+Channel    batch, channels            batch x in x 1...       batch x out x in x 1...     index 0 in the batch
+General    batch, channels, space     batch x in x space      batch x out x in x space    index 0 in batch and space
 
-The work of a Feature convolution is P_x itself, with an axis more; of the others it is P_w. With groups, P_x may split
-channels for Feature, too, and the axis in of the work is 1: each place along out then has a part of the weights.
+The partition of the work is P_x itself, with one more axis, for Feature, and P_w for the others. With groups, P_x may
+split channels for Feature too, and the axis in of the work is 1: each index along out then has a block of the weights.
 ``distdl.ops.convolution`` and ``distdl.ops.contraction`` draw what is sent to whom.
 """
 
@@ -41,14 +41,15 @@ def _feature(
 ) -> None:
     r"""A convolution that is split over space and the batch. One worker stores the weights; with groups, see P_x.
 
-    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
-    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
-    groups, the channels that it gets are a window, too. See ``distdl.ops.convolution`` for what is sent to whom.
-    Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
+    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, the same as torch's on the whole tensor. Each worker gets the
+    window of inputs that its outputs read, from as many blocks as needed; cells beyond the tensor are the padding. With
+    groups, the channels that it gets are a window too. See ``distdl.ops.convolution`` for what is sent to whom.
+    Adjoint: the same movements transposed, in reverse order; gradients of cells that several workers read add up on
+    the workers that own them.
 
     Args:
-        P_x: partition of input and output, ``batch x 1 x space...``. With groups, channels may be split, too; each
-            place along them then has a part of the weights.
+        P_x: partition of input and output, ``batch x 1 x space...``. With groups, channels may be split too; each block
+            of channels then has its own block of the weights.
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
         buffer_manager: checked for its type; not used.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
@@ -56,7 +57,7 @@ def _feature(
     Attributes:
         weight, bias: this worker's blocks; of zero volume where it stores none.
     Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
-        does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
+        does not: its rank, channels or dtype, or a global extent too small for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
     check_buffer_manager(buffer_manager)
@@ -84,16 +85,17 @@ def _general(
 ) -> None:
     r"""A convolution that is split over input and output channels, over space, and over the batch.
 
-    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, sequentially the same as torch's. Each worker gets the window
-    of inputs that its outputs read, however many blocks that touches; cells beyond the tensor are its padding. In
-    groups, the channels that it gets are a window, too. ``distdl.ops.contraction`` draws what is sent to whom.
-    Adjoint: the same movements transposed, last first; gradients of halo cells add up on the workers that own them.
+    Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, the same as torch's on the whole tensor. Each worker gets the
+    window of inputs that its outputs read, from as many blocks as needed; cells beyond the tensor are the padding. With
+    groups, the channels that it gets are a window too. ``distdl.ops.contraction`` draws what is sent to whom.
+    Adjoint: the same movements transposed, in reverse order; gradients of cells that several workers read add up on
+    the workers that own them.
 
     Args:
         P_x, P_y: partitions of input and output, ``batch x p_in x space...`` and ``batch x p_out x space...``.
-        P_w: partition of the work, ``batch x p_out x p_in x space...``, without its first axis where the batch is not
-            split; its workers at place 0 in batch and space store the weights. With groups, only those at place 0
-            along p_in have work (so p_in may be 1 in P_w, whatever it is in P_x).
+        P_w: partition of the work, ``batch x p_out x p_in x space...``, or without its first axis if the batch is not
+            split; its workers at index 0 in batch and space store the weights. With groups, only those at index 0 along
+            p_in have work (so p_in may be 1 in P_w, whatever it is in P_x).
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode: as in torch.
         buffer_manager: checked for its type; not used.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
@@ -101,7 +103,7 @@ def _general(
     Attributes:
         weight, bias: this worker's blocks; of zero volume where it stores none.
     Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
-        does not: its rank, channels, dtype, or too small a global extent for the kernel or the padding.
+        does not: its rank, channels or dtype, or a global extent too small for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
     check_buffer_manager(buffer_manager)
@@ -142,7 +144,7 @@ def _stores_bias(self: Any) -> bool:
 
 
 def _itself(self: Any) -> Any:
-    """Where the published interface of Channel convolutions has ``weight`` and ``bias``: here."""
+    """The layer itself: in the published interface of Channel convolutions it has ``weight`` and ``bias``."""
     return self
 
 
@@ -283,13 +285,15 @@ def DistributedConv1d(
 ) -> Any:
     """The 1-d convolution that fits the partitions.
 
-    It is Feature without P_y and P_w, else Channel, or General where space is split.
+    It is a Feature convolution without P_y and P_w. With them it is a General convolution if space is split, else a
+    Channel convolution.
 
     Args:
         P_x, P_y, P_w: as in :class:`DistributedGeneralConv1d`, or P_x alone, as in :class:`DistributedFeatureConv1d`.
         buffer_manager: checked for its type; not used.
-        options: ``in_channels``, ``out_channels`` and ``kernel_size``, and those of torch that have defaults.
-    Raises: ValueError, on every worker, if only one of P_y and P_w is given; TypeError if one is no partition.
+        options: ``in_channels``, ``out_channels`` and ``kernel_size``, and torch's options that have defaults.
+    Raises: ValueError, on every worker, if only one of P_y and P_w is given; TypeError if one of them is not a
+        partition.
     """
     return _choose(1, P_x, P_y, P_w, buffer_manager, options)
 

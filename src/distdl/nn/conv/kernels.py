@@ -19,7 +19,7 @@ Sizes = Any  # a whole number, or a sequence with one for each dim of space
 
 
 class Kernel:
-    """The options of a convolution, and what follows from its weights. Each layer is a ``Layer`` with these."""
+    """The options of a convolution, and what follows from its weights. Each convolution is a ``Layer`` with these."""
 
     P_x = Option[Partition]()
     P_y = Option[Partition]()
@@ -39,7 +39,7 @@ class Kernel:
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         layer: Any = self
         return self._weights.layouts(layer)
 
@@ -56,10 +56,10 @@ class Kernel:
 def build(
     layer: Any, P_x: Partition, P_y: Partition, work: Partition, op: Any, weights: Weights, **options: Any
 ) -> None:
-    """Make a layer of an operation and of weights.
+    """Make a layer from an operation and weights.
 
     Args:
-        options: what can be read of it, beside the channels and the groups.
+        options: its public attributes, besides the channels and the groups.
     """
     everyone = P_x | P_y | work
     name = f"{type(layer).__name__} (P_x: {P_x}; P_y: {P_y}; {op.in_channels} to {op.out_channels} channels)"
@@ -85,6 +85,6 @@ def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def configure(self: Any, op: Any, headers: Headers) -> Op:
-    """The operation that follows from what all members have added to their headers: autocast, and norms of weights."""
+    """The operation, from what all members have added to their headers: autocast, and norms of weights."""
     configured: Op = self._weights.configure(op, headers, self._everyone, self.label)
     return configured

@@ -1,4 +1,4 @@
-"""The transposed convolutions: one layer for every way to split it."""
+"""The transposed convolutions: one layer for all ways to split them."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ def _transposed(
     padding_mode: str = "zeros",
     buffer_manager: Any = None,
 ) -> None:
-    r"""A transposed convolution: each worker gets the inputs that add to its outputs, however many blocks that touches.
+    r"""A transposed convolution: each worker gets the inputs that add to its outputs, from as many blocks as needed.
 
-    Forward: :math:`y_o = b_o + \sum_i w_{io} \star^T x_i`, sequentially the same as torch's: input j of a dim adds to
-    the outputs ``j * stride - padding + t * dilation`` for ``0 <= t < kernel``. Each worker computes whole outputs, so
-    partial results of neighbours are never added up in space.
-    Adjoint: the same movements transposed, last first. (Without bias, it is the convolution with the same options.)
+    Forward: :math:`y_o = b_o + \sum_i w_{io} \star^T x_i`, the same as torch's on the whole tensor: input j along a dim
+    adds to the outputs ``j * stride - padding + t * dilation`` for ``0 <= t < kernel``. Each worker computes whole
+    outputs, so partial results of neighbours are never added up in space.
+    Adjoint: the same movements transposed, in reverse order. (Without bias, this is the convolution with the same
+    options.)
 
     Args:
         P_x, P_y: partitions of input and output, ``batch x p_in x space...`` and ``batch x p_out x space...``. Without
             P_y and P_w, P_x is the partition of both, ``batch x 1 x space...``; with groups, channels may be split.
         P_w: partition of the work, ``batch x p_out x p_in x space...`` (without batch if that is 1); its workers at
-            place 0 in batch and space store the weights. With groups, only those at place 0 along p_in work.
+            index 0 in batch and space store the weights. With groups, only those at index 0 along p_in have work.
         in_channels, out_channels, kernel_size, stride, padding, output_padding, dilation, bias: as in torch.
-        groups: as in torch; blocks of output channels have to be whole groups, or equal parts of one.
+        groups: as in torch; blocks of output channels have to be whole groups, or equal fractions of one.
         padding_mode: ``zeros``.
         buffer_manager: checked for its type; not used.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
@@ -67,7 +68,7 @@ def _transposed(
         weight, bias: this worker's blocks, of torch's ``(in, out / groups, kernel...)`` and ``(out,)``; of zero volume
             where it stores none.
     Raises: ValueError, on every worker, if options or partitions do not fit; in forward, on every member, if the input
-        does not: its rank, channels, dtype, or no output.
+        does not: its rank, channels or dtype, or no output.
     Source: the adjoint of the convolution in Hewett & Grady, arXiv:2006.03108.
     """
     name = type(self).__name__
@@ -92,7 +93,7 @@ def _transposed(
 
 
 def _weights_on(name: str, stored: Partition, op: TransposedConvolution, bias: bool) -> Weights:
-    """The blocks of torch's weight, which is in x out / groups x kernel, over out x in; of the bias where in is 0."""
+    """The blocks of torch's weight (in x out / groups x kernel) over out x in, and of the bias where in is 0."""
     out, inner = stored.workers.shape
     group = op.in_channels // op.groups, op.out_channels // op.groups
     outputs, kernel = balanced(op.out_channels, out), [((0, tap),) for tap in op.geometry.kernel]
@@ -108,9 +109,10 @@ def _weights_on(name: str, stored: Partition, op: TransposedConvolution, bias: b
 
 
 def _parts_of_groups(name: str, groups: int, size: int, blocks: Intervals) -> int:
-    """How many blocks of output channels each group makes up; 1 if all blocks are whole groups.
+    """Into how many blocks of output channels each group is split; 1 if all blocks are whole groups.
 
-    The weight of a block is then a block of the weight. Of other blocks it is not: torch's weight is in x out / groups.
+    Then the weight of a block is a block of the weight. For other blocks it is not, as torch's weight is in x out /
+    groups.
     """
     parts = len(blocks) // groups
     if all(start % size == 0 == stop % size for start, stop in blocks):
@@ -124,7 +126,7 @@ def _parts_of_groups(name: str, groups: int, size: int, blocks: Intervals) -> in
 
 
 def _asking(output_size: Any, space: int) -> tuple[int, ...]:
-    """An ``output_size`` as integers for the header: 0 for none or 1, and the sizes; or -1 for what is none."""
+    """An ``output_size`` as integers for the header: 1 and the sizes, or 0 if there is none; -1 if it is not valid."""
     if output_size is None:
         return (0,) * (space + 1)
     try:
@@ -141,8 +143,8 @@ def _convolve(self: Any, x: torch.Tensor, output_size: Sequence[int] | None = No
 
     Args:
         x: this worker's block of the input.
-        output_size: global extents of the output in space (or of the output), the same on every worker, where
-            ``output_padding`` shall not decide; as in torch.
+        output_size: global extents of the output in space (or in all dims), the same on every worker, to use instead of
+            ``output_padding``; as in torch.
     """
     tensors = (x, *given(self.weight, self.bias))
     extra = (*self._weights.extra(self, tensors[1]), *_asking(output_size, self.space))
@@ -153,7 +155,7 @@ def _convolve(self: Any, x: torch.Tensor, output_size: Sequence[int] | None = No
 
 
 def _configure(self: Any, op: Any, headers: Headers) -> Op:
-    """The operation for the output size for which all members ask, if they do."""
+    """The operation for the output size that all members ask for, if they do."""
     configured: Any = self._weights.configure(op, headers, self._everyone, self.label)
     workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, _COMMON:]
     wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]

@@ -1,4 +1,4 @@
-"""The published mixins: the geometry of halos, for layers of the user's own."""
+"""The published mixins: the geometry of halos, for a user's own layers."""
 
 from distdl.nn.mixins.conv_mixin import ConvMixin
 from distdl.nn.mixins.halo_mixin import HaloMixin

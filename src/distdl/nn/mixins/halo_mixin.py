@@ -40,19 +40,18 @@ class HaloMixin:
     ) -> Exchange:
         """Sizes for a :class:`HaloExchange`, and which cells of its result the layer reads.
 
-        The output is split as evenly as possible. Cells beyond the border of the tensor belong to no halo.
+        The output is split as evenly as possible. Cells beyond the border of the tensor do not belong to a halo.
 
         Args:
             x_global_shape: extents of the input, in elements.
             kernel_size, stride, padding, dilation: for the last dims; the first ones get 1 (padding 0).
             partition_active, partition_shape, partition_index: the attributes of the partition.
             subtensor_shapes: local shape of the input at each index, an array of shape ``partition_shape + (dim,)``;
-                as even a split as possible if None.
-        Returns:
-            Four ``(dim, 2)`` arrays of integers, or four times None where the partition is not active: the halo before
-            and behind the block, in cells; how much of it is received; how much the neighbours before and behind
-            receive from here; the range of block and halo that the outputs read. Where they do not read the first
-            cells of the block, there is no halo there and the range begins above 0.
+                None for as even a split as possible.
+        Returns: four ``(dim, 2)`` arrays of integers, or four times None where the partition is not active: the halo
+            before and after the block, in cells; how much of it is received; how much the neighbours before and after
+            receive from here; the range of block and halo that the outputs read. If they do not read the first cells of
+            the block, there is no halo on that side and the range begins above 0.
         """
         if not partition_active:
             return None, None, None, None

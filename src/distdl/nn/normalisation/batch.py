@@ -28,9 +28,9 @@ class DistributedBatchNorm(Layer):
 
     Forward: :math:`y = (x - \mu_c) / \sqrt{v_c + \epsilon} \cdot \gamma_c + \beta_c`, with mean and variance of channel
     c over batch and space: in training mode those of this batch, for which workers with the same channels exchange
-    (mean, M2) once; in evaluation mode the running ones, for which nothing moves. :math:`\gamma, \beta` are copied from
-    the workers that store them, as one message. Running statistics move by ``momentum`` towards the batch's mean and
-    unbiased variance.
+    (mean, M2) once; in evaluation mode the running ones, which need no exchange. :math:`\gamma, \beta` are copied from
+    the workers that store them, as one message. Running statistics take in the batch's mean and unbiased variance with
+    weight ``momentum``.
     Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
@@ -39,16 +39,16 @@ class DistributedBatchNorm(Layer):
         eps: :math:`\epsilon`.
         momentum: the weight of a new batch in the running statistics; None for their average over all batches.
         affine: whether there are ``gamma`` and ``beta``.
-        track_running_stats: whether running statistics are kept; if not, evaluation mode takes moments of its batch.
+        track_running_stats: whether running statistics are kept; if not, evaluation mode uses the moments of its batch.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. ``gamma`` and
         ``beta`` are ``(1, local channels, 1...)``, split as evenly as possible, on workers whose index is 0 in all axes
-        but the second; other workers have None. ``running_mean`` and ``running_var`` are ``(local channels,)`` on every
-        worker. Workers outside P_x return a clone of their input.
-        ``weight`` and ``bias`` are the same numbers as torch has them, ``(local channels,)``, and of zero volume on
-        other workers: not parameters of their own, but ``gamma`` and ``beta`` to read, to fill and to freeze.
-    Raises: ValueError, on every worker, for a partition without batch and channels, and where ``weight`` or ``bias`` is
-        pruned in the place of ``gamma`` or ``beta``; in forward, on every member, for an input of another rank, number
-        of channels or dtype, one value per channel where moments are taken, or workers in different modes.
+        except the second; other workers have None. ``running_mean`` and ``running_var`` are ``(local channels,)`` on
+        every worker. Workers outside P_x return a clone of their input. ``weight`` and ``bias`` are the same numbers in
+        torch's shape ``(local channels,)``, and of zero volume on other workers. They are not parameters of their own,
+        but views of ``gamma`` and ``beta``, to read, to fill and to freeze.
+    Raises: ValueError, on every worker, for a partition without batch and channels, and if ``weight`` or ``bias`` is
+        pruned instead of ``gamma`` or ``beta``; in forward, on every member, for an input of the wrong rank, number of
+        channels or dtype, for only one value per channel where moments are taken, or for workers in different modes.
     Source: Ioffe & Szegedy, arXiv:1502.03167.
     """
 
@@ -101,12 +101,12 @@ class DistributedBatchNorm(Layer):
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of ``gamma`` and ``beta`` live, and which part of the sequential parameters they are."""
+        """Where ``gamma`` and ``beta`` live: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts, everywhere=False)
 
     @property
     def sequential_layouts(self) -> dict[str, Layout]:
-        """The same of ``weight`` and ``bias``."""
+        """The same for ``weight`` and ``bias``."""
         return dict.fromkeys(self.sequential_names.values(), self._weights.layout) if self.affine else {}
 
     @property
@@ -128,7 +128,7 @@ class DistributedBatchNorm(Layer):
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """As in torch.
 
-        Raises: ValueError, on every worker, where torch begins to prune ``weight`` or ``bias``.
+        Raises: ValueError, on every worker, if torch is about to prune ``weight`` or ``bias``.
         """
         for own, sequential in self.sequential_names.items():
             if name == f"{sequential}_orig":
@@ -139,14 +139,14 @@ class DistributedBatchNorm(Layer):
         super().register_parameter(name, param)
 
     def reset_running_stats(self) -> None:
-        """Begin anew: mean 0, variance 1, no batch counted."""
+        """Start again: mean 0, variance 1, no batch counted."""
         reset_running(self)
 
 
 class Flat(torch.nn.Parameter):
-    """A parameter in one dim: a view of it, to which one may also assign.
+    """A one-dimensional view of a parameter, to which one may also assign.
 
-    Its gradient, and whether it requires one, are the parameter's.
+    Its ``grad`` and its ``requires_grad`` are those of the parameter.
     """
 
     of_parameter: torch.nn.Parameter

@@ -17,9 +17,10 @@ class DistributedGroupNorm(Layer):
     r"""Normalise groups of consecutive channels of every sample, over the channels of the group and space.
 
     Forward: :math:`y = (x - \mu_{ng}) / \sqrt{v_{ng} + \epsilon} \cdot w_c + b_c`, with mean and variance over group
-    and space, for which workers that have cells of a group exchange (mean, M2) once. Blocks need not respect the
-    groups: a worker measures the largest runs of channels of which all groups and blocks are made, and gathers those of
-    the groups in which it has a part. Weight and bias are copied along batch and space, as one message.
+    and space, for which workers that have cells of a group exchange (mean, M2) once. Blocks need not be aligned with
+    the groups: a worker measures the largest units of consecutive channels of which all groups and all blocks consist,
+    and gathers the units of those groups of which it has channels. Weight and bias are copied along batch and space, as
+    one message.
     Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
@@ -28,11 +29,11 @@ class DistributedGroupNorm(Layer):
         eps: :math:`\epsilon`.
         affine: whether there are ``weight`` and ``bias``.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. Weight and bias
-        are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes but the second;
-        of zero volume elsewhere. Workers outside P_x return a clone of their input.
+        are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes except the
+        second; of zero volume elsewhere. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, if the groups do not divide the channels, or for a partition without batch and
-        channels; in forward, on every member, for an input of another rank, number of channels or dtype, or if there is
-        no more than one value in all groups of one number together.
+        channels; in forward, on every member, for an input of the wrong rank, number of channels or dtype, or if a
+        group has only one value in the whole batch.
     Source: Wu & He, arXiv:1803.08494.
     """
 

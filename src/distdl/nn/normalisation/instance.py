@@ -25,9 +25,10 @@ class DistributedInstanceNorm(Layer):
     r"""Normalise every channel of every sample over space.
 
     Forward: :math:`y = (x - \mu_{nc}) / \sqrt{v_{nc} + \epsilon} \cdot w_c + b_c`, with mean and variance over space,
-    for which workers with the same samples and channels exchange (mean, M2) once; in evaluation mode, if there are
-    running ones, with those, for which nothing moves. Weight and bias are copied from the workers that store them, as
-    one message. To track statistics, which are averages over the batch, the exchange goes along the batch, too.
+    for which workers with the same samples and channels exchange (mean, M2) once. In evaluation mode the running mean
+    and variance are used, if there are any; they need no exchange. Weight and bias are copied from the workers that
+    store them, as one message. Tracked statistics are averages over the batch, so for these the exchange also goes
+    along the batch.
     Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
@@ -38,12 +39,12 @@ class DistributedInstanceNorm(Layer):
         affine: whether there are ``weight`` and ``bias``.
         track_running_stats: whether running statistics are kept.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid; y likewise. ``weight`` and
-        ``bias`` are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes but the
-        second; of zero volume elsewhere. Running statistics likewise, on every worker. Workers outside P_x return a
+        ``bias`` are ``(local channels,)``, split as evenly as possible, on workers whose index is 0 in all axes except
+        the second; of zero volume elsewhere. Running statistics likewise, on every worker. Workers outside P_x return a
         clone of their input.
     Raises: ValueError, on every worker, for a partition without batch, channels and space; in forward, on every member,
-        for an input of another rank, number of channels or dtype, one spatial element where moments are taken, or
-        workers in different modes.
+        for an input of the wrong rank, number of channels or dtype, for only one spatial element where moments are
+        taken, or for workers in different modes.
     Source: Ulyanov et al., arXiv:1607.08022.
     """
 
@@ -89,9 +90,9 @@ class DistributedInstanceNorm(Layer):
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
 
     def reset_running_stats(self) -> None:
-        """Begin anew: mean 0, variance 1, no batch counted."""
+        """Start again: mean 0, variance 1, no batch counted."""
         reset_running(self)

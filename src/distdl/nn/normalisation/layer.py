@@ -21,8 +21,8 @@ class DistributedLayerNorm(Layer):
     r"""Normalise over the last dims.
 
     Forward: :math:`y = (x - \mu) / \sqrt{v + \epsilon} \cdot w + b`, with mean and variance over the dims of
-    ``normalized_shape``, for which workers at one place of the other axes exchange (mean, M2) once; nothing moves where
-    these dims are not split. Weight and bias are copied along the other axes, as one message.
+    ``normalized_shape``, for which workers with the same index along the other axes exchange (mean, M2) once; nothing
+    moves if these dims are not split. Weight and bias are copied along the other axes, as one message.
     Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
@@ -30,11 +30,11 @@ class DistributedLayerNorm(Layer):
         normalized_shape: global extents of the last dims.
         eps: :math:`\epsilon`.
         elementwise_affine, bias: whether there is a ``weight``, and whether there is a ``bias`` with it.
-    Shapes: x local, in elements, any split that is a grid; y likewise. Weight and bias are the local part of
-        ``normalized_shape``, split as evenly as possible, on workers at place 0 of the other axes; of zero volume
+    Shapes: x local, in elements, any split that is a grid; y likewise. Weight and bias are this worker's block of
+        ``normalized_shape``, split as evenly as possible, on workers at index 0 along the other axes; of zero volume
         elsewhere. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, if P_x has fewer axes than ``normalized_shape``; in forward, on every member,
-        for an input of another rank or dtype, or other extents in the last dims.
+        for an input of the wrong rank or dtype, or with the wrong extents in the last dims.
     Source: Ba et al., arXiv:1607.06450.
     """
 
@@ -70,25 +70,25 @@ class DistributedLayerNorm(Layer):
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
 
 
 class DistributedRMSNorm(Layer):
     r"""Divide by the root of the mean square over the last dims.
 
-    Forward: :math:`y = x / \sqrt{r + \epsilon} \cdot w`, r being the mean of :math:`x^2` over the dims of
-    ``normalized_shape``, which workers at one place of the other axes exchange once; nothing moves where these dims are
-    not split. The weight is copied along the other axes.
+    Forward: :math:`y = x / \sqrt{r + \epsilon} \cdot w`, where r is the mean of :math:`x^2` over the dims of
+    ``normalized_shape``, for which workers with the same index along the other axes exchange their means once; nothing
+    moves if these dims are not split. The weight is copied along the other axes.
     Adjoint: the same exchanges transposed around the local derivatives.
 
     Args:
         P_x: the partition of x and y, one axis for each dim; any axis may be split.
         normalized_shape: global extents of the last dims.
-        eps: :math:`\epsilon`; None for the distance from 1 to the next larger number of x's dtype (float32 for less).
+        eps: :math:`\epsilon`; None for the machine epsilon of x's dtype (of float32, if x is in half precision).
         elementwise_affine: whether there is a ``weight``.
     Shapes: as in :class:`DistributedLayerNorm`.
-    Raises: ValueError as there.
+    Raises: ValueError, as in :class:`DistributedLayerNorm`.
     Source: Zhang & Sennrich, arXiv:1910.07467.
     """
 
@@ -123,7 +123,7 @@ class DistributedRMSNorm(Layer):
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
 
 

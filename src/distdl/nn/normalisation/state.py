@@ -1,4 +1,4 @@
-"""What the normalisations hold: weights and where they live, running statistics, and numbers that may be changed."""
+"""What the normalisations have: weights and where they live, running statistics, and numbers that may be changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distdl.transport import Label
 
 
 class Number(Option[float | None]):
-    """An option that may be changed, on all workers alike: it is in every header.
+    """An option that may be changed, to the same value on all workers. It is part of every header.
 
     Args:
         optional: whether it may be None.
@@ -43,7 +43,7 @@ def reported(
     """What a normalisation adds to its header: its mode, whether it has running statistics, and its numbers.
 
     Args:
-        norms: those of its parameters that cannot be computed in blocks, see ``Weights.unfit``.
+        norms: which norms of its parameters cannot be computed block by block, see ``Weights.unfit``.
     """
     return int(training), len(running[:2]), *norms, *map(_bits, numbers)
 
@@ -58,8 +58,8 @@ class Weights:
     Attributes:
         P_x: the partition of x.
         extents: global extents along the dims in which they vary.
-        names: of the parameters that there are.
-        full: whether the parameters have all dims of x, and there is none at all where none is stored.
+        names: the names of the parameters that the layer has.
+        full: whether the parameters have all dims of x, and workers that store none have None.
     """
 
     P_x: Partition
@@ -69,13 +69,13 @@ class Weights:
 
     @cached_property
     def layout(self) -> Layout:
-        """Of a weight as torch has it, with only the dims in which it varies."""
+        """The layout of a weight as torch has it, with only the dims in which it varies."""
         blocks = self._blocks
         return Layout.of(self._stored.reshape([len(along) for along in blocks.values()]), [*blocks.values()])
 
     @cached_property
     def parameter_layout(self) -> Layout:
-        """Of a parameter."""
+        """The layout of a parameter."""
         if not self.full:
             return self.layout
         places = self._stored.workers.shape
@@ -93,11 +93,11 @@ class Weights:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return dict.fromkeys(self.names, self.parameter_layout)
 
     def register(self, module: torch.nn.Module, names: tuple[str, str]) -> None:
-        """Give a module its weight, of ones, and its bias, of zeros; or None for one that it has not."""
+        """Give a module its weight, of ones, and its bias, of zeros; or None for one that it does not have."""
         for name, value in zip(names, (1.0, 0.0), strict=True):
             module.register_parameter(name, self._initial(value) if name in self.names else None)
 
@@ -108,18 +108,18 @@ class Weights:
         return None if self.full else torch.nn.Parameter(torch.empty(0))
 
     def of(self, module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters of a module, and an empty tensor in the place of one that this worker has not."""
+        """The parameters of a module, with an empty tensor in place of one that this worker does not have."""
         found = [getattr(module, name) for name in self.names]
         return [torch.empty(0, device=getattr(x, "device", None)) if one is None else one for one in found]
 
     def unfit(self, module: torch.nn.Module) -> tuple[int, ...]:
-        """For each parameter, which of torch's norms of it cannot be computed block by block; 0 if there is none."""
+        """For each parameter, the number of a norm of it that cannot be computed block by block; 0 if there is none."""
         return tuple(unfit(module, name, self.parameter_layout) for name in self.names)
 
     def signature(self, headers: Headers, number: int, label: Label) -> Signature:
-        """The signature of one of them, as torch has it.
+        """The signature of one of the parameters, in the shape that torch has.
 
-        Raises: ValueError if a worker has another block than it should have, or another dtype.
+        Raises: ValueError if the block of some worker is not what it should be, or dtypes differ.
         """
         headers.check_blocks(self.parameter_layout, f"{label}: {self.names[number]}", 1 + number)
         dtype = headers.dtype(self._stored, label.kind, 1 + number)
@@ -159,7 +159,7 @@ class Agreed:
         return setup
 
     def _configured(self, headers: Headers, label: Label) -> Any:
-        """The operation as all workers have it now.
+        """The operation with the options that all workers have now.
 
         Raises: ValueError if torch has put a norm on a parameter that is split; if workers differ in their mode, in
             whether they have running statistics, or in a number.
@@ -194,7 +194,7 @@ def _bits(number: float | None) -> int:
 
 
 def _number(bits: int) -> float | None:
-    """The float, or None, of such an integer."""
+    """The float, or None, from such an integer."""
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return None if number != number else number
 
@@ -220,7 +220,7 @@ def running(module: Any) -> tuple[torch.Tensor, ...]:
 
 
 def reset_running(module: Any) -> None:
-    """Begin anew: mean 0, variance 1, no batch counted."""
+    """Start again: mean 0, variance 1, no batch counted."""
     for value, one in enumerate(running(module)[:2]):
         one.fill_(value)
     if module.num_batches_tracked is not None:
@@ -236,7 +236,7 @@ def _kept(module: Any) -> Interval:
 
 
 def _read_own_channels(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Of running statistics of all channels, take those of this worker."""
+    """Take this worker's channels from running statistics of all channels."""
     for key in (prefix + "running_mean", prefix + "running_var"):
         if key in state and len(state[key]) == module.num_features:
             state[key] = state[key][slice(*_kept(module))]

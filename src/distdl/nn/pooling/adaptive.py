@@ -15,17 +15,20 @@ from distdl.partition import Partition
 def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     r"""Pool to a given global shape in space: the mean of each window.
 
-    Along each dim, output o of n is reduced from the cells from ``floor(o L / n)`` to ``ceil((o + 1) L / n)`` of L.
-    Forward: each worker sums what lies in its own block, and the parts are added up on the worker that has the output.
-    Adjoint: the transpose. A worker may have no output, if there are fewer than workers.
+    Along each dim, output o of n is computed from the cells ``floor(o L / n)`` up to, but not including,
+    ``ceil((o + 1) L / n)`` of L.
+    Forward: each worker sums the cells of a window that lie in its own block; the sums are added up on the worker that
+    has the output. Adjoint: the transpose. If there are fewer outputs than workers, some workers have none.
 
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
-        output_size: global extents of y in space, one number or one for each dim; None in place of one keeps x's.
+        output_size: global extents of y in space, one number or one for each dim; None in place of a number
+            keeps that of x.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+        possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
+        their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, empty in space, or of a dtype that torch's operator does not take.
+        the wrong rank, empty in space, or of a dtype that torch's operator does not accept.
     """
     extents = _extents(type(self).__name__, output_size, self.space)
     build(self, P_x, AdaptiveAverage(extents), (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
@@ -35,19 +38,22 @@ def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
 def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
     r"""Pool to a given global shape in space: the largest cell of each window.
 
-    Along each dim, output o of n is reduced from the cells from ``floor(o L / n)`` to ``ceil((o + 1) L / n)`` of L.
-    Forward: each worker takes the largest of what lies in its own block, and the parts are compared on the worker that
-    has the output. Adjoint: the transpose. A worker may have no output, if there are fewer than workers.
+    Along each dim, output o of n is computed from the cells ``floor(o L / n)`` up to, but not including,
+    ``ceil((o + 1) L / n)`` of L.
+    Forward: each worker finds the largest cell of a window in its own block; these are compared on the worker that has
+    the output. Adjoint: the transpose. If there are fewer outputs than workers, some workers have none.
 
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
-        output_size: global extents of y in space, one number or one for each dim; None in place of one keeps x's.
-        return_indices: return also where in space each cell stands, as torch does: its number in the flattened global
-            space. They take messages of their own.
+        output_size: global extents of y in space, one number or one for each dim; None in place of a number
+            keeps that of x.
+        return_indices: also return where in space each cell lies, as torch does: its number in the flattened global
+            space. Indices need messages of their own.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+        possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
+        their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, empty in space, or of a dtype that torch's operator does not take.
+        the wrong rank, empty in space, or of a dtype that torch's operator does not accept.
     """
     extents = _extents(type(self).__name__, output_size, self.space)
     op = AdaptiveMaximum(extents, bool(return_indices))

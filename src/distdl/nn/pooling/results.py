@@ -1,4 +1,4 @@
-"""What the pooling layers have in common: they also agree on which dtype torch's operator makes of their tensors."""
+"""What the pooling layers have in common: they also agree on the dtype of the result of torch's operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distdl.tensors.dtypes import DTYPES, dtype_code
 
 
 class ResultTypes:
-    """Which dtype torch's operator makes of a tensor's: it does not take all, and under autocast makes another.
+    """The dtype of the result of torch's operator: it does not accept all dtypes, and autocast changes some.
 
     Args:
         sample: the operator.
@@ -36,7 +36,7 @@ class ResultTypes:
     def of(self, x: Any) -> int:
         """1 plus the code of the dtype of the result; 0 where the operator does not take x.
 
-        It is found out on zeros, once for each dtype and device, with autocast and without.
+        The operator is tried on zeros, once for each dtype and device, with autocast and without.
         """
         if not isinstance(x, torch.Tensor) or x.is_meta:
             return 0
@@ -53,11 +53,11 @@ class ResultTypes:
 def build(
     layer: Layer, P_x: Partition, op: Pooling | AdaptiveAverage | AdaptiveMaximum, least: Shape, options: str
 ) -> None:
-    """Make a module the layer of a pooling.
+    """Make a module a pooling layer.
 
     Args:
         least: shape of the smallest tensor that torch's operator accepts.
-        options: the main ones, for its name.
+        options: the main options, for its name.
     """
     kind = type(layer).__name__
     if P_x.workers.ndim != len(least):

@@ -26,25 +26,26 @@ def _max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> None:
-    r"""Pool over windows of space: the largest cell of each, every worker completing its block by the cells around it.
+    r"""Pool over windows of space: the largest cell of each. A worker gets the cells around its block that it needs.
 
-    Forward: sequentially the same as torch's layer. Adjoint: the transpose, gradients of halo cells adding up on the
-    workers that own them.
+    Forward: the same as torch's layer on the whole tensor. Adjoint: the transpose; gradients of cells that several
+    workers read add up on the workers that own them.
 
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch; None for the kernel's size.
-        padding: cells before and behind the tensor, at most half the kernel.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
+        padding: cells before and after the tensor, at most half the kernel.
         dilation: distance between the cells of a window.
         buffer_manager: checked for its type; not used.
-        ceil_mode: whether the last window may reach beyond the padding behind, if it starts in front of that.
-        return_indices: return also where in space each cell stands, as torch does: its number in the flattened global
+        ceil_mode: whether the last window may reach beyond the padding at the end, if it starts before it.
+        return_indices: also return where in space each cell lies, as torch does: its number in the flattened global
             space.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+        possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
+        their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, smaller than the window, or of a dtype that torch's operator does not take.
+        the wrong rank, smaller than the window, or of a dtype that torch's operator does not accept.
     """
     check_buffer_manager(buffer_manager)
     sliding = _sliding(self, kernel_size, stride, padding, dilation, ceil_mode)
@@ -65,26 +66,27 @@ def _average_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> None:
-    r"""Pool over windows of space: the mean of each, every worker completing its block by the cells around it.
+    r"""Pool over windows of space: the mean of each. A worker gets the cells around its block that it needs.
 
-    Forward: sequentially the same as torch's layer. Adjoint: the transpose, gradients of halo cells adding up on the
-    workers that own them.
+    Forward: the same as torch's layer on the whole tensor. Adjoint: the transpose; gradients of cells that several
+    workers read add up on the workers that own them.
 
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch; None for the kernel's size.
-        padding: cells before and behind the tensor, at most half the kernel. They are zeros.
-        dilation: 1; averages have none.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
+        padding: cells before and after the tensor, at most half the kernel. They are zeros.
+        dilation: only 1 is accepted, as averages have none.
         buffer_manager: checked for its type; not used.
-        ceil_mode: whether the last window may reach beyond the padding behind, if it starts in front of that.
-        count_include_pad: whether cells of the padding count. What a window has beyond the padding (``ceil_mode``)
-            never does.
-        divisor_override: divides the sums, whatever counts. (torch has it in 2-d and 3-d; here 1-d has it, too.)
+        ceil_mode: whether the last window may reach beyond the padding at the end, if it starts before it.
+        count_include_pad: whether cells of the padding count. Cells of a window beyond the padding (``ceil_mode``)
+            never count.
+        divisor_override: divides the sums, instead of the count. (torch has it in 2-d and 3-d; here 1-d has it too.)
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+        possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
+        their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, smaller than the window, or of a dtype that torch's operator does not take.
+        the wrong rank, smaller than the window, or of a dtype that torch's operator does not accept.
     """
     check_buffer_manager(buffer_manager)
     sliding = _sliding(self, kernel_size, stride, padding, dilation, ceil_mode)
@@ -108,12 +110,13 @@ def _power_pool(
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         norm_type: the power p, not 0.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows; 1 by default as in all pooling here, None for the kernel's size.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
         ceil_mode: whether the last window may reach beyond the tensor, if it starts in it.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
-        possible in space, longer blocks first, else as x is. Workers outside P_x return a clone of their input.
+        possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
+        their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
-        another rank, smaller than the window, or of a dtype that torch's operator does not take.
+        the wrong rank, smaller than the window, or of a dtype that torch's operator does not accept.
     """
     sliding = _sliding(self, kernel_size, stride, 0, 1, ceil_mode)
     _build(self, P_x, Pooling(Power(float(norm_type) if isinstance(norm_type, int) else norm_type), sliding))
