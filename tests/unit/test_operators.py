@@ -53,6 +53,8 @@ STRUCTURES = {
     "several": ([(2, 2), (0, 3), (1, 2)], [(3,), (1, 2), (2, 0)]),
     "several become one": ([(1,), (5,)], [(5,)]),
     "one becomes several": ([(6,)], [(2, 2), (1,)]),
+    "numbers": ([()] * 6, [()] * 5),
+    "numbers and more": ([(), (5,)], [(4,), ()]),
 }
 
 

@@ -18,10 +18,10 @@ import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
-from distdl.exchange.packing import pack
+from distdl.exchange.packing import Packing, Tensors
 from distdl.exchange.program import Program
 from distdl.geometry.boxes import Shape, whole
-from distdl.plan import Move, Plan, Shapes
+from distdl.plan import Move, Plan
 from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed, is_differentiated_forward
 from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.memory import is_channels_last, readable
@@ -30,8 +30,6 @@ from distdl.transport.label import Label
 
 _TAGS = 32768
 _PROGRAMS_KEPT = 8
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Operator:
@@ -76,15 +74,11 @@ class Operator:
         self.keeps_format, self.still = keeps_format, still
         self.recorded = (derivatives.gradient or derivatives.tangent) and carries_gradients(dtype)
         self._calls = comm.calls(members)
-        self._takes, self._makes = (_planned(shapes.get(comm.rank), own) for shapes, own in self._structures())
-        # whether one tensor becomes one, both in the shapes that the plan gives them
-        self._plain = self.inputs == (self._takes,) and self.outputs == (self._makes,)
-        self._pieces = [] if self._plain else _pieces(self.outputs)
+        self._taken = Packing(self.inputs, plan.inputs.get(comm.rank))
+        self._made = Packing(self.outputs, plan.outputs.get(comm.rank))
+        self._plain = self._taken.plain and self._made.plain
         self._programs: dict[Any, Program] = {}
         self._others: dict[Derivatives, Operator] = {derivatives: self}
-
-    def _structures(self) -> list[tuple[Shapes, tuple[Shape, ...]]]:
-        return [(self.plan.inputs, self.inputs), (self.plan.outputs, self.outputs)]
 
     @classmethod
     def identity(
@@ -134,7 +128,7 @@ class Operator:
             return self._stay(xs)
         if self._plain:
             return self._move(xs[0])
-        ys = _move_all((self,), (xs,))[0]
+        ys = self._move_packed(xs)
         return ys[0] if len(ys) == 1 else ys
 
     def _move(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,6 +139,14 @@ class Operator:
         anchor = _anchor(x, derivatives) if bare else None
         y: torch.Tensor = _Apply.apply(self, anchor, x)  # type: ignore[no-untyped-call]
         return y
+
+    def _move_packed(self, xs: Tensors) -> Tensors:
+        if not self.recorded:
+            return self._made.unpack(self.execute(self._taken.pack(xs).detach()))
+        derivatives = self.derivatives
+        anchor = _anchor(xs[0], derivatives) if _are_bare(xs, derivatives) else None
+        ys: Tensors = _ApplyPacked.apply(self, anchor, *xs)  # type: ignore[no-untyped-call]
+        return ys
 
     def _stay(self, xs: Tensors) -> Any:
         """The tensors as they are. Inside an activation checkpoint that is recorded all the same, on every member.
@@ -185,22 +187,15 @@ class Operator:
         if len(self._programs) == _PROGRAMS_KEPT:
             self._programs.clear()
         program = self._programs[layout] = Program(
-            self.comm, self.plan.pattern, self.plan.schedule(self.comm.rank), x, self._makes, shape is None, self.dtype,
-            channels_last,
+            self.comm, self.plan.pattern, self.plan.schedule(self.comm.rank), x, self._made.shape, shape is None,
+            self.dtype, channels_last,
         )  # fmt: skip
         return program
 
-    def packed(self, xs: Tensors) -> torch.Tensor:
-        """The tensors as the one that moves."""
-        return xs[0] if self._plain else pack(xs).reshape(self._takes)
-
-    def unpacked(self, y: torch.Tensor) -> Tensors:
-        """The results, as views of the one that moved, which begins its memory."""
-        return (y,) if self._plain else tuple(y.as_strided(*piece) for piece in self._pieces)
-
-    def zeros(self, device: torch.device) -> Tensors:
-        """Tensors that this worker may pass where it has nothing to give: zeros."""
-        return tuple(torch.zeros(shape, dtype=self.dtype, device=device) for shape in self.inputs)
+    def filled(self, xs: Sequence[torch.Tensor | None], device: torch.device) -> Tensors:
+        """The tensors to pass: zeros where this worker has none to give."""
+        pairs = zip(xs, self.inputs, strict=True)
+        return tuple([torch.zeros(shape, dtype=self.dtype, device=device) if x is None else x for x, shape in pairs])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
         """The operator of a copied layer. It has the copy's label, for that may get another path in its model."""
@@ -220,11 +215,10 @@ def move_together(operators: Sequence[Operator], arguments: Sequence[Tensors]) -
     Returns: the result of each.
     """
     moving = [place for place, op in enumerate(operators) if not op.still]
-    if len(moving) == 1 and operators[moving[0]]._plain:
-        found: dict[int, Tensors] = {moving[0]: (operators[moving[0]]._move(arguments[moving[0]][0]),)}
-    else:
-        ops = tuple(operators[place] for place in moving)
-        found = dict(zip(moving, _move_all(ops, [arguments[place] for place in moving]), strict=True))
+    if len(moving) < 2:
+        return [op(*xs) for op, xs in zip(operators, arguments, strict=True)]
+    moved = _move_all(tuple(operators[place] for place in moving), [arguments[place] for place in moving])
+    found = dict(zip(moving, moved, strict=True))
     results = []
     for place, (op, xs) in enumerate(zip(operators, arguments, strict=True)):
         if op.still:
@@ -241,12 +235,16 @@ def _move_all(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> li
         ys: Tensors = _execute(operators, [x.detach() for x in flat])
     else:
         derivatives = reduce(or_, noted)
-        bare = (derivatives.gradient and not any(x.requires_grad for x in flat)) or (
-            derivatives.tangent and not any(map(has_tangent, flat))
-        )
-        anchor = _anchor(flat[0], derivatives) if bare else None
+        anchor = _anchor(flat[0], derivatives) if _are_bare(flat, derivatives) else None
         ys = _ApplyTogether.apply(operators, anchor, *flat)  # type: ignore[no-untyped-call]
     return _grouped(ys, [len(op.outputs) for op in operators])
+
+
+def _are_bare(xs: Sequence[torch.Tensor], derivatives: Derivatives) -> bool:
+    """Whether none of the tensors carries what any member's do."""
+    return (derivatives.gradient and not any(x.requires_grad for x in xs)) or (
+        derivatives.tangent and not any(map(has_tangent, xs))
+    )
 
 
 def _anchor(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tensor:
@@ -270,7 +268,7 @@ class _Apply(torch.autograd.Function):
         op, source, dx = ctx.op, ctx.source, None
         if op.derivatives.gradient:
             adjoint = _adjoint(op)
-            dx = source.like(adjoint._move(adjoint.zeros(source.device)[0] if dy is None else dy))
+            dx = source.like(adjoint._move(adjoint.filled((dy,), source.device)[0] if dy is None else dy))
         return None, _anchored(ctx.needs_input_grad[1], source.device), dx
 
     @staticmethod
@@ -279,8 +277,33 @@ class _Apply(torch.autograd.Function):
         return _tangent_map(op)._move(ctx.source.tangent(tangents[2]))
 
 
+class _ApplyPacked(torch.autograd.Function):
+    """The same for several tensors, which move as one."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+        ctx.op, ctx.sources = op, [_Source(x.shape, x.dtype, x.device) for x in xs]
+        ctx.save_for_backward(_NOTHING)
+        ctx.set_materialize_grads(False)
+        return op._made.unpack(op.execute(op._taken.pack(xs)))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        op, sources = ctx.op, ctx.sources
+        if not op.derivatives.gradient:
+            return None, None, *(None for _ in sources)
+        device, adjoint = sources[0].device, _adjoint(op)
+        dxs = adjoint._move_packed(adjoint.filled(dys, device))
+        return None, _anchored(ctx.needs_input_grad[1], device), *map(_Source.like, sources, dxs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Tensors:
+        return _tangent_map(ctx.op)._move_packed(tuple(map(_Source.tangent, ctx.sources, tangents[2:])))
+
+
 class _ApplyTogether(torch.autograd.Function):
-    """The same for several operators, or several tensors. Those of which nothing is recorded move, too."""
+    """The same for several operators. Those of which nothing is recorded move, too."""
 
     @staticmethod
     def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -301,9 +324,8 @@ class _ApplyTogether(torch.autograd.Function):
         for op, own in zip(ctx.ops, _grouped(dys, [len(op.outputs) for op in ctx.ops]), strict=True):
             if op.recorded and op.derivatives.gradient:
                 adjoint = _adjoint(op)
-                blank = adjoint.zeros(device) if any(dy is None for dy in own) else own
                 adjoints.append(adjoint)
-                cotangents.append(tuple(zero if dy is None else dy for dy, zero in zip(own, blank, strict=True)))
+                cotangents.append(adjoint.filled(own, device))
         found = iter(_move_all(adjoints, cotangents))
         dxs: list[torch.Tensor | None] = []
         sources: Iterator[_Source] = iter(ctx.sources)
@@ -384,26 +406,10 @@ def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
     return [tuple(next(rest) for _ in range(count)) for count in counts]
 
 
-def _planned(planned: Shape | None, own: Sequence[Shape]) -> Shape:
-    """The shape in which this worker's tensors move: that of the plan; without one, of those that stand in."""
-    if planned is not None:
-        return planned
-    return own[0] if len(own) == 1 else (sum(map(prod, own)),)
-
-
-def _pieces(shapes: Sequence[Shape]) -> list[tuple[Shape, tuple[int, ...], int]]:
-    """Shape, strides and offset of each of the tensors of which a vector is packed."""
-    pieces, start = [], 0
-    for shape in shapes:
-        pieces.append((shape, torch.empty(shape, device="meta").stride(), start))
-        start += prod(shape)
-    return pieces
-
-
 def _execute(operators: Sequence[Operator], flat: Sequence[torch.Tensor]) -> Tensors:
     arguments = _grouped(flat, [len(op.inputs) for op in operators])
-    ys = execute_together(operators, [op.packed(xs) for op, xs in zip(operators, arguments, strict=True)])
-    return tuple(part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y))
+    ys = execute_together(operators, [op._taken.pack(xs) for op, xs in zip(operators, arguments, strict=True)])
+    return tuple(part for op, y in zip(operators, ys, strict=True) for part in op._made.unpack(y))
 
 
 def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:

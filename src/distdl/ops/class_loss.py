@@ -131,12 +131,17 @@ class CrossEntropy:
     def _split(self, site: Site, owned: Layout, places: _Places) -> ClassSetup:
         finish = _finish(places, torch.float64)
         batch, own, *space = owned.intervals
-        each = 1 + self.probabilities  # columns of a worker: the log of its sum, and of probabilities their sum
-        columns = len(own) * each
-        sent = Layout.of(owned.partition, [batch, balanced(columns, len(own)), *space])
-        needed = Layout.of(places.first_of_each, [batch, [(0, columns)], *space])
-        gather = site.operator(copy(sent, needed, site.me), torch.float64, places.derivatives, [shape(sent[site.me])])
-        ones = (1,) * len(space)
+        # dims: which of what a worker sends (the log of its sum, and of probabilities their sum), places, and workers
+        # along classes in the midst of these
+        each, parts = 1 + self.probabilities, len(own)
+        sent, needed = (
+            Layout.of(P.reshape(1, *P.workers.shape), [[(0, each)], batch, along, *space])
+            for P, along in ((owned.partition, balanced(parts, parts)), (places.first_of_each, [(0, parts)]))
+        )
+        inputs = [_without_classes(places.local)] * each
+        outputs = [shape(needed[site.me])[1:] if places.holds else (0,)] * each
+        gather = site.operator(copy(sent, needed, site.me), torch.float64, places.derivatives, inputs, outputs=outputs)
+        least = (1,) * owned.partition.workers.ndim
 
         def shares(scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
             scores, target = places.cast(scores, target)
@@ -145,16 +150,16 @@ class CrossEntropy:
             top = largest.masked_fill(largest == -inf, 0.0)
             share, mass, counts = self._cross(scores, target, weight, top, places)
             logs = _log_of_sum(scores, top)
-            # (columns of one tensor: they are gathered along columns, from all workers, and not packed end to end)
-            column = torch.stack([logs, mass], 1) if self.probabilities else logs.unsqueeze(1)
             ignored = None if self.probabilities else target == self.ignore_index
-            return share, None if self.probabilities else mass, column, ignored, finish.divisor(target, counts)
+            return share, logs, mass, ignored, finish.divisor(target, counts)
 
         def losses(found: tuple[Any, ...]) -> torch.Tensor:
-            share, mass, column, ignored, divisor = found
-            gathered = gather(column)
-            all_places = local(_weighted_log, share.shape, (gathered, (1, columns, *ones)), (mass, (1, *ones))) - share
-            return finish((all_places if ignored is None else all_places.masked_fill(ignored, 0.0), divisor))
+            share, logs, mass, ignored, divisor = found
+            if self.probabilities:
+                weighted = local(_weighted_log_of_parts, share.shape, *((one, least) for one in gather(logs, mass)))
+                return finish((weighted - share, divisor))
+            weighted = local(_weighted_log, share.shape, (gather(logs), least), (mass, least[1:]))
+            return finish(((weighted - share).masked_fill(ignored, 0.0), divisor))
 
         return ClassSetup(places.move_in(), shares, losses, classes=places.classes)
 
@@ -347,14 +352,13 @@ class _Total:
     def __call__(self, found: _Shares) -> torch.Tensor:
         shares, divisor = found
         result, total = _autocast(self.result, shares), shares.double().sum()
-        # (packed by the operator, as two tensors, both would move 45 us slower, forward and backward)
-        total = self.add(total if divisor is None else torch.stack([total, divisor]))
-        if not total.numel():
-            return differentiable(total.sum().to(result))
         if divisor is None:
-            return differentiable((total / self.known).to(result))
-        # detached: the first worker has to stay as linear as the others, whose second derivatives pass no sum here
-        return differentiable((total[0] / total[1].detach()).to(result))
+            total, count = self.add(total), self.known
+        else:
+            total, count = self.add(total, divisor)
+            # detached: the first worker has to stay as linear as the others, whose second derivatives pass no sum here
+            count = count.detach()
+        return differentiable((total / count if total.numel() else total.sum()).to(result))
 
 
 def _finish(places: _Places, moved: torch.dtype) -> _Each | _Total:
@@ -368,8 +372,10 @@ def _finish(places: _Places, moved: torch.dtype) -> _Each | _Total:
         return _Each(site.operator(plan, moved, places.derivatives, [_without_classes(places.local)]), result)
     mean = places.reduction == "mean"
     counted = mean and not places.probabilities
-    sums: Shape = (2,) if counted else ()
-    add = site.operator(sum_to_first(site, sums), torch.float64, places.derivatives, [sums])
+    numbers: list[Shape] = [()] * (1 + counted)
+    plan = sum_to_first(site, (2,) if counted else ())
+    totals = numbers if site.me in plan.outputs else [(0,) for _ in numbers]
+    add = site.operator(plan, torch.float64, places.derivatives, numbers, totals)
     known = prod(_without_classes(places.owned.extents)) if mean else 1
     return _Total(add, result, known, counted, places.holds)
 
@@ -388,11 +394,14 @@ def _along_classes(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return weight.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _weighted_log(columns: torch.Tensor, mass: torch.Tensor | None) -> torch.Tensor:
-    r""":math:`L_i \sum_k q_{ik}` of the columns that came; every other one is a mass, if none is given."""
-    if mass is None:
-        columns, mass = columns[:, ::2], columns[:, 1::2].sum(1)
-    return mass * columns.logsumexp(1)
+def _weighted_log(logs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    r""":math:`L_i \sum_k q_{ik}`, of the logs of all workers along classes."""
+    return mass * logs.logsumexp(1)
+
+
+def _weighted_log_of_parts(logs: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+    """The same, where each worker has a part of the sum."""
+    return _weighted_log(logs, masses.sum(1))
 
 
 def _log_of_sum(x: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
