@@ -23,7 +23,7 @@ from distdl.nn import (
     DistributedGeneralConv2d,
     DistributedLinear,
 )
-from distdl.testing import Counting, assert_matches_sequential
+from distdl.testing import Counting, Silent, assert_matches_sequential
 
 GEOMETRIES = [
     (k, s, p, d)
@@ -379,6 +379,29 @@ def test_the_signature_of_a_factory_is_that_of_its_layers(make):
 ])  # fmt: skip
 def test_a_number_in_place_of_a_partition_is_named(make, words):
     assert words in every_worker_raises(2, make, TypeError)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda P: DistributedFeatureConv2d(P.reshape(1, 1, 1, 1), 1, 1, 1, strides=2),
+        lambda P: distdl.nn.DistributedConvTranspose2d(
+            P.reshape(1, 1, 1, 1), in_channels=1, out_channels=1, kernel_size=1, strides=2
+        ),
+        lambda P: distdl.nn.DistributedMaxPool2d(P.reshape(1, 1, 1, 1), 2, strides=2),
+        lambda P: distdl.nn.DistributedAdaptiveAvgPool2d(P.reshape(1, 1, 1, 1), 2, strides=2),
+        lambda P: distdl.nn.DistributedDropout2d(P.reshape(1, 1, 1, 1), strides=2),
+        lambda P: distdl.nn.DistributedLinear(*[P.reshape(1, 1)] * 3, 1, 1, strides=2),
+    ],
+)
+def test_an_option_that_a_layer_does_not_have_is_an_error_that_names_the_class(make):
+    with pytest.raises(TypeError, match=r"^Distributed\w+\.__init__\(\) got an unexpected keyword argument 'strides'$"):
+        make(distdl.Partition(Silent(0, 1)))
+
+
+def test_a_constructor_that_classes_share_shows_its_arguments():
+    shown = list(inspect.signature(distdl.nn.DistributedMaxPool2d).parameters)
+    assert shown[:3] == ["P_x", "kernel_size", "stride"]
 
 
 def every_kind(P):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+from distdl.nn.arguments import takes_partitions
 from distdl.nn.layer import Layer
 from distdl.nn.module import options
 from distdl.nn.pooling.results import build, pool
@@ -12,6 +13,7 @@ from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.partition import Partition
 
 
+@takes_partitions
 def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     r"""Pool to a given global shape in space: the mean of each window.
 
@@ -35,6 +37,7 @@ def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     self.P_x, self.output_size = P_x, extents
 
 
+@takes_partitions
 def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
     r"""Pool to a given global shape in space: the largest cell of each window.
 
