@@ -1,7 +1,5 @@
 """Operators: plans that can be called. Most of these move data on one worker, so that no world is needed."""
 
-import copy
-
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -133,14 +131,6 @@ def test_its_text_is_the_label_and_the_plan():
         "encoder.1: Shuffle (P_x: 1 on worker 0): moves of {0: [6]} to {0: [5]}\n"
         "  0[0:2] -> 0[3:5]\n  0[2:4] -> 0[0:2]\n  0[5:6] -> 0[0:1]"
     )
-
-
-def test_a_deep_copy_shares_the_plan_and_has_its_own_label():
-    op = operator()
-    other = copy.deepcopy(op)
-    assert other.plan is op.plan and other.comm is op.comm and other.label is not op.label
-    assert str(other.label) == str(op.label)
-    assert torch.equal(other(numbers(6)), op(numbers(6)))
 
 
 # -- the identity, which moves nothing

@@ -7,7 +7,6 @@ own tensor needs no gradient is tied in through an *anchor*, a tensor of zero vo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from functools import cached_property, reduce
 from itertools import islice
 from math import prod
@@ -110,13 +109,13 @@ class Operator:
         """The same operator for tensors that carry other derivatives."""
         other = self._others.get(derivatives)
         if other is None:
-            other = self._others[derivatives] = self._like(self.label, derivatives)
+            other = self._others[derivatives] = self._like(derivatives)
             other._others = self._others
         return other
 
-    def _like(self, label: Label, derivatives: Derivatives) -> Operator:
+    def _like(self, derivatives: Derivatives) -> Operator:
         other = Operator(
-            self.plan, self.comm, self.members, label, self.dtype, derivatives, self.inputs, self.outputs,
+            self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs, self.outputs,
             self.keeps_format, self.still,
         )  # fmt: skip
         other._programs = self._programs
@@ -196,10 +195,6 @@ class Operator:
         """The tensors to pass: zeros where this worker has none to give."""
         pairs = zip(xs, self.inputs, strict=True)
         return tuple([torch.zeros(shape, dtype=self.dtype, device=device) if x is None else x for x, shape in pairs])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Operator:
-        """The operator of a copied layer. It has the copy's label, for that may get another path in its model."""
-        return self._like(deepcopy(self.label, memo), self.derivatives)
 
     def __repr__(self) -> str:
         return f"{self.label}: {self.plan!r}"
