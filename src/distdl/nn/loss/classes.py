@@ -29,6 +29,9 @@ _WEIGHTED = 2  # which of the extra integers says whether there is a weight; bef
 class _ByClass:
     """How the setup of a loss follows from scores, targets on the workers of class index 0, and a weight.
 
+    Checked here is what only reports tell: whether workers differ, and which class numbers they have. The loss itself
+    checks the signatures.
+
     Attributes:
         op: the loss.
         P_x: the workers that have scores; ``places`` those that have targets.
@@ -75,12 +78,14 @@ class _ByClass:
         )
 
     def _check_weight(self, headers: Headers, kind: str, classes: int) -> None:
-        fits = headers.have_shape(self.P_x, (classes,), _WEIGHT)
-        if not fits.all():
-            worker = int(self.P_x.workers.flat[int(fits.argmin())])
+        first = int(self.P_x.workers.flat[0])
+        shape = headers.shape(first, _WEIGHT)
+        alike = headers.have_shape(self.P_x, shape, _WEIGHT)
+        if not alike.all():
+            other = int(self.P_x.workers.flat[int(alike.argmin())])
             raise ValueError(
-                f"{kind} needs a weight for each of {classes} classes; got {list(headers.shape(worker, _WEIGHT))} on "
-                f"worker {worker}"
+                f"{kind} needs the same weight for each of {classes} classes; got "
+                f"{list(headers.shape(other, _WEIGHT))} on worker {other} and {list(shape)} on worker {first}"
             )
 
     def _are_probabilities(self, headers: Headers, kind: str, whole: Layout) -> bool:

@@ -46,7 +46,11 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True, eq=False)
 class _SplitAlike:
-    """How the setup of a loss follows from an input and a target that are split alike, and weights."""
+    """How the setup of a loss follows from an input and a target that are split alike, and weights.
+
+    Checked here is what only reports tell: whether workers differ, the range of their numbers, and the blocks of each.
+    The loss itself checks the signatures.
+    """
 
     op: ElementLoss
     P_x: Partition
