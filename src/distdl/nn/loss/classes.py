@@ -15,7 +15,8 @@ from distdl.nn.layer import Layer, tiled
 from distdl.nn.loss.common import alone, check_reduction, described, is_given, or_absent
 from distdl.nn.module import Option
 from distdl.ops import Site
-from distdl.ops.class_loss import CLASS_NUMBERS, ClassSetup, CrossEntropy, NegativeLogLikelihood
+from distdl.ops.class_loss import ClassSetup, CrossEntropy, NegativeLogLikelihood
+from distdl.ops.class_places import CLASS_NUMBERS
 from distdl.partition import Layout, Partition, Signature
 from distdl.tensors.connection import zeros_on
 from distdl.transport import Label
