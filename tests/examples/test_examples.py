@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LENET = EXAMPLES / "lenet_digits.py"
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path != LENET)
 ALL_OF_THEM = Path(__file__).parent / "run_examples.py"
+ONE_EPOCH = Path(__file__).parent / "run_lenet.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
@@ -71,17 +72,24 @@ def test_documented_example_prints_what_stands_below_it(code, output, tmp_path, 
     assert capsys.readouterr().out == output
 
 
-LAUNCHES = {
-    "threads": lambda: [sys.executable, str(LENET)],
-    "mpirun": lambda: mpirun(4, LENET),
-    "torchrun": lambda: [*TORCHRUN, str(LENET)],
-}
+def lenet(command):
+    """The number of epochs, and the accuracy in percent, of a run whose losses and weights are the sequential ones."""
+    *epochs, accuracy, difference = run(command, 280).splitlines()
+    assert all(float(line.rpartition(" ")[2]) < 1e-10 for line in epochs)
+    assert accuracy.startswith("accuracy on 360 test images:")
+    assert difference.startswith("largest difference of any weight") and float(difference.split()[-1]) <= 1e-8
+    return len(epochs), float(accuracy.split()[-1].rstrip("%"))
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_lenet_equals_the_sequential_network_and_learns(launcher):
-    *epochs, accuracy, difference = run(LAUNCHES[launcher](), 280).splitlines()
-    assert len(epochs) >= 2 and all(float(line.rpartition(" ")[2]) < 1e-10 for line in epochs)
-    assert accuracy.startswith("accuracy on 360 test images:") and float(accuracy.split()[-1].rstrip("%")) >= 96
-    assert difference.startswith("largest difference of any weight") and float(difference.split()[-1]) <= 1e-8
+def test_lenet_equals_the_sequential_network_and_learns():
+    epochs, accuracy = lenet([sys.executable, str(LENET)])
+    assert epochs >= 2 and accuracy >= 96
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_lenet_equals_the_sequential_network_in_a_launched_job(launcher):
+    """For one epoch of 45 steps: the back-ends differ in how they move tensors, not in what a network learns later."""
+    epochs, accuracy = lenet(mpirun(4, ONE_EPOCH) if launcher == "mpirun" else [*TORCHRUN, str(ONE_EPOCH)])
+    assert epochs == 1 and accuracy >= 50  # after four epochs it is 96; by chance, 10
