@@ -30,15 +30,6 @@ def dies():
     layer(torch.ones(2))
 
 
-def changes_under_fixed_shapes():
-    """Worker 2 breaks its promise."""
-    P = distdl.world()
-    layer = AllSumReduce(P.reshape(4), [0])
-    with distdl.fixed_shapes():
-        layer(torch.ones(2, 3))
-        layer(torch.ones(2, 4 if P.rank == 2 else 3))
-
-
 def is_absent():
     """Worker 2 is busy with something else for longer than the others wait."""
     P = distdl.world()
