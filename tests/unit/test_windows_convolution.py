@@ -3,6 +3,7 @@
 Cells and weights are whole numbers, so torch's sums are exact in float64, and pieces have to equal the whole.
 """
 
+import functools
 import itertools
 
 import pytest
@@ -104,8 +105,13 @@ def test_arbitrary_splits_of_inputs_and_outputs():
     assert len(seen) >= 20_000, len(seen)
 
 
+@functools.cache
+def line_of(workers):
+    return Partition(Silent(0, workers)).reshape(workers)
+
+
 def piece_by_piece(x, blocks, outputs, k, s, d, before):
-    line = Partition(Silent(0, len(blocks))).reshape(len(blocks))
+    line = line_of(len(blocks))
     owned = Layout.of(line, [blocks])
     needed = Layout.of(line, [[sliding(run, k, s, before, d) for run in outputs]])
     windows = [torch.zeros(stop - start, dtype=x.dtype) for start, stop in needed.intervals[0]]
