@@ -2,6 +2,7 @@
 
 from distdl import backend, backends, nn, utilities
 from distdl.agreement import fixed_shapes
+from distdl.globals import GlobalTensor, distribute, distribute_tensor
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
@@ -14,10 +15,13 @@ __version__ = "0.1.0"
 __all__ = [
     "CartesianPartition",
     "CommunicationError",
+    "GlobalTensor",
     "Partition",
     "backend",
     "backends",
     "check",
+    "distribute",
+    "distribute_tensor",
     "fixed_shapes",
     "ledger",
     "name_layers",

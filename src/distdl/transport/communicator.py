@@ -137,6 +137,7 @@ class Communicator(ABC):
         released: whether :meth:`release` has left it unusable.
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
+        kept: what others keep for as long as this communicator lives, under keys of their own.
         recorder: the communicator that records what goes through this one, and passes it on; None if nothing does.
     """
 
@@ -150,6 +151,7 @@ class Communicator(ABC):
 
     def __init__(self) -> None:
         self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
+        self.kept: dict[Any, Any] = {}
         self._calls: dict[Group, Calls] = {}
 
     @property

@@ -1,0 +1,196 @@
+"""What global tensors know of differentiation: their blocks carry the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import block_of, moved
+from distdl.globals.table import TABLE, handles, handles_property
+from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.tensors.connection import zeros_on
+
+
+def seed_of(y: GlobalTensor, gradient: Any) -> torch.Tensor:
+    """This worker's block of the gradient with which a backward begins."""
+    block = y._block
+    if gradient is None:
+        if y.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(block)
+    if type(gradient) is GlobalTensor:
+        return moved(gradient, y._layout, "backward")
+    return gradient[tuple(slice(*one) for one in y._layout.box)] if y.dim() else gradient.reshape(-1)[:1].reshape(block.shape) if block.numel() else gradient.new_zeros(block.shape)
+
+
+@handles("backward", "Tensor")
+def backward(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Every worker goes through its part of the graph; gradients end in ``.grad`` of leaves, as blocks."""
+
+    def run(
+        self: GlobalTensor,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if isinstance(inputs, torch.Tensor):
+            inputs = (inputs,)
+        leaves = None if inputs is None else [_plain(one) for one in inputs]
+        torch.autograd.backward(
+            [block_of(self)], [seed_of(self, gradient)], retain_graph, create_graph, inputs=leaves
+        )
+
+    run(*args, **kwargs)
+
+
+@handles("grad", "autograd")
+def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def run(
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Any, ...]:
+        if is_grads_batched:
+            raise ValueError("torch.autograd.grad of a global tensor has no is_grads_batched; call it for each gradient")
+        outputs = _listed(outputs)
+        inputs = _listed(inputs)
+        seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+        found = torch.autograd.grad(
+            [_plain(y) for y in outputs],
+            [_plain(x) for x in inputs],
+            [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+            retain_graph,
+            create_graph,
+            allow_unused=allow_unused,
+            materialize_grads=materialize_grads,
+        )
+        return tuple(
+            GlobalTensor._of(dx, x._layout) if type(x) is GlobalTensor and dx is not None else dx
+            for x, dx in zip(inputs, found, strict=True)
+        )
+
+    return run(*args, **kwargs)
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _plain(x: Any) -> Any:
+    return block_of(x) if type(x) is GlobalTensor else x
+
+
+def _on_block(read: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    return lambda func, args, kwargs: read(args[0]._block, *args[1:], **kwargs)
+
+
+for _name in ("grad_fn", "is_leaf", "retains_grad", "_version", "output_nr", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+              "is_quantized", "is_nested", "itemsize", "is_mkldnn", "is_xpu", "is_mps", "names", "_backward_hooks",
+              "is_sparse_csr", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "_is_view_of_nothing"):  # fmt: skip
+    if hasattr(torch.Tensor, _name):
+        TABLE[getattr(torch.Tensor, _name).__get__] = _on_block(lambda block, *_, _n=_name: getattr(block, _n))
+for _name in ("retain_grad", "element_size", "is_contiguous", "is_signed", "is_conj", "is_neg", "is_inference", "get_device",
+              "is_pinned", "_is_view", "is_shared", "is_distributed", "is_coalesced"):  # fmt: skip
+    TABLE[getattr(torch.Tensor, _name)] = lambda func, args, kwargs, _n=_name: getattr(args[0]._block, _n)(
+        *args[1:], **kwargs
+    )
+for _function in (torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_conj, torch.is_neg):
+    TABLE[_function] = lambda func, args, kwargs: func(args[0]._block)
+
+
+@handles_property("shape")
+def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+    return args[0].layout.size
+
+
+@handles("size dim numel nelement ndimension __len__ is_floating_point is_complex stride", "Tensor")
+def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is known of the whole tensor."""
+    x, *rest = args
+    name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
+    if name == "stride":  # as if the whole were contiguous
+        return torch.empty(x.shape, device="meta").stride(*rest, **kwargs)
+    return getattr(x, name)(*rest, **kwargs)
+
+
+@handles("numel", "torch")
+def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(args[0].numel())
+
+
+@handles("requires_grad_", "Tensor")
+def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    x, *rest = args
+    x._block.requires_grad_(*rest, **kwargs)
+    note_written(x, "requires_grad_")
+    return x
+
+
+@handles_property("grad")
+def read_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
+    x = args[0]
+    found = x._block.grad
+    return None if found is None else GlobalTensor._of(found, x._layout)
+
+
+def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, value = args
+    x._block.grad = None if value is None else moved(value, x._layout, "grad")
+
+
+def delete_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    args[0]._block.grad = None
+
+
+TABLE[torch.Tensor.grad.__set__] = write_gradient  # type: ignore[attr-defined]
+TABLE[torch.Tensor.grad.__delete__] = delete_gradient  # type: ignore[attr-defined]
+
+
+@handles_property("data")
+def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    return GlobalTensor._of(args[0]._block.data, args[0]._layout)
+
+
+def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, value = args
+    if type(value) is not GlobalTensor or value.shape != x.shape:
+        raise TypeError(f"x.data of a global tensor takes a global tensor of its shape {tuple(x.shape)}")
+    x._block.data = moved(value.detach(), x._layout, "data")
+
+
+TABLE[torch.Tensor.data.__set__] = write_data  # type: ignore[attr-defined]
+
+
+def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, hook = args
+    layout = x._layout
+
+    def on_block(gradient: torch.Tensor) -> torch.Tensor | None:
+        changed = hook(GlobalTensor._of(gradient, layout))
+        return None if changed is None else moved(changed, layout, "a hook")
+
+    return x._block.register_hook(on_block)
+
+
+TABLE[torch.Tensor.register_hook] = _hooking
+TABLE[torch.Tensor.register_post_accumulate_grad_hook] = lambda func, args, kwargs: args[
+    0
+]._block.register_post_accumulate_grad_hook(lambda block: args[1](args[0]))
+
+
+def connected(block: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """A block that depends on others, too, in the autograd graph."""
+    for other in others:
+        block = block + zeros_on(other, ()).to(block.dtype)
+    return block

@@ -1,0 +1,185 @@
+"""What all workers know by construction: the layouts of global tensors, and what has been set up for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
+from distdl.ops import Op, Setup, Site
+from distdl.partition import CartesianPartition, Layout, Partition, Signature
+from distdl.partition.layout import Ruler
+from distdl.plan.planners import copy
+from distdl.tensors.derivatives import Derivatives
+from distdl.transport import Communicator, Label
+from distdl.transport.communicator import Group
+
+T = TypeVar("T")
+
+_KEPT = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class KnownLayout(Layout):
+    """A layout that every worker knows without being told. Equal ones are one object (see :meth:`Context.layout`)."""
+
+    context: Context
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @cached_property
+    def extents(self) -> Shape:
+        return tuple(ruler.intervals[-1][1] for ruler in self.rulers)
+
+    @cached_property
+    def intervals(self) -> tuple[tuple[Interval, ...], ...]:
+        return tuple(ruler.intervals for ruler in self.rulers)
+
+    @cached_property
+    def size(self) -> torch.Size:
+        """Global shape of a tensor that is tiled so."""
+        return torch.Size(self.extents)
+
+    @cached_property
+    def active(self) -> bool:
+        """Whether this worker is in the partition."""
+        return self.context.me in self.partition
+
+    @cached_property
+    def box(self) -> Box:
+        """This worker's box, in cells of the global tensor. Outside the partition, an empty one at the origin."""
+        return self[self.context.me] if self.active else ((0, 0),) * len(self.rulers)
+
+    @cached_property
+    def local(self) -> Shape:
+        """Shape of this worker's block. A worker outside holds no cell: also of a tensor without dims."""
+        return shape(self.box) if self.active else (0,) * max(len(self.rulers), 1)
+
+    @cached_property
+    def _lifted(self) -> dict[int, KnownLayout]:
+        return {len(self.rulers): self}
+
+    def lifted(self, dims: int) -> KnownLayout:
+        """The layout of the same tensor with dims of extent 1 in front, so that there are as many as given."""
+        found = self._lifted.get(dims)
+        if found is None:
+            more = dims - len(self.rulers)
+            partition = self.context.grid(self.partition, [1] * more + list(self.partition.workers.shape))
+            found = self._lifted[dims] = self.context.layout(partition, (((0, 1),),) * more + self.intervals)
+        return found
+
+    def with_dims(self, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
+        """Another layout over the same worker's world."""
+        return self.context.layout(partition, intervals)
+
+    def __repr__(self) -> str:
+        return f"{'x'.join(map(str, self.extents))} over {self.partition}"
+
+
+class Context:
+    """What the global tensors over one communicator share: their layouts, operators and setups, each made once.
+
+    Nothing is agreed on: what a worker makes here follows from what it has been called with, and all workers call the
+    same functions on the same global tensors, in the same order.
+
+    Attributes:
+        everyone: all workers of the communicator. Each takes part in every function of a global tensor.
+        me: this worker.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.me = comm.rank
+        self.everyone: Group = tuple(range(comm.size))
+        self._layouts: dict[Any, KnownLayout] = {}
+        self._kept: dict[Hashable, Any] = {}
+        self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
+        self.warned: set[Any] = set()
+
+    @classmethod
+    def of(cls, comm: Communicator) -> Context:
+        """That of a communicator."""
+        found: Context | None = comm.kept.get(cls)
+        if found is None:
+            found = comm.kept[cls] = cls(comm)
+        return found
+
+    @cached_property
+    def world(self) -> CartesianPartition:
+        """All workers, along one axis."""
+        return CartesianPartition(self.comm, list(self.everyone))
+
+    def grid(self, partition: Partition, extents: Sequence[int]) -> CartesianPartition:
+        """The workers of a partition over another topology; also one without axes."""
+        return CartesianPartition(self.comm, partition.workers.reshape(tuple(extents)))
+
+    def array(self, workers: Any) -> CartesianPartition:
+        """The partition of an array of workers."""
+        return CartesianPartition(self.comm, workers)
+
+    def layout(self, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
+        """The layout with these intervals along each dim: the same object for equal ones."""
+        # (by its workers: an unstructured partition and a grid of one axis are the same here)
+        key = (partition.workers.shape, partition.workers.tobytes(), tuple(map(tuple, intervals)))
+        found = self._layouts.get(key)
+        if found is None:
+            if not partition.cartesian:
+                partition = self.grid(partition, partition.workers.shape)
+            found = self._layouts[key] = KnownLayout(partition, tuple(map(Ruler, key[2])), self)
+        return found
+
+    def known(self, layout: Layout) -> KnownLayout:
+        """A layout as the one object that stands for it."""
+        return layout if isinstance(layout, KnownLayout) else self.layout(layout.partition, layout.intervals)
+
+    def balanced(self, partition: Partition, extents: Sequence[int]) -> KnownLayout:
+        """The layout that splits a tensor of the given global shape as evenly as possible over a partition.
+
+        Dims behind the last axis of the partition are not split.
+        """
+        places = partition.workers.shape + (1,) * (len(extents) - partition.workers.ndim)
+        return self.layout(self.grid(partition, places), [balanced(n, p) for n, p in zip(extents, places, strict=True)])
+
+    def whole(self, extents: Sequence[int], worker: int = 0) -> KnownLayout:
+        """The layout of a tensor of which one worker has all."""
+        grid = CartesianPartition(self.comm, torch.full([1] * len(extents), worker).numpy())
+        return self.layout(grid, [((0, n),) for n in extents])
+
+    def everywhere(self, extents: Sequence[int]) -> KnownLayout:
+        """Where every worker needs all cells of a tensor of at least one dim: boxes that overlap."""
+        grid = self.grid(self.world, [len(self.everyone), *[1] * (len(extents) - 1)])
+        first, *rest = extents
+        return self.layout(grid, [((0, first),) * len(self.everyone), *[((0, n),) for n in rest]])
+
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What was made under a key; made now if it was not, or was long ago."""
+        found: T | None = self._kept.get(key)
+        if found is None:
+            while len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            found = self._kept[key] = make()
+        return found
+
+    def moving(
+        self, owned: KnownLayout, needed: KnownLayout, dtype: torch.dtype, derivatives: Derivatives, name: str
+    ) -> Operator:
+        """The operator that copies a tensor from where it is to where it is needed; both of one or more dims."""
+
+        def make() -> Operator:
+            site = Site(owned.partition, self.everyone, Label(name))
+            plan = copy(owned, needed, self.me)
+            return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
+
+        return self.keep((owned, needed, dtype, derivatives), make)
+
+    def setup(self, op: Op, work: Partition, name: str, *signatures: Signature) -> Setup:
+        """The setup of an op on tensors of these signatures."""
+        return self.keep(
+            (op, work, *signatures), lambda: op.setup(Site(work, self.everyone, Label(name)), *signatures)
+        )

@@ -1,0 +1,159 @@
+"""Where tensors become global, and plain again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.geometry.boxes import Shape
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import block_of, moved, moved_block, own_box
+from distdl.globals.tensor import GlobalTensor
+from distdl.partition import Layout, Partition, dims
+from distdl.partition.sharing import broadcast_value, gather_values
+from distdl.tensors.dtypes import DTYPES, dtype_code
+
+
+def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> GlobalTensor:
+    """Split a tensor that one worker has over a partition, as evenly as possible. Collective; differentiable.
+
+    Args:
+        x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None.
+        P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
+            hold no cells.
+        src: the worker that has the tensor, as numbered in the world.
+    Returns: the global tensor. It requires a gradient if x does.
+    Raises: ValueError, the same on every worker, if x is no tensor, or has fewer dims than P axes.
+    Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
+    """
+    context = Context.of(P.comm)
+    _check_worker(context, src)
+    if type(x) is GlobalTensor:
+        return redistribute(x, P)
+    mine: Any = None
+    if context.me == src:
+        mine = (
+            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled())
+            if isinstance(x, torch.Tensor)
+            else type(x).__name__
+        )
+    context.comm.where = "distribute_tensor"
+    told = broadcast_value(context.comm, (src, *(w for w in context.everyone if w != src)), mine)
+    if isinstance(told, str):
+        raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
+    extents, code, requires_grad = told
+    needed = _split(context, P, extents, "distribute_tensor")
+    owned = context.whole(extents, src)
+    if context.me == src:
+        assert isinstance(x, torch.Tensor)
+        block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
+    else:
+        device = x.device if isinstance(x, torch.Tensor) else None
+        block = torch.zeros(owned.local, dtype=DTYPES[code], device=device, requires_grad=requires_grad)
+    return redistribute(GlobalTensor._of(block, owned), needed)
+
+
+def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
+    """See :meth:`GlobalTensor.from_local`."""
+    context = Context.of(P.comm)
+    context.comm.where = "GlobalTensor.from_local"
+    mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled())
+    told = gather_values(context.comm, context.everyone, mine)
+    members = P.workers.ravel().tolist()
+    ranks = {len(told[worker][0]) for worker in members}
+    codes = {told[worker][1] for worker in members}
+    if len(ranks) > 1 or len(codes) > 1 or min(ranks) < P.workers.ndim:
+        listed = "; ".join(f"worker {w}: {dims(told[w][0])} {DTYPES[told[w][1]]}" for w in members)
+        raise ValueError(
+            f"GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the partition "
+            f"{P} has axes; got {listed}"
+        )
+    (rank,), (code,) = ranks, codes
+    grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
+    shapes = torch.tensor([told[worker][0] for worker in members], dtype=torch.int64)
+    layout = context.known(Layout.tiled(grid, shapes.reshape(*grid.workers.shape, rank).numpy(), "the tensor"))
+    if any(told[worker][2] for worker in members) and not mine[2] and layout.active:
+        block = block.detach().requires_grad_()  # as that of another worker does
+    if not layout.active:
+        wants = any(told[worker][2] for worker in members)
+        block = torch.zeros(layout.local, dtype=DTYPES[code], device=block.device, requires_grad=wants)
+    return GlobalTensor._of(block, layout)
+
+
+def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
+    """See :meth:`GlobalTensor.full_tensor`."""
+    context = x._context
+    if on is not None:
+        _check_worker(context, on)
+        return moved(x, context.whole(x.shape, on), "full_tensor")
+    block = block_of(x)
+    y: torch.Tensor = _Whole.apply(block, x._layout)  # type: ignore[no-untyped-call]
+    return y
+
+
+def redistribute(x: GlobalTensor, to: Partition | Layout) -> GlobalTensor:
+    """See :meth:`GlobalTensor.redistribute`."""
+    context = x._context
+    if isinstance(to, Layout):
+        needed = context.known(to)
+        if needed.extents != x._layout.extents:
+            raise ValueError(
+                f"redistribute needs a layout of the tensor's shape {dims(x.shape)}; got one of {dims(needed.extents)}"
+            )
+    else:
+        if Context.of(to.comm) is not context:
+            raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
+        needed = _split(context, to, x.shape, "redistribute")
+    return x if needed is x._layout else GlobalTensor._of(moved(x, needed), needed)
+
+
+def _split(context: Context, P: Partition, extents: Sequence[int], what: str) -> KnownLayout:
+    if P.workers.ndim > len(extents):
+        raise ValueError(
+            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is {dims(extents)} and "
+            f"the partition {P}"
+        )
+    return context.balanced(P, extents)
+
+
+def _check_worker(context: Context, worker: int) -> None:
+    if not 0 <= worker < len(context.everyone):
+        raise ValueError(f"a worker from 0 to {len(context.everyone) - 1} is needed; got {worker}")
+
+
+class _Whole(torch.autograd.Function):
+    """From blocks to the whole tensor on every worker, where it is one variable: each block's gradient is cut from it."""
+
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(torch.empty(0))
+        extents: Shape = layout.extents or (1,)
+        owned = layout if layout.rulers else layout.lifted(1)
+        y = moved_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), "full_tensor")
+        y = y.reshape(layout.extents)
+        return y.clone() if y is block or y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _ = ctx.saved_tensors
+        dx: torch.Tensor = _Cut.apply(dy, ctx.layout)  # type: ignore[no-untyped-call]
+        return dx, None
+
+
+class _Cut(torch.autograd.Function):
+    """From a tensor that every worker has to blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
+        ctx.layout = layout
+        if not layout.rulers:
+            return y.clone() if layout.active else y.new_zeros(layout.local)
+        return y[own_box(layout)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        dy: torch.Tensor = _Whole.apply(dx, ctx.layout)  # type: ignore[no-untyped-call]
+        return dy, None

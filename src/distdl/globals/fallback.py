@@ -1,0 +1,177 @@
+"""What is done about a function that has no op: it runs on one worker, on the whole tensors."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.geometry.boxes import Shape
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import moved, moved_block
+from distdl.globals.paths import current_fallback, current_path
+from distdl.globals.replicas import Replica, entered, map_tensors
+from distdl.globals.table import TABLE
+from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.partition.sharing import broadcast_value
+from distdl.tensors.connection import zeros_on
+from distdl.tensors.dtypes import DTYPES, dtype_code
+
+
+class Fallback(NamedTuple):
+    """A call that ran on one worker.
+
+    Attributes:
+        function: of torch.
+        path: of the module that called it; empty outside of a distributed model.
+        nbytes: of the whole tensors that came together, in bytes.
+    """
+
+    function: str
+    path: str
+    nbytes: int
+
+
+def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring the tensors together on one worker, call torch's function there, and split its results.
+
+    Raises: NotImplementedError, under ``fallback="error"``; and on every worker what torch raises on that one.
+    """
+    found: list[GlobalTensor] = []
+    map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
+    first = found[0]
+    context, grid = first._context, first._layout.partition
+    name = getattr(func, "__name__", str(func))
+    _announce(context, name, found)
+    worker = int(grid.workers.flat[0])
+    gathered = {id(one): moved(one, context.whole(one.shape, worker), name) for one in found}
+
+    def plain(one: torch.Tensor) -> Any:
+        if type(one) is GlobalTensor:
+            return gathered[id(one)]
+        return entered(one, context) if type(one) is Replica or one.requires_grad else one
+
+    given, named = map_tensors((args, kwargs), plain)
+    result: Any = None
+    mine: Any = None
+    if context.me == worker:
+        try:
+            result = func(*given, **named)
+            mine = _describe(result, [gathered[id(one)] for one in found])
+        except Exception as error:
+            mine = {"error": str(error), "type": type(error).__name__}
+    told = broadcast_value(context.comm, (worker, *(w for w in context.everyone if w != worker)), mine)
+    if "error" in told:
+        kinds: dict[str, type[Exception]] = {
+            one.__name__: one for one in (ValueError, TypeError, IndexError, NotImplementedError)
+        }
+        kind = kinds.get(told["type"], RuntimeError)
+        raise kind(f"{name} of a global tensor, on worker {worker}: {told['error']}")
+    values = iter(_tensors(result)) if context.me == worker else None
+
+    def build(description: Any) -> Any:
+        if isinstance(description, dict) and "shape" in description:
+            value = next(values) if values is not None else None
+            return _spread(description, value, worker, found, gathered, grid, context, name)
+        if isinstance(description, (tuple, list)):
+            return type(description)(map(build, description))
+        return description
+
+    return build(told["result"])
+
+
+def _describe(result: Any, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    def describe(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            written = next((place for place, one in enumerate(inputs) if one is value), -1)
+            return {
+                "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
+                "written": written,
+            }  # fmt: skip
+        if isinstance(value, (tuple, list)):
+            return [describe(one) for one in value] if isinstance(value, list) else tuple(map(describe, value))
+        return value
+
+    return {"result": describe(result)}
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(tuple(result) if isinstance(result, tuple) else result, found.append)
+    return found
+
+
+def _spread(
+    description: dict[str, Any],
+    value: torch.Tensor | None,
+    worker: int,
+    found: list[GlobalTensor],
+    gathered: dict[int, torch.Tensor],
+    grid: Any,
+    context: Context,
+    name: str,
+) -> GlobalTensor:
+    """A result, which one worker has, split over the partition of the first argument."""
+    extents: Shape = tuple(description["shape"])
+    owned = context.whole(extents, worker)
+    written = description["written"]
+    if value is None:
+        beside = list(gathered.values())
+        value = torch.zeros(owned.local, dtype=DTYPES[description["dtype"]], device=beside[0].device)
+        if description["gradient"]:
+            for one in beside:
+                if one.requires_grad:
+                    value = value + zeros_on(one, ()).to(value.dtype)
+    target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
+    if owned.rulers:
+        block = moved_block(value, owned, target, name)
+    else:
+        block, target = value, owned
+    if written < 0:
+        return GlobalTensor._of(block, target)
+    x = found[written]
+    x._block = block
+    note_written(x, name)
+    return x
+
+
+def split_like(context: Context, extents: Shape, grid: Any) -> KnownLayout:
+    """An even split of a new tensor over the workers of another: over the same axes if it has as many dims."""
+    if grid.workers.ndim == len(extents):
+        return context.balanced(grid, extents)
+    if not extents:
+        return context.whole(extents, int(grid.workers.flat[0]))
+    longest = extents.index(max(extents))
+    places = [1] * len(extents)
+    places[longest] = grid.workers.size
+    return context.balanced(context.grid(grid, places), extents)
+
+
+def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
+    mode, path = current_fallback(), current_path()
+    nbytes = sum(prod(one.shape) * one.dtype.itemsize for one in found)
+    where = f"{path}: " if path else ""
+    if mode == "error":
+        raise NotImplementedError(
+            f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes together on "
+            f"one worker; enter one with distdl.register, or use distdl.local_map"
+        )
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/distdl/globals/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    site = (name, path, frame.f_code.co_filename, frame.f_lineno)
+    context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
+    if mode == "warn" and site not in context.warned:
+        context.warned.add(site)
+        warnings.warn(
+            f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which computes it alone "
+            f"(called at {frame.f_code.co_filename}:{frame.f_lineno})",
+            stacklevel=2,
+        )
+
+
+TABLE[None] = fall_back

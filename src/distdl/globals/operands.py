@@ -1,0 +1,171 @@
+"""Operands: how tensors that stand beside each other in a function come to lie on the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.geometry.boxes import balanced, slices
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.replicas import entered
+from distdl.globals.tensor import GlobalTensor, check_usable
+from distdl.partition import Signature
+from distdl.tensors.connection import zeros_on
+from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward
+
+_GRADIENT = Derivatives(gradient=True)
+
+
+def derivatives_of(block: torch.Tensor) -> Derivatives:
+    """What a block carries; the same on every worker, since all blocks of a tensor have the same history."""
+    if is_differentiated_forward():
+        return Derivatives.of(block, torch.is_grad_enabled())
+    return _GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
+
+
+def signature_of(x: GlobalTensor) -> Signature:
+    """What an op is told of a global tensor."""
+    check_usable(x)
+    return Signature(x._layout, x._block.dtype, derivatives_of(x._block), tuple(x._block.shape))
+
+
+def block_of(x: GlobalTensor) -> torch.Tensor:
+    """This worker's block.
+
+    Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
+    """
+    if not x._block.requires_grad or "_outdated" in x.__dict__:
+        check_usable(x)
+    return x._block
+
+
+def moved(x: GlobalTensor, needed: KnownLayout, name: str = "redistribute") -> torch.Tensor:
+    """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims."""
+    block, owned = block_of(x), x._layout
+    if owned is needed:
+        return block
+    if not owned.rulers:  # (a message has one dim at least)
+        y = moved_block(block.reshape(-1), owned.lifted(1), needed.lifted(1), name)
+        return y.reshape(()) if y.numel() else y
+    return moved_block(block, owned, needed, name)
+
+
+def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, name: str) -> torch.Tensor:
+    """The same for a block whose layout is given."""
+    if owned is needed:
+        return block
+    operator = owned.context.moving(owned, needed, block.dtype, derivatives_of(block), name)
+    y: torch.Tensor = operator(block)
+    return y
+
+
+def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
+    """What a worker reads of a tensor that is the same everywhere, beside its block of a larger one.
+
+    Dims count from the last, as in broadcasting; along those of extent 1 it is read whole.
+    """
+    plain = entered(plain, target.context)
+    dims, extents = plain.dim(), target.extents
+    if not dims:
+        return plain if target.rulers or target.active else plain.reshape(1)[:0]
+    first = len(extents) - dims
+    if target.local == extents and target.active:
+        return plain
+    index = tuple(
+        slice(None) if plain.shape[dim] == 1 and extents[first + dim] != 1 else slice(*target.box[first + dim])
+        for dim in range(dims)
+    )
+    return plain[index]
+
+
+def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: str) -> tuple[KnownLayout, list[Any]]:
+    """Bring operands that broadcast to each other to the same workers.
+
+    Args:
+        operands: global tensors, tensors that are the same everywhere, and numbers.
+        lead: the operand whose layout the result has; if not given, the one that covers most of it.
+    Returns: the layout of the result, and for each operand this worker's part.
+    """
+    described = tuple(
+        one._layout if type(one) is GlobalTensor else one.shape if isinstance(one, torch.Tensor) else None
+        for one in operands
+    )
+    target, needs = context.keep(("aligned", described, lead), lambda: _align(context, described, lead))
+    found: list[Any] = []
+    for one, need in zip(operands, needs, strict=True):
+        if type(one) is GlobalTensor:
+            found.append(_part(one, need, target, name))
+        elif isinstance(one, torch.Tensor):
+            found.append(taken(one, target))
+        else:
+            found.append(one)
+    return target, found
+
+
+def _part(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) -> torch.Tensor:
+    block, owned = block_of(x), x._layout
+    if owned is need:
+        return block
+    dims = max(len(target.rulers), 1)  # (a message has one dim at least)
+    lifted = owned.lifted(dims)
+    if block.dim() != dims:
+        block = block.reshape(lifted.local)
+    block = moved_block(block, lifted, need.lifted(dims), name)
+    if owned.rulers and target.rulers:
+        return block
+    # a number stays one beside tensors with dims, so that torch promotes dtypes as it does with the whole tensors
+    if block.numel():
+        return block.reshape(())
+    return zeros_on(block, ()) if target.rulers else block
+
+
+def _align(
+    context: Context, described: Sequence[Any], lead: int | None
+) -> tuple[KnownLayout, tuple[KnownLayout | None, ...]]:
+    shapes = [one.size if isinstance(one, KnownLayout) else one for one in described]
+    extents = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+    target = _target(extents, described, lead)
+    needs = []
+    for one in described:
+        if not isinstance(one, KnownLayout):
+            needs.append(None)
+            continue
+        lifted = one.lifted(len(extents))
+        if not one.rulers and not extents:
+            needs.append(target)
+            continue
+        places = target.partition.workers.shape
+        intervals = [
+            target.intervals[dim] if lifted.extents[dim] == extents[dim] else ((0, 1),) * places[dim]
+            for dim in range(len(extents))
+        ]
+        need = context.layout(target.partition, intervals)
+        needs.append(one if lifted is need and one.rulers else need)
+    return target, tuple(needs)
+
+
+def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) -> KnownLayout:
+    """The layout of a result, which is that of its leading operand where this has all cells of a dim."""
+    known = [one for one in described if isinstance(one, KnownLayout)]
+    if lead is None:
+        chosen = max(known, key=lambda one: (one.size.numel(), len(one.rulers)))  # the first of the largest
+    else:
+        chosen = described[lead]
+        if tuple(chosen.extents) != tuple(extents):
+            raise RuntimeError(
+                f"output with shape {list(chosen.extents)} doesn't match the broadcast shape {list(extents)}"
+            )
+    lifted = chosen.lifted(len(extents))
+    places = lifted.partition.workers.shape
+    intervals = [
+        lifted.intervals[dim] if lifted.extents[dim] == extents[dim] else balanced(extents[dim], places[dim])
+        for dim in range(len(extents))
+    ]
+    return lifted.context.layout(lifted.partition, intervals)
+
+
+def own_box(layout: KnownLayout) -> tuple[slice, ...]:
+    """The index of this worker's box in the whole tensor."""
+    return slices(layout.box)

@@ -1,0 +1,123 @@
+"""Functions of each element by itself: on blocks, once the operands lie on the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import aligned, block_of
+from distdl.globals.table import TABLE, handles, named
+from distdl.globals.tensor import GlobalTensor, note_written
+
+_NAMES = """
+abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
+atan2 arctan2 bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil clamp clip
+clamp_min clamp_max conj conj_physical copysign cos cosh deg2rad div divide digamma erf erfc erfinv exp exp2 expm1
+fix float_power floor floor_divide fmod frac gcd lcm ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2
+logical_and logical_not logical_or logical_xor logit hypot i0 mul multiply mvlgamma nan_to_num neg negative nextafter
+polygamma positive pow rad2deg real imag reciprocal remainder resolve_conj resolve_neg round rsqrt sigmoid expit sign
+sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy where masked_fill
+eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
+isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
+softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh hardsigmoid hardswish
+clone contiguous zeros_like ones_like full_like empty_like float double half bfloat16 bool int long short byte char
+cfloat cdouble to type type_as cpu cuda detach
+add_ addcdiv_ addcmul_ sub_ mul_ div_ pow_ neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_
+abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ masked_fill_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_ fmod_
+remainder_ logical_and_ logical_or_ logical_not_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ eq_ ne_
+lt_ le_ gt_ ge_ true_divide_ multiply_ subtract_ divide_ floor_divide_ expm1_ log1p_ log2_ log10_ nan_to_num_ where_
+leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ relu6_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_ tan_
+__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
+__rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
+__neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__
+__lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+entr erfcx i0e i1 i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
+"""
+
+
+def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a function element by element; in place, if it writes into its first argument.
+
+    The operands broadcast to each other as in torch. Where they lie on other workers than the largest of them, they
+    come to it; where the function writes in place, they come to its first argument.
+    """
+    first = args[0] if args else None
+    if type(first) is GlobalTensor and not kwargs:
+        layout = first._layout
+        if len(args) == 1:
+            return result_of(func, first, func(block_of(first)), (first,))
+        second = args[1]
+        if len(args) == 2 and type(second) is GlobalTensor and second._layout is layout:
+            return result_of(func, first, func(block_of(first), block_of(second)), (first,))
+    if "out" in kwargs and kwargs["out"] is not None:
+        raise TypeError(f"{name_of(func)} of a global tensor has no out=; assign its result")
+    named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    operands = [*args, *(kwargs[name] for name in named_tensors)]
+    context = next(one for one in operands if type(one) is GlobalTensor)._context
+    lead = 0 if writes(func, kwargs) else None
+    if lead == 0 and type(first) is not GlobalTensor:
+        raise TypeError(
+            f"{name_of(func)} would write a global tensor into a plain one, which is the same on every worker; make it "
+            f"global, by distdl.distribute_tensor or as zeros_like of a global tensor"
+        )
+    target, found = aligned(context, operands, lead, name_of(func))
+    given, rest = found[: len(args)], found[len(args) :]
+    y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))})
+    whole = [one for one in operands if type(one) is GlobalTensor]
+    return result_of(func, whole[0], y, whole, target)
+
+
+def result_of(
+    func: Callable[..., Any], like: GlobalTensor, y: Any, operands: Any, layout: Any = None
+) -> Any:
+    """The global tensor of a block; the operand itself, if that was written in place."""
+    for one in operands:
+        if y is one._block:
+            note_written(one, name_of(func))
+            return one
+    if isinstance(y, torch.Tensor):
+        return GlobalTensor._of(y, like._layout if layout is None else layout)
+    if isinstance(y, (tuple, list)):
+        return type(y)(result_of(func, like, one, operands, layout) for one in y)
+    return y
+
+
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes into its first argument."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") or bool(kwargs.get("inplace"))
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _enter_names() -> None:
+    for name in _NAMES.split():
+        try:
+            for function in named(name):
+                TABLE[function] = elementwise
+        except LookupError:
+            continue  # (another version of torch)
+    for attribute in ("real", "imag"):
+        TABLE[getattr(torch.Tensor, attribute).__get__] = elementwise
+
+
+_enter_names()
+
+
+@handles("to type_as")
+def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Another dtype or device; those of another tensor, of which only these are read."""
+    x, *rest = args
+    if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one
+        other = rest[0]
+        return func(x, other._block, *rest[1:], **kwargs)
+    rest = [one._block if type(one) is GlobalTensor else one for one in rest]
+    kwargs = {name: one._block if type(one) is GlobalTensor else one for name, one in kwargs.items()}
+    y = func(block_of(x), *rest, **kwargs)
+    return x if y is x._block else GlobalTensor._of(y, x._layout)

@@ -1,0 +1,149 @@
+"""Sums, means and their kin over dims of a global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import block_of, derivatives_of
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops import Site
+from distdl.plan.planners import broadcast
+from distdl.tensors.derivatives import Derivatives
+from distdl.transport import Label
+
+
+def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
+    """The dims that a reduction is over, in order; all if none are given.
+
+    Raises: IndexError for a dim that does not exist.
+    """
+    if dim is None or (isinstance(dim, (tuple, list)) and not len(dim)):
+        return tuple(range(x.dim()))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    rank = max(x.dim(), 1)
+    for one in dims:
+        if not -rank <= one < rank:
+            raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})")
+    return tuple(sorted({one % rank for one in dims})) if x.dim() else ()
+
+
+def reduced_layout(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
+    """Where a result lies that has extent 1 along the given dims: at place 0 of the axes that split them."""
+    context = layout.context
+
+    def make() -> KnownLayout:
+        workers = layout.partition.workers
+        kept = workers[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(workers.ndim))]
+        intervals = [((0, 1),) if dim in dims else along for dim, along in enumerate(layout.intervals)]
+        return context.layout(context.array(kept), intervals)
+
+    return context.keep(("reduced", layout, tuple(dims)), make)
+
+
+def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
+    """The tensor without dims of extent 1."""
+    if not dims:
+        return x
+    layout, context = x._layout, x._context
+
+    def make() -> KnownLayout:
+        kept = [dim for dim in range(len(layout.rulers)) if dim not in dims]
+        workers = layout.partition.workers
+        owner = [place(layout, dim) if dim in dims else slice(None) for dim in range(workers.ndim)]
+        return context.layout(context.array(workers[tuple(owner)]), [layout.intervals[dim] for dim in kept])
+
+    target = context.keep(("without", layout, tuple(dims)), make)
+    return GlobalTensor._of(block_of(x).reshape(target.local), target)
+
+
+def place(layout: KnownLayout, dim: int) -> int:
+    """The place of the one cell along a dim of extent 1."""
+    return next(at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start)
+
+
+def summed(block: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str) -> GlobalTensor:
+    """Add up what the workers have computed along dims: their blocks have extent 1 there.
+
+    Args:
+        block: of this worker. Where it is outside the layout's partition, it is not read.
+        layout: of the tensor that the blocks were computed of.
+    """
+    context, target = layout.context, reduced_layout(layout, dims)
+    if not layout.active:
+        block = block.reshape(-1)[:0].reshape((0,) * max(len(layout.rulers), 1))
+    if not layout.rulers:
+        return GlobalTensor._of(block, target)
+    operator = _adding(context, layout, target, dims, block.dtype, derivatives_of(block), name)
+    return GlobalTensor._of(operator(block), target)
+
+
+def _adding(
+    context: Context,
+    layout: KnownLayout,
+    target: KnownLayout,
+    dims: Sequence[int],
+    dtype: torch.dtype,
+    derivatives: Derivatives,
+    name: str,
+) -> Operator:
+    def make() -> Operator:
+        site = Site(layout.partition, context.everyone, Label(name))
+        if target.partition.workers.size == layout.partition.workers.size:
+            return site.identity(dtype, derivatives, target.local)
+        shapes = {
+            worker: tuple(1 if dim in dims else n for dim, n in enumerate(layout.shapes[worker])) for worker in layout
+        }
+        plan = broadcast(target.partition, layout.partition, shapes, context.me).T
+        own = shapes.get(context.me, (0,) * len(layout.rulers))
+        return site.operator(plan, dtype, derivatives, [own], [target.local])
+
+    return context.keep(("adding", layout, tuple(dims), dtype, derivatives), make)
+
+
+@handles("sum", "torch Tensor")
+def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(input: GlobalTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+        return total(input, axis if dim is None else dim, keepdim, dtype)
+
+    return run(*_positional(args), **kwargs)
+
+
+@handles("mean", "torch Tensor")
+def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(input: GlobalTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+        dims = dims_of(input, axis if dim is None else dim)
+        wanted = dtype or input.dtype
+        if not (wanted.is_floating_point or wanted.is_complex):
+            raise RuntimeError(
+                f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: "
+                f"{input.dtype}"
+            )
+        y: GlobalTensor = total(input, dims, keepdim, dtype) / prod(input.shape[one] for one in dims)
+        return y
+
+    return run(*_positional(args), **kwargs)
+
+
+def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Dims may come one by one: ``x.sum(1, 2)``."""
+    x, *rest = args
+    count = 0
+    while count < len(rest) and isinstance(rest[count], int) and not isinstance(rest[count], bool):
+        count += 1
+    return args if count < 2 else (x, tuple(rest[:count]), *rest[count:])
+
+
+def total(x: GlobalTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
+    """The sum over dims."""
+    dims, block = dims_of(x, dim), block_of(x)
+    if not x.dim():
+        return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.to(block.sum(dtype=dtype).dtype), x._layout)
+    y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
+    return y if keepdim else without_dims(y, dims)

@@ -1,0 +1,178 @@
+r"""Tensors that every worker has whole: how they meet the blocks of global tensors, and how their gradients add up.
+
+A plain tensor beside a global one is one variable, equal on all workers: a parameter, a table. Each worker computes with
+its own copy, so each gets a part of the gradient; the gradient of the variable is the sum of the parts:
+
+.. math:: w_t = w, \qquad \partial w = \sum_t \partial w_t
+
+*Entering* is the first map, and *leaving* the second, its adjoint. Each is the adjoint of the other, so entering moves
+nothing, and its backward is one all-sum of all tensors that entered together, packed as one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.globals.context import Context
+from distdl.plan.planners import all_sum
+from distdl.tensors.derivatives import NONE
+from distdl.transport import Label
+
+_LABEL = Label("gradients of replicated tensors")
+
+
+class Replica(torch.Tensor):
+    """A worker's own copy of a tensor that every worker has whole: one that has entered.
+
+    What is computed from copies is a copy, too. Beside a global tensor, a block is taken from it. Its gradient is this
+    worker's part.
+    """
+
+    _plain: torch.Tensor
+    _context: Context
+
+    @staticmethod
+    def _of(plain: torch.Tensor, context: Context) -> Replica:
+        made = plain.as_subclass(Replica)
+        made._plain = plain
+        made._context = context
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
+            return NotImplemented  # the other knows better
+        found: list[Replica] = []
+
+        def plain(value: Any) -> Any:
+            if type(value) is Replica:
+                found.append(value)
+                return value._plain
+            return value
+
+        taken = map_tensors((args, kwargs or {}), plain)
+        context = found[0]._context
+        # (a tensor that has not entered would get this worker's part of its gradient only)
+        given, named = map_tensors(taken, lambda value: entered(value, context))
+        result = func(*given, **named)
+
+        def wrap(value: Any) -> Any:
+            for one in found:
+                if value is one._plain:
+                    return one
+            return Replica._of(value, context)
+
+        return map_tensors(result, wrap)
+
+
+Replica.__module__ = "torch"
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same structure of tuples, lists and dicts, with each tensor in it changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        changed = [map_tensors(item, change) for item in value]
+        if isinstance(value, tuple) and type(value) is not tuple:
+            return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        return type(value)(changed)
+    if isinstance(value, dict):
+        return {name: map_tensors(item, change) for name, item in value.items()}
+    return value
+
+
+def entered(tensor: torch.Tensor, context: Context) -> torch.Tensor:
+    """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers."""
+    if type(tensor) is Replica:
+        return tensor._plain
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    return enter(context, [tensor])[0]
+
+
+def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message."""
+    if len(context.everyone) == 1:
+        return tuple(tensors)
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Sum.of(context, tensors), *tensors)  # type: ignore[no-untyped-call]
+    return copies
+
+
+class _Sum:
+    """The sum of tensors over all workers, as one message."""
+
+    def __init__(self, context: Context, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
+        structure = (*map(tuple, shapes), (len(shapes),))
+        count = sum(map(prod, structure))
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
+        self.context, self.shapes = context, structure[:-1]
+        self._operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, structure, structure)
+
+    @classmethod
+    def of(cls, context: Context, tensors: Sequence[torch.Tensor]) -> _Sum:
+        shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
+        return context.keep((_LABEL, shapes, dtype), lambda: cls(context, shapes, dtype))
+
+    def __call__(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+        dtype = self._operator.dtype
+        given = torch.tensor([part is not None for part in parts], dtype=dtype, device=device)
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if part is None else part
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+        *totals, owners = self._operator.unpacked(self._operator.execute(self._operator.packed((*full, given))))
+        return [total if n else None for total, n in zip(totals, owners.real.tolist(), strict=True)]
+
+
+class _Enter(torch.autograd.Function):
+    """Each worker's copies of tensors that are the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, total: _Sum, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.total, ctx.device = total, tensors[0].device
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
+        return tuple(torch.ops.aten.alias(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *_Leave.apply(ctx.total, ctx.device, *parts)  # type: ignore[no-untyped-call]
+        return None, *ctx.total(parts, ctx.device)
+
+
+class _Leave(torch.autograd.Function):
+    """The sums over workers of what each has a part of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: _Sum, device: torch.device, *parts: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.total = total
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)
+        return tuple(None if one is None else one.clone() for one in total(parts, device))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        there = [one for one in cotangents if one is not None]
+        copies = iter(enter(ctx.total.context, there) if there and torch.is_grad_enabled() else there)
+        return None, None, *(None if one is None else next(copies) for one in cotangents)
+
+
+_NOTHING = torch.empty(0)

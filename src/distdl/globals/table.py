@@ -1,0 +1,58 @@
+"""The table from torch functions to what a global tensor does instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+TABLE: dict[Any, Handler] = {}
+"""From a torch function to its handler, which gets the function, its arguments and its keyword arguments."""
+
+SPACES: dict[str, Any] = {
+    "torch": torch,
+    "Tensor": torch.Tensor,
+    "functional": functional,
+    "special": torch.special,
+    "linalg": torch.linalg,
+    "fft": torch.fft,
+    "autograd": torch.autograd,
+}
+
+
+def named(names: str, spaces: str = "torch Tensor functional special linalg") -> Iterator[Any]:
+    """The functions of torch that have one of these names, in any of the name spaces.
+
+    Raises: LookupError for a name that none of them has.
+    """
+    for name in names.split():
+        found = [getattr(SPACES[space], name) for space in spaces.split() if hasattr(SPACES[space], name)]
+        if not found:
+            raise LookupError(f"torch has no function {name}")
+        yield from (function for function in found if callable(function))
+
+
+def handles(names: str, spaces: str = "torch Tensor functional special linalg") -> Callable[[Handler], Handler]:
+    """Enter a handler for the functions of these names: ``@handles("sum mean")``."""
+
+    def enter(handler: Handler) -> Handler:
+        for function in named(names, spaces):
+            TABLE[function] = handler
+        return handler
+
+    return enter
+
+
+def handles_property(*names: str) -> Callable[[Handler], Handler]:
+    """Enter a handler for what reads these attributes of a tensor."""
+
+    def enter(handler: Handler) -> Handler:
+        for name in names:
+            TABLE[getattr(torch.Tensor, name).__get__] = handler
+        return handler
+
+    return enter

@@ -1,0 +1,195 @@
+"""GlobalTensor: a tensor of the whole shape, of which each worker holds a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.table import TABLE
+
+if TYPE_CHECKING:
+    from distdl.partition import Layout, Partition
+
+_raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
+_raw_requires = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class GlobalTensor(torch.Tensor):
+    """A tensor of a global shape that is split over a partition. Each worker has its block of it.
+
+    Shape, size and dims are those of the whole tensor. Every torch function of a global tensor is a function of the whole
+    tensor, and gives what torch would give on one worker. Every worker calls it, also those that hold no cell. The
+    autograd graph is that of the blocks.
+
+    Made by :func:`distdl.distribute_tensor` and :meth:`from_local`.
+
+    Attributes:
+        layout: which box of the tensor each worker holds. Each cell is held by exactly one worker; boxes may be empty.
+    """
+
+    _layout: KnownLayout
+    _block: torch.Tensor
+    _context: Context
+    _moved_from: Any  # where the cells of a view had to move: a weak reference to what it is a view of
+    _outdated: str  # why this tensor does not have the values that it should
+
+    @staticmethod
+    def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
+        """The global tensor of which this worker has this block."""
+        made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
+            GlobalTensor, layout.size, dtype=block.dtype, device=block.device, requires_grad=block.requires_grad
+        )
+        made._block = block
+        made._layout = layout
+        made._context = layout.context
+        return made
+
+    # -- what torch calls
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = TABLE.get(func)
+        if handler is None:
+            handler = TABLE[None]  # the fallback
+        return handler(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            f"{func} has reached a global tensor without passing through its table of functions (as scripted functions, "
+            f"and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or x.full_tensor(), "
+            f"or through distdl.local_map"
+        )
+
+    # -- what is known without a message
+
+    @property
+    def layout(self) -> KnownLayout:  # type: ignore[override]
+        return self._layout
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._layout.size
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._layout.rulers)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._block.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._block.device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._block.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def dim(self) -> int:
+        return len(self._layout.rulers)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        return self._layout.size if dim is None else self._layout.size[dim]
+
+    def numel(self) -> int:
+        return self._layout.size.numel()
+
+    def __len__(self) -> int:
+        if not self._layout.rulers:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.size[0]
+
+    def is_floating_point(self) -> bool:
+        return self._block.is_floating_point()
+
+    def is_complex(self) -> bool:
+        return self._block.is_complex()
+
+    # -- between blocks and whole tensors
+
+    @staticmethod
+    def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
+        """The global tensor whose blocks are given, one on each worker of ``P``. Collective; the workers agree once.
+
+        Args:
+            block: this worker's block, in as many dims as ``P`` has axes, or more (which are not split). Blocks may differ
+                in size, as long as they form a grid. What a worker outside ``P`` passes is not read.
+        Returns: the tensor; differentiable with respect to the block.
+        Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype or rank.
+        """
+        from distdl.globals.entry import from_local
+
+        return from_local(block, P)
+
+    def to_local(self) -> torch.Tensor:
+        """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
+        return self._block
+
+    def full_tensor(self, on: int | None = None) -> torch.Tensor:
+        """The whole tensor, as a plain tensor. Collective; differentiable.
+
+        Args:
+            on: the worker that gets it; the others get a tensor without cells. If not given, every worker gets it, and
+                what follows is taken to be the same on every worker: gradients are not added up over workers.
+        """
+        from distdl.globals.entry import full_tensor
+
+        return full_tensor(self, on)
+
+    def redistribute(self, to: Partition | Layout) -> GlobalTensor:
+        """The same tensor, split over another partition as evenly as possible, or in a given layout. Differentiable."""
+        from distdl.globals.entry import redistribute
+
+        return redistribute(self, to)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor()")
+
+
+GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module
+
+
+def note_written(x: GlobalTensor, name: str) -> None:
+    """Take note of a function that has written a global tensor in place (or may have: it returned its argument)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _raw_requires(x, x._block.requires_grad)  # for check_usable
+    base = x.__dict__.get("_moved_from")
+    if base is not None and base() is not None:
+        base()._outdated = (
+            f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to other "
+            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone before it"
+        )
+
+
+def check_usable(x: GlobalTensor) -> None:
+    """Check that a global tensor is what its block says.
+
+    Raises: RuntimeError if it came out of an autograd function that knows nothing of blocks, or if it was written
+        through another name.
+    """
+    if not x._block.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            node = _raw_node(x)
+        if node is not None:
+            raise RuntimeError(
+                f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global tensor; it "
+                f"computes on the whole tensor, but its gradient would be lost. If it works element by element, call "
+                f"distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
+            )
+    if "_outdated" in x.__dict__:
+        raise RuntimeError(x._outdated)

@@ -1,0 +1,47 @@
+"""Values that Python asks for: they come to every worker, so that all of them decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+
+
+@handles(
+    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__ is_nonzero __contains__ __format__",
+    "Tensor",
+)
+def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch says of the whole tensor. Collective."""
+    return func(*map(_whole, args), **kwargs)
+
+
+@handles("equal allclose is_nonzero", "torch Tensor")
+def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A decision about whole tensors, the same on every worker."""
+    return func(*map(_whole, args), **kwargs)
+
+
+def _whole(value: Any) -> Any:
+    return value.detach().full_tensor() if type(value) is GlobalTensor else value
+
+
+@handles("__repr__", "Tensor")
+def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Shape, dtype, partition and this worker's block. A tensor without dims shows its value: that is collective."""
+    x = args[0]
+    if not x.dim():
+        shown = repr(_whole(x)).removeprefix("tensor(").removesuffix(")")
+        return f"GlobalTensor({shown}, on worker {int(x.layout.partition.workers)})"
+    me = x._context.me
+    cells = ", ".join(f"{start}:{stop}" for start, stop in x._layout.box)
+    gradient = ", requires_grad=True" if x.requires_grad else ""
+    held = f"worker {me} holds [{cells}]:\n{x._block.detach()!r}" if x._layout.active else f"worker {me} holds nothing"
+    return (
+        f"GlobalTensor(shape={tuple(x.shape)}, dtype={x.dtype}, over {x._layout.partition}{gradient}; {held})"
+    )
+
+

@@ -1,0 +1,138 @@
+"""What every function of global tensors has to satisfy: the values and gradients of torch's on one worker."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import distdl
+from distdl.globals.replicas import map_tensors
+
+WORKERS = 5
+# for each number of dims, grids over at most 4 of 5 workers: one worker is always idle
+GRIDS: dict[int, list[tuple[int, ...]]] = {
+    0: [()],
+    1: [(3,), (4,)],
+    2: [(2, 2), (1, 3), (4, 1)],
+    3: [(2, 1, 2), (1, 3, 1), (1, 2, 2)],
+    4: [(2, 1, 2, 1), (1, 2, 1, 2), (1, 1, 2, 2), (1, 3, 1, 1)],
+    5: [(1, 1, 2, 1, 2), (2, 1, 1, 2, 1), (1, 2, 2, 1, 1)],
+    6: [(1, 2, 1, 2, 1, 1), (2, 1, 1, 1, 2, 1)],
+}
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Numbers that are the same on every worker."""
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + 7919 * len(shape)))
+
+
+class Global:
+    """An argument that is to be a global tensor; a tensor without this mark stays plain, the same everywhere."""
+
+    def __init__(self, tensor: torch.Tensor, grid: Sequence[int] | None = None) -> None:
+        self.tensor, self.grid = tensor, grid
+
+
+def assert_same(
+    function: Callable[..., Any],
+    *arguments: Any,
+    grids: Sequence[Sequence[int]] | None = None,
+    workers: int = WORKERS,
+    falls_back: bool = False,
+    tolerance: float = 1e-12,
+    twice: bool = False,
+) -> None:
+    """Run a function on plain tensors, and on global ones over several grids, and compare results and gradients.
+
+    Args:
+        function: takes the arguments; gives a tensor, or a tuple of tensors and other values.
+        arguments: :class:`Global` tensors, plain tensors and others. Tensors of floating point get gradients.
+        grids: of the first global argument; those of its rank if not given.
+        falls_back: whether the function is expected to run on one worker. If not, that is an error.
+        twice: whether second derivatives are compared, too.
+    """
+    first = next(one for one in arguments if isinstance(one, Global))
+    chosen = GRIDS[first.tensor.dim()] if grids is None else grids
+
+    def work() -> None:
+        root = distdl.world()
+        expected = _run(function, [one.tensor if isinstance(one, Global) else one for one in arguments], twice)
+        for grid in chosen:
+            made = [_made(one, grid if one is first else None, root) for one in arguments]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if falls_back else "error")
+                found = _run(function, made, twice)
+            _compare(expected, found, f"{getattr(function, '__name__', function)} over {tuple(grid)}", tolerance)
+
+    distdl.run_workers(work, workers)
+
+
+def _made(argument: Any, grid: Sequence[int] | None, root: Any) -> Any:
+    if not isinstance(argument, Global):
+        return argument
+    own = argument.grid or grid or GRIDS[argument.tensor.dim()][0]
+    count = int(torch.Size(own).numel())
+    P = root.create_partition_inclusive(range(count))
+    P = P.create_cartesian_topology_partition(own) if own else P
+    return distdl.distribute_tensor(argument.tensor, P) if own else _scalar(argument.tensor, P)
+
+
+def _scalar(tensor: torch.Tensor, P: Any) -> Any:
+    return distdl.distribute_tensor(tensor.reshape(1), P).sum().to(tensor.dtype)
+
+
+def _run(function: Callable[..., Any], arguments: Sequence[Any], twice: bool) -> dict[str, Any]:
+    leaves: list[torch.Tensor] = []
+
+    def leaf(one: torch.Tensor) -> torch.Tensor:
+        one = one.detach().clone()
+        if one.is_floating_point() or one.is_complex():
+            leaves.append(one.requires_grad_())
+        return one
+
+    given = map_tensors(list(arguments), leaf)
+    # (what works in place must not write leaves)
+    results = function(*map_tensors(given, lambda one: one * 1 if one.requires_grad else one.clone()))
+    outputs: list[Any] = list(results) if isinstance(results, (tuple, list)) else [results]
+    scalars = [y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
+    gradients: tuple[Any, ...] = ()
+    if scalars:
+        loss = sum((y * _weights(y)).sum().abs() for y in scalars)  # type: ignore[attr-defined]
+        gradients = torch.autograd.grad(loss, leaves, create_graph=twice, allow_unused=True)
+        if twice:
+            again = sum((dx * dx).sum().real for dx in gradients if dx is not None)
+            gradients += torch.autograd.grad(again, leaves, allow_unused=True)  # type: ignore[arg-type]
+    return {"results": outputs, "gradients": gradients}
+
+
+def _weights(y: torch.Tensor) -> torch.Tensor:
+    """Numbers that tell the elements of y apart."""
+    count = y.numel()
+    plain = torch.linspace(0.5, 1.5, count, dtype=torch.float64) if count else torch.zeros(0, dtype=torch.float64)
+    return plain.reshape(tuple(y.shape)).to(y.dtype)
+
+
+def _compare(expected: dict[str, Any], found: dict[str, Any], what: str, tolerance: float) -> None:
+    for kind, theirs in expected.items():
+        ours = found[kind]
+        assert len(ours) == len(theirs), f"{what}: {kind}"
+        for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"{what}: {kind}[{place}]"
+            if not isinstance(b, torch.Tensor):
+                assert a == b, f"{where} is {a!r}, not {b!r}"
+                continue
+            assert a.shape == b.shape, f"{where} has shape {tuple(a.shape)}, not {tuple(b.shape)}"
+            assert a.dtype == b.dtype, f"{where} has dtype {a.dtype}, not {b.dtype}"
+            whole = a.full_tensor() if isinstance(a, distdl.GlobalTensor) else a
+            assert type(whole) is torch.Tensor
+            whole, b = whole.detach(), b.detach()
+            assert torch.equal(whole.isnan(), b.isnan()), where
+            whole, b = whole.nan_to_num(), b.nan_to_num()
+            if b.dtype in (torch.bool, torch.int64, torch.int32):
+                assert torch.equal(whole, b), where
+            elif b.numel():
+                scale = max(1.0, float(b.abs().max()))
+                assert float((whole - b).abs().max()) <= tolerance * scale, where

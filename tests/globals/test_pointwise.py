@@ -1,0 +1,59 @@
+"""Functions of each element by itself, over operands that lie anywhere."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+
+x4, y4 = noise(3, 5, 7, 2), noise(3, 5, 7, 2, seed=1)
+row = noise(5, 1, 1, seed=2)
+UNARY = [
+    torch.exp, torch.tanh, torch.relu, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.hardswish, F.softplus, F.hardtanh,
+    torch.neg, torch.sin, lambda x: x**2, lambda x: 2 / (x + 9), lambda x: x.clamp(-0.5, 0.5), lambda x: x.to(torch.float32),
+    lambda x: (x > 0).to(x.dtype) * x, lambda x: F.relu(x, inplace=True) + 1, lambda x: x.mul_(2).add_(1), torch.Tensor.clone,
+    lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.masked_fill(x > 0, 1.5), torch.zeros_like, lambda x: -x + 1 - x,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", UNARY)
+def test_one_operand(function):
+    assert_same(function, Global(x4))
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.mul, torch.div, lambda x, y: x.sub_(y), lambda x, y: x > y])
+@pytest.mark.parametrize(
+    "other",
+    [
+        Global(y4), Global(y4, (1, 1, 3, 1)), Global(row), Global(row, (1, 1, 1)), Global(noise(1, 5, 1, 2), (1, 3, 1, 1)),
+        Global(torch.tensor(2.5, dtype=torch.float64)), y4, row, torch.tensor(2.0), Global(noise(5, 7, 2, seed=3)),
+    ],
+)  # fmt: skip
+def test_two_operands(function, other):
+    assert_same(function, Global(x4), other)
+
+
+def test_the_result_may_be_larger_than_each_operand():
+    assert_same(torch.mul, Global(noise(5, 1)), Global(noise(1, 7)))
+    assert_same(torch.add, Global(noise(5, 1)), noise(7))
+    assert_same(torch.add, Global(noise(1, 1)), noise(3, 4, 7))
+
+
+def test_dtypes_are_promoted_as_with_whole_tensors():
+    half = noise(3, 5).float()
+    assert_same(torch.add, Global(half), Global(torch.tensor(2.0, dtype=torch.float64)), tolerance=1e-6)
+    assert_same(torch.add, Global(half), Global(noise(3, 5)))
+    assert_same(torch.add, Global(torch.arange(15).reshape(3, 5)), 1.5)
+
+
+def test_more_operands():
+    assert_same(lambda a, b, c: torch.addcmul(a, b, c, value=0.5), Global(x4), Global(row), y4)
+    assert_same(lambda a, b: torch.lerp(a, b, 0.3), Global(x4), Global(y4, (1, 1, 3, 1)))
+    assert_same(lambda a, b: torch.where(a > b, a, b), Global(x4), Global(row))
+
+
+def test_empty_blocks():
+    assert_same(torch.mul, Global(noise(2, 3)), Global(noise(1, 3)), grids=[(4, 1), (1, 4), (2, 2)])
+
+
+def test_second_derivatives():
+    assert_same(lambda a, b: (a * b).sigmoid(), Global(noise(3, 5)), noise(5), twice=True)
