@@ -84,6 +84,7 @@ class Case:
         inputs: the whole tensors; random ones if not given.
         batch: extent of the tensors of zero volume that a worker without a block passes; None for ``(0,)``.
         others: ``others(P)`` are the partitions of members that neither compute nor have an input.
+        dims: of the tensors of zero volume, where all their extents are 0, as global tensors have them.
     """
 
     size: int
@@ -94,6 +95,7 @@ class Case:
     inputs: tuple = ()
     batch: int | None = None
     others: object = lambda P: ()
+    dims: int | None = None
 
     def set_up(self, P, wholes, gradient):
         """This worker's setup, and the layouts of its inputs; None outside all partitions."""
@@ -109,11 +111,16 @@ class Case:
     @property
     def blank(self):
         """Shape of the tensor of zero volume that a worker without a block passes."""
+        if self.dims is not None:
+            return (0,) * self.dims
         return (0,) if self.batch is None else (self.batch, 0)
 
 
 def assert_computes(case, tolerance=1e-10):
-    """Check the results of all workers, and the gradients of all inputs, against the sequential function."""
+    """Check the results of all workers, and the gradients of all inputs, against the sequential function.
+
+    Of an input that every worker has whole, the gradients of all workers together are the gradient.
+    """
     wholes = _wholes(case)
     differentiable = [whole.requires_grad for whole in wholes]
     expected = _listed(case.sequential(*wholes))
@@ -126,9 +133,9 @@ def assert_computes(case, tolerance=1e-10):
     def main(P):
         found = case.set_up(P, wholes, True)
         if found is None:
-            return
+            return []
         setup, layouts = found
-        xs = []
+        xs, terms = [], []
         for layout, whole in zip(layouts, wholes, strict=True):
             inside = P.comm.rank in layout.partition
             block = layout.block(whole.detach()).clone() if inside else whole.new_zeros(case.blank)
@@ -147,10 +154,14 @@ def assert_computes(case, tolerance=1e-10):
         for x, layout, gradient in zip(xs, layouts, gradients, strict=True):
             if gradient is not None:
                 assert x.grad is not None and x.grad.shape == x.shape
-                if P.comm.rank in layout.partition:
+                if layout.is_everywhere:
+                    terms.append((x.grad, gradient))
+                elif P.comm.rank in layout.partition:
                     _assert_close(x.grad, layout.block(gradient), tolerance, "a gradient")
+        return terms
 
-    together(case.size, main)
+    for terms in zip(*filter(None, together(case.size, main)), strict=True):
+        _assert_close(sum(term for term, _ in terms), terms[0][1], tolerance, "a sum of gradients")
 
 
 def matrices(case):

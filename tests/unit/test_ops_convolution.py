@@ -207,6 +207,118 @@ def test_an_embedding_is_torchs(rows, columns, split):
     assert_computes(embedding(rows, columns, split))
 
 
+def everywhere(op, sequential, grid, extents, weights, split=None, axes=None):
+    """An operation on x that is split over a grid of workers, of which each has the whole of the weights; one is idle.
+
+    Args:
+        op: from the target to the operation.
+        weights: shapes of the weights.
+        split: how the channels of x are split, where that is not even; the dim, and the extents of the blocks.
+        axes: from the grid to the shape of the work; one behind the channels if not given.
+    """
+    count = prod(grid)
+
+    def target(P):
+        return P[1 : 1 + count].reshape(grid)
+
+    def places(P):
+        intervals = [*Layout.balanced(target(P), extents).intervals]
+        if split is not None:
+            intervals[split[0]] = runs(split[1])
+        return [Layout.of(target(P), intervals), *[Layout.everywhere(P, one) for one in weights]]
+
+    work = (*grid[:2], 1, *grid[2:]) if axes is None else axes
+    return Case(
+        count + 1, lambda P: op(target(P)), lambda P: target(P).reshape(work), places, sequential, dims=len(extents)
+    )
+
+
+def convolved(grid, split=None, groups=1, mode="zeros", channels=(6, 4), bias=True, extents=(3, 7)):
+    sliding, space = Sliding.of("Convolution", len(grid) - 2, 3, 2, 1, 1), len(grid) - 2
+    batch, extent = extents
+
+    def sequential(x, w, b=None):
+        x = functional.pad(x, [1] * 2 * space, "constant" if mode == "zeros" else mode)
+        return getattr(functional, f"conv{space}d")(x, w, b, 2, 0, 1, groups)
+
+    return everywhere(
+        lambda P_y: Convolution(P_y, *channels, sliding, mode, groups), sequential, grid,
+        (batch, channels[0], *[extent] * space),
+        [(channels[1], channels[0] // groups, *[3] * space), channels[1:]][: 1 + bias], split,
+    )  # fmt: skip
+
+
+def transposed_everywhere(grid, split=None, groups=1, channels=(6, 4), bias=True, extent=5):
+    geometry, space = Transposed.of("TransposedConvolution", len(grid) - 2, 3, 2, 1, 1, 1), len(grid) - 2
+    convolve = getattr(functional, f"conv_transpose{space}d")
+    return everywhere(
+        lambda P_y: TransposedConvolution(P_y, *channels, geometry, groups),
+        lambda x, w, b=None: convolve(x, w, b, 2, 1, 1, groups), grid, (2, channels[0], *[extent] * space),
+        [(channels[0], channels[1] // groups, *[3] * space), channels[1:]][: 1 + bias], split,
+    )  # fmt: skip
+
+
+def linear_everywhere(grid, split=None, bias=True, features=(7, 5)):
+    extents = (*[3] * (len(grid) - 1), features[0])
+    return everywhere(
+        lambda P_y: Linear(P_y, *features), functional.linear, grid, extents,
+        [features[::-1], features[1:]][: 1 + bias], split, axes=(*grid, 1),
+    )  # fmt: skip
+
+
+EVERYWHERE = {
+    "alone": convolved((1, 1, 1)),
+    "space": convolved((1, 1, 3)),
+    "space, two dims": convolved((1, 1, 2, 2), bias=False),
+    "batch": convolved((3, 1, 1), (0, [2, 0, 1])),
+    "space, uneven": convolved((1, 1, 3), (2, [1, 0, 6])),
+    "space, circular": convolved((1, 1, 3), (2, [1, 0, 6]), mode="circular"),
+    "channels": convolved((1, 4, 1)),
+    "channels, uneven": convolved((1, 3, 2), (1, [0, 5, 1])),
+    "channels, more than there are": convolved((1, 6, 1), channels=(4, 3)),
+    "channels, groups": convolved((1, 3, 1), groups=2),
+    "channels, groups, uneven": convolved((2, 3, 1), (1, [1, 0, 5]), groups=2, channels=(6, 8)),
+    "channels, depthwise": convolved((1, 2, 2), (1, [1, 5]), groups=6, channels=(6, 6)),
+    "everything": convolved((2, 2, 2), (1, [4, 2])),
+    "few outputs": convolved((1, 1, 4), extents=(2, 5)),
+    "transposed, space": transposed_everywhere((1, 1, 3), (2, [4, 0, 1])),
+    "transposed, channels": transposed_everywhere((2, 3, 1), (1, [0, 5, 1])),
+    "transposed, more channels than there are": transposed_everywhere((1, 6, 1), channels=(4, 3)),
+    "transposed, whole groups": transposed_everywhere((1, 2, 2), groups=2),
+    "transposed, whole groups and an empty block": transposed_everywhere(
+        (3, 2, 1), (0, [1, 0, 1]), groups=4, channels=(4, 8)),
+    "transposed, parts of groups": transposed_everywhere((1, 4, 1), (1, [0, 1, 2, 3]), groups=2),
+    "transposed, groups cut through": transposed_everywhere((1, 4, 2), groups=2, channels=(4, 6)),
+    "transposed, many groups cut through": transposed_everywhere((1, 2, 1), groups=4, channels=(4, 12), bias=False),
+    "transposed, groups cut through by an empty block": transposed_everywhere(
+        (3, 2, 1), (0, [1, 0, 1]), groups=3, channels=(3, 6)),
+    "linear, features": linear_everywhere((1, 3)),
+    "linear, features, uneven": linear_everywhere((2, 3), (1, [6, 0, 1])),
+    "linear, batch": linear_everywhere((2, 2, 1), (1, [3, 0])),
+    "linear, more places than features": linear_everywhere((1, 2, 4), features=(6, 3), bias=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_with_weights_everywhere_an_operation_is_torchs(name):
+    assert_computes(EVERYWHERE[name])
+
+
+@pytest.mark.parametrize("name", ["space", "channels, groups", "transposed, channels", "linear, features, uneven"])
+def test_nothing_is_sent_for_weights_that_are_everywhere(name):
+    """What moves in is a window of x: no other operator is called, and the gradients stay where they are computed."""
+    case = EVERYWHERE[name]
+
+    def main(P):
+        wholes = [torch.zeros(layout.extents, dtype=torch.float64) for layout in case.places(P)]
+        setup, layouts = case.set_up(P, wholes, True)
+        (fetch,) = setup.move_in.operators
+        assert fetch.inputs == (layouts[0].shapes[P.rank] if P.rank in layouts[0] else case.blank,)
+        assert setup.move_out("y") == "y"
+
+    together(case.size, main)
+
+
 @pytest.mark.parametrize(("change", "words"), [
     ({"in_channels": 6}, "needs an input with 6 channels in dim 1; the global shape of the input is 2x5x9"),
     ({"sliding": Sliding.of("Op", 1, 14, 1, 1, 1)}, "the kernel spans 14 cells and the input, with its padding, 11"),

@@ -23,7 +23,11 @@ of a broadcast, that is a sum, and leaves y on the workers of P_y. Backward is t
 gradients of halos add up on the workers that own the cells, those of w and b where these are stored.
 
 In groups of channels, a run of output channels reads a window of the input channels. Then in is 1 in the work
-partition, and x, split in any way, comes to each worker as windows of cells do; nothing is copied along out.
+partition, and x, split in any way, comes to each worker as windows of cells do; nothing is copied along out. The same
+is done without groups where x is split along channels and in is 1: each run of output channels reads all of x.
+
+Where every worker has the whole of w and b (``Layout.everywhere``), each takes its parts and nothing is sent for them.
+Their gradients are then each worker's terms of a sum over all workers, which is left to the caller.
 """
 
 from __future__ import annotations
@@ -36,13 +40,14 @@ from operator import or_
 from typing import Any
 
 import torch
+from numpy import array_equal
 
 from distdl.exchange import Chain, Operator, Together
 from distdl.geometry.borders import Border
-from distdl.geometry.boxes import Box, Shape, shape
+from distdl.geometry.boxes import Box, Interval, Shape, shape
 from distdl.geometry.windows import Intervals
 from distdl.ops.padding import Filling
-from distdl.ops.setup import Beside, Setup, Site, blank_shape, same
+from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same
 from distdl.partition import Layout, Lookup, Partition, Signature, dims
 from distdl.plan.planners import broadcast, copy
 from distdl.tensors.connection import local, zeros_on
@@ -59,11 +64,12 @@ class Contraction:
         work: the partition of the work: batch..., out, in, space...
         target: that of y: batch..., out, space...
         channel: the dim of the channels, behind those of the batch.
-        stored: that of the weights, out x in.
+        stored: that of the weights, in the order out x in; not read where every worker has the whole of them.
         x, weight, bias: signatures.
-        reads: for each dim of x, what each place of the work reads; in groups, each place along out.
+        reads: for each dim of x, what each place of the work reads; of gathered channels, each place along out.
         computes: for each dim of y, what each place of the work computes.
-        groups: number of groups of channels.
+        gathers: whether each place along out fetches all channels that it reads; then in is 1.
+        parts: this worker's parts of w and b, where every worker has the whole of them.
         border: what stands around x.
         autocast: the dtype in which torch computes, if its autocast is on.
     """
@@ -78,7 +84,8 @@ class Contraction:
     bias: Signature | None
     reads: Sequence[Intervals]
     computes: Sequence[Intervals]
-    groups: int = 1
+    gathers: bool
+    parts: Sequence[Box]
     border: Border = field(default_factory=Border)
     autocast: torch.dtype | None = None
 
@@ -93,7 +100,7 @@ class Contraction:
         """
         dtype = self._result_dtype()
         out, inner = self.channel, self.channel + 1  # axes of the work
-        window = self._own(self.reads, left_out=out if self.groups == 1 else inner)
+        window = self._own(self.reads, left_out=inner if self.gathers else out)
         outputs = self._own(self.computes, left_out=inner)
         works, result = bool(window), shape(outputs) if outputs else self._blank
         filling = Filling.of(self.border, window, self.x.layout.extents) if works else Filling()
@@ -109,7 +116,12 @@ class Contraction:
     def _move_in(self) -> Together | Chain:
         moving = [op for op in self._fetch_and_spread() if not op.still]
         first = moving[0] if moving else self.site.identity(self.x.dtype, self.x.derivatives, self.x.local)
-        steps: list[Any] = [Together(first, self._parameters()), *map(Together, moving[1:])]
+        everywhere = self.weight.layout.is_everywhere
+        steps: list[Any] = [Together(first) if everywhere else Together(first, self._parameters())]
+        steps += map(Together, moving[1:])
+        if everywhere:
+            given = [self.weight] if self.bias is None else [self.weight, self.bias]
+            steps.append(Parts(self.parts[: len(given)], [one.layout.extents for one in given]))
         if 0 in self.x.local:  # such an x may be of any dtype, and on any device
             steps.insert(0, Beside(self.x.dtype))
         return steps[0] if len(steps) == 1 else Chain(*steps)
@@ -118,12 +130,12 @@ class Contraction:
         """x to the windows, and along out."""
         x, site, me, border, owned = self.x, self.site, self.site.me, self.border, self.x.layout
         batch, (out, inner), space = self._axes
-        spreads = out > 1 and self.groups == 1
+        spreads = out > 1 and not self.gathers
         at = owned.partition if spreads else self.work.reshape(*batch, out * inner, *space)
         needed = Layout.of(at, border.fetched(self.reads, owned.extents))
         found = needed.shapes[me] if me in at else self._blank
         keeps_format = not spreads and self._in_place  # collectives would copy what is not contiguous
-        if owned.intervals == needed.intervals and bool((owned.partition.workers == at.workers).all()):
+        if owned.intervals == needed.intervals and array_equal(owned.partition.workers, at.workers):
             fetch, found = site.identity(x.dtype, x.derivatives, x.local), x.local
         else:
             plan = copy(owned, needed, me, border.repeats(owned.extents))
@@ -140,7 +152,8 @@ class Contraction:
         derivatives = reduce(or_, (one.derivatives for one in given))
         inputs = [one.local for one in given]
         batch, (out, inner), space = self._axes
-        stored = self.stored.reshape(*[1] * len(batch), out, inner, *[1] * len(space))
+        blocks = self.stored.reshape(out, inner)
+        stored = blocks.reshape(*[1] * len(batch), out, inner, *[1] * len(space))
         if stored == self.work:
             return site.identity(weight.dtype, derivatives, *inputs)
         biases = {} if bias is None else bias.layout
@@ -150,7 +163,7 @@ class Contraction:
 
         outputs: list[Shape] = [(0,)]
         if me in self.work:
-            source = int(self.stored.workers[self.work.index_of(me)[self.channel : self.channel + 2]])
+            source = int(blocks.workers[self.work.index_of(me)[self.channel : self.channel + 2]])
             outputs = [shape(one[source]) for one in (weight.layout, biases) if source in one]
         plan = broadcast(stored, self.work, Lookup(tuple(weight.layout), size), me)
         return site.operator(plan, weight.dtype, derivatives, inputs, outputs=outputs)
@@ -204,6 +217,26 @@ class Contraction:
             raise ValueError(f"{self.site.label} needs input, weight and bias of one dtype; got {listed}")
         keeps = self.autocast is None or not found[0].is_floating_point or found[0] is torch.float64
         return found[0] if keeps or self.autocast is None else self.autocast
+
+
+def gathers(x: Signature, channel: int, inner: int, groups: int = 1) -> bool:
+    """Whether each run of output channels fetches all input channels that it reads.
+
+    It does in groups, and where x is split along channels in another way than the work is along in.
+    """
+    return groups > 1 or x.layout.partition.workers.shape[channel] != inner
+
+
+def own_channels(site: Site, channel: int, runs: Intervals, reads: Intervals) -> tuple[Interval, Interval, Interval]:
+    """Of this worker: its run of output channels, what it reads along in, and the outputs to which it adds the bias.
+
+    All are empty where it does not work, and only the first along in adds the bias.
+    """
+    if site.me not in site.partition:
+        return ((0, 0),) * 3
+    out, inner = site.partition.index_of(site.me)[channel : channel + 2]
+    start, stop = runs[out]
+    return (start, stop), reads[inner], (start, start if inner else stop)
 
 
 def check_channels(site: Site, x: Signature, channel: int, channels: int) -> None:

@@ -40,9 +40,9 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
-from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import Interval, Shape, balanced, whole
 from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -89,20 +89,23 @@ class Convolution:
         read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
         runs = balanced(self.out_channels, out)
         channels: Intervals = balanced(self.in_channels, inner)
-        if self.groups > 1:  # a run of output channels reads those of its groups
+        gathered = gathers(x, 1, inner, self.groups)
+        if gathered:  # a run of output channels reads those of its groups
             channels = [grouped(run, *self._group) for run in runs]
+        own, inputs, biased = own_channels(site, 1, runs, balanced(self._group[0], inner))
         contraction = Contraction(
             site,
             work=site.partition,
             target=self.target,
             channel=1,
-            stored=weight.layout.partition.reshape(out, inner),
+            stored=weight.layout.partition,
             x=x,
             weight=weight,
             bias=biases[0] if biases else None,
             reads=[x.layout.intervals[0], channels, *read],
             computes=[x.layout.intervals[0], runs, *computed],
-            groups=self.groups,
+            gathers=gathered,
+            parts=((own, inputs, *whole(self.sliding.kernel)), (biased,)),
             border=border,
             autocast=self.autocast,
         )

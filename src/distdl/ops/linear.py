@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced
-from distdl.ops.contraction import Contraction, check_channels
+from distdl.ops.contraction import Contraction, check_channels, gathers, own_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -49,6 +49,9 @@ class Linear:
         *batch, out, inner = site.partition.workers.shape
         channel = len(x.layout.extents) - 1
         check_channels(site, x, channel, self.in_features)
+        gathered = gathers(x, channel, inner)
+        runs, reads = balanced(self.out_features, out), balanced(self.in_features, inner)
+        own, inputs, biased = own_channels(site, len(batch), runs, reads)
         more, outer = [1] * (channel - len(batch)), x.layout.intervals[:channel]
         contraction = Contraction(
             site,
@@ -59,8 +62,10 @@ class Linear:
             x=x,
             weight=weight,
             bias=biases[0] if biases else None,
-            reads=[*outer, balanced(self.in_features, inner)],
-            computes=[*outer, balanced(self.out_features, out)],
+            reads=[*outer, reads * out if gathered else reads],
+            computes=[*outer, runs],
+            gathers=gathered,
+            parts=((own, inputs), (biased,)),
             autocast=self.autocast,
         )
         return contraction.setup(lambda *boxes: _multiply, ((1,) * (channel + 1), (1, 1), (1,)))

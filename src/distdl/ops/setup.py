@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from distdl.exchange import Operator
-from distdl.geometry.boxes import Shape
+from distdl.geometry.boxes import Box, Shape, slices, whole
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.partition.signature import Signature
@@ -126,6 +126,35 @@ class Beside:
 
     def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x.to(others[0].device if others else x.device, self._dtype), *others)
+
+
+class Parts:
+    """A step that cuts this worker's parts out of the tensors behind the first, which every worker has whole.
+
+    Nobody sends anything for them, and their gradients are this worker's terms of a sum over all workers. A worker that
+    computes nothing takes empty parts, on which its result depends all the same.
+
+    Args:
+        boxes: of each tensor, this worker's part.
+        extents: the shapes of the whole tensors.
+    """
+
+    operators: tuple[Operator, ...] = ()
+
+    def __init__(self, boxes: Sequence[Box], extents: Sequence[Shape]) -> None:
+        self._parts = [slices(box, whole(shape)) for box, shape in zip(boxes, extents, strict=True)]
+
+    def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x, *self.of(others))
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The parts of whole tensors."""
+        return [one[part] if part else one for one, part in zip(tensors, self._parts, strict=True)]
+
+    def each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same part of several tensors."""
+        (part,) = self._parts
+        return [one[part] if part else one for one in tensors]
 
 
 def blank_shape(x: Sequence[int], preserve_batch: bool = True) -> tuple[int, ...]:

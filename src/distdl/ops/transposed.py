@@ -13,14 +13,15 @@ added up in space. Here x has 4 cells on two workers, the kernel 3 taps, stride 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
-from distdl.geometry.boxes import Box, Shape, balanced, volume
+from distdl.geometry.boxes import Box, Interval, Shape, balanced, volume, whole
 from distdl.geometry.transposed import Crop, Transposed
-from distdl.geometry.windows import grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups
+from distdl.geometry.windows import group_runs, grouped
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -37,7 +38,8 @@ class TransposedConvolution:
         target: the partition of y: batch, out, space...
         in_channels, out_channels: global numbers of channels.
         geometry: in space.
-        groups: number of groups of channels; each block of output channels is whole groups, or a part of one.
+        groups: number of groups of channels; each block of output channels is whole groups, or a part of one, unless
+            every worker has the whole of w and b.
         asked: global extents of y in space, where ``output_padding`` does not decide.
         autocast: the dtype in which torch computes, if its autocast is on.
     """
@@ -63,36 +65,86 @@ class TransposedConvolution:
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.geometry.windows(site.label.kind, x.layout.extents[2:], tuple(space), self.asked)
         runs, stored = balanced(self.out_channels, out), weight.layout.partition
-        group = self.in_channels // self.groups, self.out_channels // self.groups
+        group, gathered = self._group, gathers(x, 1, inner, self.groups)
+        own, inputs, biased = own_channels(site, 1, runs, balanced(self.in_channels, inner))
+        pieces = group_runs(own, group[1])
+        if self.groups == 1:
+            part = inputs, own
+        else:
+            part = grouped(own, *group), (0, group[1]) if len(pieces) > 1 else self._produced(own)
         contraction = Contraction(
             site,
             work=site.partition,
             target=self.target,
             channel=1,
-            stored=stored.reshape(inner, out).T if self.groups == 1 else stored.reshape(out, inner),
+            stored=stored.reshape(inner, out).T if self.groups == 1 and not weight.layout.is_everywhere else stored,
             x=x,
             weight=weight,
             bias=biases[0] if biases else None,
             reads=[
                 x.layout.intervals[0],
-                balanced(self.in_channels, inner) if self.groups == 1 else [grouped(run, *group) for run in runs],
+                [grouped(run, *group) for run in runs] if gathered else balanced(self.in_channels, inner),
                 *read,
             ],
             computes=[x.layout.intervals[0], runs, *computed],
-            groups=self.groups,
+            gathers=gathered,
+            parts=((*part, *whole(self.geometry.kernel)), (biased,)),
             autocast=self.autocast,
         )
-        ones = (1,) * len(space)
-        return contraction.setup(self._local, ((1, 1, *ones), (1, 1, *self.geometry.kernel), (1,)))
+        return contraction.setup(partial(self._local, pieces), self._smallest(pieces))
 
-    def _local(self, window: Box, outputs: Box) -> Local:
-        """torch's transposed convolution, from this worker's window to its outputs."""
-        if not window or not volume(window) or not volume(outputs):
-            return _Cropped(self.geometry, 1, (Crop(0, 0, 0, 0),) * len(self.geometry.kernel))  # of smallest operands
-        first, stop = window[1]
-        groups = (stop - first) * self.groups // self.in_channels if self.groups > 1 else 1
-        runs = zip(window[2:], outputs[2:], strict=True)
-        return _Cropped(self.geometry, groups, tuple(self.geometry.crop(dim, *run) for dim, run in enumerate(runs)))
+    @property
+    def _group(self) -> tuple[int, int]:
+        """Input and output channels of one group."""
+        return self.in_channels // self.groups, self.out_channels // self.groups
+
+    def _smallest(self, pieces: list[Interval]) -> tuple[Shape, Shape, Shape]:
+        """The smallest x, weight and bias that the local function accepts; see ``Convolution``."""
+        inputs, produced, outputs = 1, 1, 1
+        if len(pieces) > 1:
+            first, stop = grouped((pieces[0][0], pieces[-1][1]), *self._group)
+            inputs, produced, outputs = stop - first, self._group[1], pieces[-1][1] - pieces[0][0]
+        kernel = self.geometry.kernel
+        return (1, inputs, *[1] * len(kernel)), (inputs, produced, *kernel), (outputs,)
+
+    def _local(self, pieces: list[Interval], window: Box, outputs: Box) -> Local:
+        """torch's transposed convolution, from this worker's window to its outputs.
+
+        Args:
+            pieces: its output channels, in parts that torch computes at once: whole groups, or parts of one.
+        """
+        computes = bool(window) and volume(window) > 0 and volume(outputs) > 0
+        crops = (Crop(0, 0, 0, 0),) * len(self.geometry.kernel)  # of smallest operands
+        if computes:
+            runs = zip(window[2:], outputs[2:], strict=True)
+            crops = tuple(self.geometry.crop(dim, *run) for dim, run in enumerate(runs))
+        if len(pieces) < 2:
+            groups = (window[1][1] - window[1][0]) // self._group[0] if computes and self.groups > 1 else 1
+            return _Cropped(self.geometry, groups, crops)
+        origin, first = grouped(pieces[0], *self._group)[0], pieces[0][0]
+        cuts = []
+        for run in pieces:
+            start, stop = grouped(run, *self._group)
+            one = _Cropped(self.geometry, (stop - start) // self._group[0], crops)
+            read, out = slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)
+            cuts.append((one, read, slice(*self._produced(run)), out))
+
+        def by_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return torch.cat(
+                [
+                    one(x[:, read], weight[read, produced], None if bias is None else bias[out])
+                    for one, read, produced, out in cuts
+                ],
+                1,
+            )
+
+        return by_pieces
+
+    def _produced(self, run: Interval) -> Interval:
+        """The outputs of a group that a run of outputs has: a part of those of one group, or all those of several."""
+        produced = self._group[1]
+        start = run[0] // produced * produced
+        return (run[0] - start, run[1] - start) if run[1] <= start + produced else (0, produced)
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,25 @@ class Layout(Mapping[int, Box]):
             intervals.append(runs(extents[:, 0].tolist()))
         return cls.of(partition, intervals)
 
+    @classmethod
+    def everywhere(cls, P: Partition, extents: Sequence[int]) -> Layout:
+        """The layout in which every worker of P has the whole tensor, of at least one dim: as many copies of it."""
+        workers = P.workers.size
+        whole = [[(0, extent)] * (workers if dim == 0 else 1) for dim, extent in enumerate(extents)]
+        return cls.of(P.reshape(workers, *[1] * (len(extents) - 1)), whole)
+
+    @cached_property
+    def is_everywhere(self) -> bool:
+        """Whether every worker of the world has the whole tensor, so that nobody needs to send any of it."""
+        pairs = zip(self.rulers, self.extents, strict=True)
+        return len(self) == self.partition.comm.size and all(
+            interval == (0, extent) for ruler, extent in pairs for interval in ruler.intervals
+        )
+
+    def box(self, worker: int) -> Box:
+        """The box of any worker: an empty one where it has none."""
+        return self[worker] if worker in self.partition else ((0, 0),) * len(self.rulers)
+
     @property
     def extents(self) -> Shape:
         """Global shape of a tensor tiled by this layout."""
