@@ -57,12 +57,12 @@ def test_gathered_layout_has_the_whole_extent_along_its_axes(P):
 def test_everywhere_is_the_whole_on_every_worker_of_the_world(P):
     layout = Layout.everywhere(P, (4, 0, 3))
     assert layout.is_everywhere and layout.extents == (4, 0, 3)
-    assert {worker: layout.box(worker) for worker in range(12)} == dict.fromkeys(range(12), ((0, 4), (0, 0), (0, 3)))
+    assert {worker: layout.box_of(worker) for worker in range(12)} == dict.fromkeys(range(12), ((0, 4), (0, 0), (0, 3)))
     assert not Layout.balanced(P, (5, 7, 1)).is_everywhere
     some = Layout.everywhere(P[1:], (4,))
-    assert not some.is_everywhere and some.box(3) == ((0, 4),)
+    assert not some.is_everywhere and some.box_of(3) == ((0, 4),)
     outside = next(worker for worker in range(12) if worker not in some)
-    assert outside == 0 and some.box(outside) == ((0, 0),)
+    assert outside == 0 and some.box_of(outside) == ((0, 0),)
 
 
 def test_block_cuts_this_workers_part():

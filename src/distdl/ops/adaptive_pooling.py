@@ -68,15 +68,15 @@ class AdaptiveAverage:
                 adaptive(block, computed.extents[dim], owned.extents[dim]) for block in owned.intervals[dim]
             )
         parts = Layout.of(owned.partition, touched)
-        own, wide = shape(parts[me]), torch.float32 if x.dtype in HALVES else x.dtype
+        own, wide = shape(parts.box_of(me)), torch.float32 if x.dtype in HALVES else x.dtype
         moves = parts.intervals != computed.intervals
         reduced, whole = [], not moves and 0 not in own
         for dim in () if 0 in own else space:
             extent, count = owned.extents[dim], computed.extents[dim]
-            intervals, alike = _parts_of(owned[me][dim], extent, count)
-            windows = [adaptive((output, output + 1), extent, count) for output in range(*parts[me][dim])]
+            intervals, alike = _parts_of(owned.box_of(me)[dim], extent, count)
+            windows = [adaptive((output, output + 1), extent, count) for output in range(*parts.box_of(me)[dim])]
             lengths = torch.tensor([stop - start for start, stop in windows])
-            reduced.append((Segments.of(dim, intervals, shape(owned[me])[dim]), lengths))
+            reduced.append((Segments.of(dim, intervals, shape(owned.box_of(me))[dim]), lengths))
             whole = whole and alike
 
         def part_sums(block: torch.Tensor) -> torch.Tensor:
@@ -136,13 +136,13 @@ class AdaptiveMaximum:
         (x,) = signatures
         owned, me = x.layout, site.me
         computed = _computed(site.label.kind, owned, self.extents)
-        first, result = tuple(start for start, _ in owned[me][2:]), shape(computed[me])
+        first, result = tuple(start for start, _ in owned.box_of(me)[2:]), shape(computed.box_of(me))
         steps: list[Step] = []
         before, alike = owned, 0 not in result
         for dim in reversed(range(2, 2 + len(self.extents))):
             after = _with(before, dim, computed.intervals[dim])
             steps += _Round(dim, before, after, prod(owned.extents[dim + 1 :])).steps(site, x, self.indices)
-            alike = alike and _parts_of(owned[me][dim], owned.extents[dim], after.extents[dim])[1]
+            alike = alike and _parts_of(owned.box_of(me)[dim], owned.extents[dim], after.extents[dim])[1]
             before = after
         movement = next((place for place, step in enumerate(steps) if isinstance(step, Together)), len(steps))
         own, others = steps[:movement], steps[movement:]
@@ -222,23 +222,23 @@ class _Round:
 
     def steps(self, site: Site, x: Signature, indices: bool) -> list[Step]:
         """What a worker does, one after the other. A step takes, and returns, values and, if asked for, indices."""
-        dim, me, parts = self.dim, site.me, shape(self.parts[site.me])
+        dim, me, parts = self.dim, site.me, shape(self.parts.box_of(site.me))
         segments = Segments(dim, 1, 1)
         if 0 not in parts:
-            intervals, _ = _parts_of(self.before[me][dim], self.before.extents[dim], self.after.extents[dim])
-            segments = Segments.of(dim, intervals, shape(self.before[me])[dim])
-        first = self.before[me][dim][0]
+            intervals, _ = _parts_of(self.before.box_of(me)[dim], self.before.extents[dim], self.after.extents[dim])
+            segments = Segments.of(dim, intervals, shape(self.before.box_of(me))[dim])
+        first = self.before.box_of(me)[dim][0]
         steps: list[Step] = [_choosing(segments, parts, (first, self.stride) if indices else None)]
         if self.moves:
             plan = copy(self.parts, self.needed, me)
             movements = [site.operator(plan, x.dtype, x.derivatives, [parts])]
             if indices:
                 movements.append(site.operator(plan, torch.int64, NONE, [parts]))
-            result = shape(self.after[me])
+            result = shape(self.after.box_of(me))
             arriving = Segments(dim, 1, 1)
             if 0 not in result:
-                start, stop = self.needed[me][dim]
-                outputs = [self.slots((output, output + 1)) for output in range(*self.after[me][dim])]
+                start, stop = self.needed.box_of(me)[dim]
+                outputs = [self.slots((output, output + 1)) for output in range(*self.after.box_of(me)[dim])]
                 arriving = Segments.of(dim, [(i - start, j - start) for i, j in outputs], stop - start)
             steps += [Together(*movements), _choosing(arriving, result)]
         return steps

@@ -48,7 +48,7 @@ class Dropout:
         dtype = x.dtype
         if not carries_gradients(dtype):
             raise ValueError(f"{site.label} needs a tensor of floating-point or complex numbers; got {dtype}")
-        box, extents = x.layout[site.me][: self.leading], x.layout.extents[: self.leading]
+        box, extents = x.layout.box_of(site.me)[: self.leading], x.layout.extents[: self.leading]
         factor, kept = 1 / (1 - self.p) if self.p < 1 else 0.0, self._kept()
 
         def drop(x: torch.Tensor, calls: CallCount) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Interpolation:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:
             fetch = site.operator(copy(owned, needed, me), x.dtype, x.derivatives, [x.local])
-        resampler = Resampler(along, needed[me], computed[me])
+        resampler = Resampler(along, needed.box_of(me), computed.box_of(me))
 
         def interpolate(block: torch.Tensor) -> torch.Tensor:
             return resampler(block.to(x.dtype))

@@ -77,7 +77,7 @@ class Padding:
         needed = Layout.of(owned.partition, border.fetched(windows, owned.extents))
         plan = copy(owned, needed, me, border.repeats(owned.extents))
         fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], keeps_format=True)
-        filling = Filling.of(border, Layout.of(owned.partition, windows)[me], owned.extents)
+        filling = Filling.of(border, Layout.of(owned.partition, windows).box_of(me), owned.extents)
 
         def fill(cells: torch.Tensor) -> torch.Tensor:
             # (not by local: around no cells, there may be cells of the value)

@@ -255,8 +255,8 @@ class Pooling:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:
             fetch = site.operator(copy(owned, needed, me), x.dtype, x.derivatives, [x.local], keeps_format=True)
-        window = Layout.of(P, [*owned.intervals[:2], *windows])[me]
-        cells = Cells.of(self.sliding, window, needed[me], computed[me], extents)
+        window = Layout.of(P, [*owned.intervals[:2], *windows]).box_of(me)
+        cells = Cells.of(self.sliding, window, needed.box_of(me), computed.box_of(me), extents)
         reduce = self.reduction.over(self.sliding, cells, self.result)
 
         def pool(block: torch.Tensor) -> Any:

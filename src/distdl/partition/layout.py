@@ -118,7 +118,7 @@ class Layout(Mapping[int, Box]):
             interval == (0, extent) for ruler, extent in pairs for interval in ruler.intervals
         )
 
-    def box(self, worker: int) -> Box:
+    def box_of(self, worker: int) -> Box:
         """The box of any worker: an empty one where it has none."""
         return self[worker] if worker in self.partition else ((0, 0),) * len(self.rulers)
 

@@ -1,0 +1,106 @@
+"""Ops of ``distdl.ops`` applied to global tensors, with weights that every worker has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import block_of, derivatives_of, signature_of
+from distdl.globals.replicas import entered
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops import Op, Setup, Site
+from distdl.partition import Partition, Signature
+from distdl.tensors.derivatives import Derivatives
+from distdl.transport import Label
+
+
+class Ready(NamedTuple):
+    """An op that is set up: its steps on this worker, and the layouts of its results."""
+
+    setup: Setup
+    results: tuple[KnownLayout, ...]
+
+
+def ready(
+    context: Context, key: Hashable, choose: Callable[[], tuple[Op, Partition]], name: str, *signatures: Signature | None
+) -> Ready:
+    """The setup of an op, made once.
+
+    Args:
+        key: what the op follows from, apart from the signatures.
+        choose: gives the op, and the partition of the workers that compute.
+    """
+
+    def make() -> Ready:
+        op, work = choose()
+        setup = op.setup(Site(work, context.everyone, Label(name)), *signatures)  # type: ignore[arg-type]
+        return Ready(setup, tuple(map(context.known, setup.results)))
+
+    return context.keep((name, key, signatures), make)
+
+
+def run(made: Ready, *tensors: Any) -> Any:
+    """Make the three steps; each result becomes a global tensor."""
+    setup = made.setup
+    y = setup.move_out(setup.local(*setup.move_in(*tensors)))
+    if isinstance(y, tuple):
+        return tuple(as_global(one, layout) for one, layout in zip(y, made.results, strict=True))
+    return as_global(y, made.results[0])
+
+
+def as_global(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
+    """The global tensor of a block, which may have any shape without cells where the layout has none."""
+    if block.shape != layout.local:
+        block = block.reshape(layout.local)
+    return GlobalTensor._of(block, layout)
+
+
+def apply(
+    op: Callable[[], Op], key: Hashable, x: GlobalTensor, name: str, work: Callable[[], Partition] | None = None,
+    weights: Sequence[torch.Tensor | None] = (),
+) -> Any:  # fmt: skip
+    """Apply an op to a global tensor.
+
+    Args:
+        op: makes it; called once for each key and each signature of the tensors.
+        work: the workers that compute; those of x if not given.
+        weights: tensors that are the same on every worker.
+    """
+    context, partition = x._context, x._layout.partition
+    given = [weight_of(one, context) for one in weights if one is not None]
+    signatures = [signature_of(x), *(whole_signature(context, one) for one in given)]
+    made = ready(context, key, lambda: (op(), partition if work is None else work()), name, *signatures)
+    return run(made, block_of(x), *given)
+
+
+def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
+    """This worker's own copy of a weight. A global one comes to every worker."""
+    return entered(weight.full_tensor() if type(weight) is GlobalTensor else weight, context)
+
+
+def whole_signature(context: Context, weight: torch.Tensor) -> Signature:
+    """What an op is told of a tensor that every worker has whole."""
+    shape = tuple(weight.shape)
+    layout = context.keep(("everywhere", shape), lambda: context.everywhere(shape))
+    return Signature(layout, weight.dtype, derivatives_of(weight), shape)
+
+
+def joined(*derivatives: Derivatives) -> Derivatives:
+    found = Derivatives()
+    for one in derivatives:
+        found = found | one
+    return found
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype in which torch computes products of a tensor on its device, if its autocast is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def numbers(value: Any) -> Any:
+    """An option as a value that can be a key: lists as tuples."""
+    return tuple(map(numbers, value)) if isinstance(value, (list, tuple)) else value

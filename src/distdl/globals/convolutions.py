@@ -1,0 +1,115 @@
+"""Convolutions and transposed convolutions of global tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl.geometry.transposed import Transposed
+from distdl.geometry.windows import Sliding
+from distdl.globals.applying import apply, autocast_dtype, numbers
+from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops.convolution import Convolution
+from distdl.ops.transposed import TransposedConvolution
+from distdl.partition import Partition
+
+
+def work_of(layout: KnownLayout) -> Partition:
+    """The workers of a convolution: batch, out, in, space... Each computes a block of the output channels it has place for."""
+    batch, channel, *space = layout.partition.workers.shape
+    return layout.context.grid(layout.partition, (batch, channel, 1, *space))
+
+
+@handles("conv1d conv2d conv3d", "torch functional")
+def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker computes its outputs, of the cells around its block."""
+
+    def run(
+        input: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        space = weight.dim() - 2
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        if input.dim() == space + 1:
+            return run(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+        if input.dim() != space + 2:
+            raise RuntimeError(
+                f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of size: "
+                f"{list(input.shape)}"
+            )
+        produced, taken = weight.shape[0], weight.shape[1] * groups
+        if taken != input.shape[1]:
+            raise RuntimeError(
+                f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
+                f"{taken} channels, but got {input.shape[1]} channels instead"
+            )
+        key = (numbers(stride), numbers(padding), numbers(dilation), groups, autocast_dtype(input))
+
+        def op() -> Convolution:
+            name = func.__name__
+            sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(_single, key[:3]))
+            made = Convolution(
+                input._layout.partition, taken, produced, sliding, "zeros", groups, autocast_dtype(input)
+            )
+            made.check(name)
+            return made
+
+        return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
+
+    return run(*args, **kwargs)
+
+
+@handles("conv_transpose1d conv_transpose2d conv_transpose3d", "torch functional")
+def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker computes its outputs, of the inputs that add to them."""
+
+    def run(
+        input: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Any:
+        space = weight.dim() - 2
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        if input.dim() == space + 1:
+            y = run(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
+            return y.squeeze(0)
+        if weight.shape[0] != input.shape[1]:
+            raise RuntimeError(
+                f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
+                f"{weight.shape[0]} channels, but got {input.shape[1]} channels instead"
+            )
+        key = (*map(numbers, (stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
+
+        def op() -> TransposedConvolution:
+            geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(_single, key[:4]))
+            made = TransposedConvolution(
+                input._layout.partition, weight.shape[0], weight.shape[1] * groups, geometry, groups,
+                autocast=autocast_dtype(input),
+            )  # fmt: skip
+            made.check(func.__name__)
+            return made
+
+        return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
+
+    return run(*args, **kwargs)
+
+
+def _single(value: Any) -> Any:
+    """A sequence of one number as that number, as torch takes it."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value

@@ -1,0 +1,182 @@
+"""Pooling and interpolation of global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.geometry.windows import PoolSliding
+from distdl.globals.applying import apply, numbers
+from distdl.globals.fallback import fall_back
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
+from distdl.ops.interpolation import Interpolation
+from distdl.ops.pooling import Average, Maximum, Pooling, Power
+from distdl.ops.resampling import Mode
+
+
+def _space_of(func: Any) -> int:
+    """The dims of space that a function's name tells: ``max_pool2d`` has two."""
+    return int(next(letter for letter in func.__name__ if letter.isdigit()))
+
+
+def _batched(space: int, input: GlobalTensor, pool: Callable[[GlobalTensor], Any]) -> Any:
+    """Pool a tensor that may have no batch."""
+    if input.dim() == space + 2:
+        return pool(input)
+    if input.dim() != space + 1:
+        raise RuntimeError(f"Expected {space + 1}D or {space + 2}D input to a pooling, got {list(input.shape)}")
+    y = pool(input.unsqueeze(0))
+    return tuple(one.squeeze(0) for one in y) if isinstance(y, tuple) else y.squeeze(0)
+
+
+def _pooled(
+    func: Any, input: GlobalTensor, reduction: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> Any:
+    space, name = _space_of(func), func.__name__
+    stride = kernel if stride is None or stride == [] or stride == () else stride
+    key = (reduction, *map(numbers, (kernel, stride, padding, dilation)), bool(ceil_mode))
+
+    def op() -> Pooling:
+        given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+        sliding = PoolSliding.of(name, space, *map(_single, map(numbers, given.values())))
+        made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
+        made.check(name)
+        return made
+
+    return _batched(space, input, lambda x: apply(op, key, x, name))
+
+
+def _with_ceil(sliding: PoolSliding, ceil_mode: bool) -> PoolSliding:
+    return PoolSliding(sliding.kernel, sliding.stride, sliding.padding, sliding.dilation, None, bool(ceil_mode))
+
+
+def _single(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+@handles(
+    "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices",
+    "torch functional",
+)
+def max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker completes its block by the cells that its windows read."""
+
+    def run(
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        indices = return_indices or func.__name__.endswith("indices")
+        return _pooled(func, input, Maximum(indices), kernel_size, stride, padding, dilation, ceil_mode)
+
+    return run(*args, **kwargs)
+
+
+@handles("avg_pool1d avg_pool2d avg_pool3d", "torch functional")
+def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: Any,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        reduction = Average(count_include_pad, divisor_override)
+        return _pooled(func, input, reduction, kernel_size, stride, padding, 1, ceil_mode)
+
+    return run(*args, **kwargs)
+
+
+@handles("lp_pool1d lp_pool2d lp_pool3d", "functional")
+def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+        return _pooled(func, input, Power(norm_type), kernel_size, stride, 0, 1, ceil_mode)
+
+    return run(*args, **kwargs)
+
+
+@handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
+def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, output_size: Any) -> Any:
+        extents = _extents(_space_of(func), output_size)
+        return _batched(len(extents), input, lambda x: apply(lambda: AdaptiveAverage(extents), extents, x, func.__name__))
+
+    return run(*args, **kwargs)
+
+
+@handles(
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool1d_with_indices "
+    "adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices",
+    "torch functional",
+)
+def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, output_size: Any, return_indices: bool = False) -> Any:
+        # (torch.adaptive_max_pool1d always gives both)
+        indices = return_indices or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
+        extents = _extents(_space_of(func), output_size)
+        return _batched(
+            len(extents), input, lambda x: apply(lambda: AdaptiveMaximum(extents, indices), (extents, indices), x, func.__name__)
+        )
+
+    return run(*args, **kwargs)
+
+
+def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
+    sizes = (output_size,) * space if output_size is None or isinstance(output_size, int) else tuple(output_size)
+    return sizes * space if len(sizes) == 1 else sizes
+
+
+@handles("interpolate upsample upsample_nearest upsample_bilinear", "functional")
+def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker completes its block by the cells that its outputs read."""
+
+    def run(
+        input: Any,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        recompute_scale_factor: bool | None = None,
+        antialias: bool = False,
+    ) -> Any:
+        if mode == "area":
+            return _area(input, size, scale_factor)
+        if antialias or (size is None) == (scale_factor is None):
+            return fall_back(func, args, kwargs)
+        space, factors = input.dim() - 2, scale_factor
+        if size is not None:
+            size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
+        elif recompute_scale_factor:
+            listed = factors if isinstance(factors, (list, tuple)) else [factors] * space
+            size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
+            factors = None
+        key = (size, numbers(factors), mode, align_corners)
+
+        def op() -> Interpolation:
+            options = Mode.of("interpolate", space, mode, align_corners, factors)
+            return Interpolation(options, None if size is None else (*input.shape[:2], *size))
+
+        return apply(op, (key, tuple(input.shape[:2])), input, "interpolate")
+
+    if func.__name__ == "upsample_bilinear":
+        return run(*args, **{"mode": "bilinear", "align_corners": True, **kwargs})
+    return run(*args, **kwargs)
+
+
+def _area(input: GlobalTensor, size: Any, scale_factor: Any) -> Any:
+    space = input.dim() - 2
+    if size is None:
+        factors = scale_factor if isinstance(scale_factor, (list, tuple)) else [scale_factor] * space
+        size = tuple(int(n * f) for n, f in zip(input.shape[2:], factors, strict=True))
+    pool: Any = getattr(torch.nn.functional, f"adaptive_avg_pool{space}d")
+    return pool(input, size)

@@ -1,0 +1,54 @@
+"""Convolutions of global tensors, with plain weights."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+
+x3, x4, x5 = noise(2, 4, 11), noise(2, 4, 9, 7), noise(2, 4, 6, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"padding": 1}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2, "padding": (2, 1)}, {"groups": 2},
+     {"stride": (3, 2), "padding": 1, "groups": 4}],
+)  # fmt: skip
+def test_convolution(options):
+    w, b = noise(8, 4 // options.get("groups", 1), 3, 3, seed=1), noise(8, seed=2)
+    assert_same(lambda x, w, b: F.conv2d(x, w, b, **options), Global(x4), w, b)
+
+
+def test_other_kernels_and_dims():
+    assert_same(lambda x, w: F.conv1d(x, w, padding=2), Global(x3), noise(3, 4, 5, seed=1))
+    assert_same(lambda x, w, b: F.conv3d(x, w, b, padding=1), Global(x5), noise(3, 4, 3, 3, 3, seed=1), noise(3))
+    assert_same(lambda x, w, b: F.conv2d(x, w, b), Global(x4), noise(5, 4, 1, 1), noise(5))
+    assert_same(lambda x, w: F.conv2d(x, w, stride=4), Global(x4), noise(5, 4, 4, 4))
+    assert_same(lambda x, w: F.conv2d(x, w, padding=3), Global(x4), noise(5, 4, 7, 7), twice=True)
+
+
+def test_empty_blocks():
+    assert_same(lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(1, 1, 4, 1)])
+    assert_same(lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(4, 1, 1, 1)])
+
+
+def test_a_kernel_that_is_global():
+    assert_same(lambda x, w: F.conv2d(x, w, padding=1), Global(x4), Global(noise(6, 4, 3, 3), (2, 1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": 2}, {"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2}, {"dilation": 2, "padding": 1}],
+)
+def test_transposed_convolution(options):
+    w, b = noise(4, 6 // options.get("groups", 1), 3, 3, seed=1), noise(6, seed=2)
+    assert_same(lambda x, w, b: F.conv_transpose2d(x, w, b, **options), Global(x4), w, b)
+
+
+def test_transposed_convolution_in_other_dims():
+    assert_same(lambda x, w: F.conv_transpose1d(x, w, stride=2), Global(x3), noise(4, 3, 4))
+    assert_same(lambda x, w: F.conv_transpose3d(x, w, stride=2), Global(x5), noise(4, 3, 2, 2, 2))
+
+
+def test_bad_shapes_are_torchs_errors():
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 4 channels"):
+        assert_same(lambda x, w: F.conv2d(torch.zeros_like(x), w), Global(x4), noise(5, 3, 3, 3))
