@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from ops import site
 from torch.autograd import gradcheck, gradgradcheck
 
 from distdl.geometry.boxes import runs, shape, slices
@@ -16,7 +17,6 @@ from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
 from distdl.testing import Silent
-from distdl.transport import Label
 
 
 def splits(extent, parts):
@@ -32,7 +32,7 @@ def merged_everywhere(op, grid, blocks, x):
     for me in range(workers):
         P_x = Partition(Silent(me, workers)).reshape(grid)
         owned = Layout.of(P_x, blocks)
-        arranged = op.arrange(owned, Label("Op"))
+        arranged = op.arrange(owned, site(P_x))
         layouts.append((owned, arranged))
         block = owned.block(x).reshape(arranged.cells)
         centre = arranged.moments.centre(block)
@@ -104,9 +104,9 @@ def test_docstring_examples():
 def test_only_what_is_split_is_gathered():
     P = Partition(Silent(0, 4)).reshape(1, 2, 2)
     by_channels = P[:, :, :1]
-    whole_samples = InstanceNorm(8).arrange(Layout.balanced(by_channels, (2, 8, 4)), Label("Op"))
+    whole_samples = InstanceNorm(8).arrange(Layout.balanced(by_channels, (2, 8, 4)), site(P))
     assert whole_samples.moments.plan() is None
-    plan = GroupNorm(4, 8).arrange(Layout.balanced(P, (2, 8, 4)), Label("Op")).moments.plan()
+    plan = GroupNorm(4, 8).arrange(Layout.balanced(P, (2, 8, 4)), site(P)).moments.plan()
     assert {move.source for move in plan.moves if move.target == 0} == {0, 1}  # not across the channels
     assert Along.grouped(runs([0, 4, 4]), 2).needed == ((0, 0), (0, 4), (4, 8))
 

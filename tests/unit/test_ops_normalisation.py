@@ -63,6 +63,73 @@ def test_normalisations_are_torchs(name, grid, split):
     assert_computes(Case(9, op, work(GRIDS[grid]), places(GRIDS[grid], split, dims, weights), sequential))
 
 
+@pytest.mark.parametrize("split", ["uneven", "first"])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", OPS)
+def test_with_weights_everywhere_normalisations_are_torchs(name, grid, split):
+    """Also where workers are idle: each has the whole of weight and bias, and nothing is sent for them."""
+    op, sequential, dims, weights = OPS[name]
+
+    def everywhere(P):
+        x, *_ = places(GRIDS[grid], split, dims, 0)(P)
+        return [x, *[Layout.everywhere(P, [EXTENTS[dim] for dim in dims])] * weights]
+
+    case = Case(9, op, work(GRIDS[grid]), everywhere, sequential, others=lambda P: [P], dims=3)
+    assert_computes(case)
+
+    def operators(P):
+        wholes = [torch.zeros(layout.extents, dtype=torch.float64) for layout in everywhere(P)]
+        return len(case.set_up(P, wholes, True)[0].move_in.operators)
+
+    assert set(together(9, operators)) == {1}
+
+
+@pytest.mark.parametrize("momentum", [0.25, None])
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("kind", [BatchNorm, InstanceNorm])
+def test_running_statistics_everywhere(kind, grid, split, momentum):
+    """All workers have those of all channels, to the same bits: with an empty block and outside the partition, too.
+
+    Evaluated, a normalisation takes parts of them, and nothing moves.
+    """
+    grid = GRIDS[grid]
+    x = torch.randn(EXTENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 3
+    cotangent = torch.randn(EXTENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mean, variance = torch.zeros(6).double(), torch.ones(6).double()
+    theirs = x.clone().requires_grad_()
+    if kind is BatchNorm:
+        y = functional.batch_norm(theirs, mean, variance, training=True, momentum=momentum or 0.5)
+    else:
+        y = functional.instance_norm(theirs, mean, variance, momentum=momentum or 0.0)
+    y.backward(cotangent)
+    evaluated = functional.batch_norm(x, mean, variance)
+
+    def main(P):
+        (layout,) = places(grid, split, [1], 0)(P)
+        inside = P.rank in layout.partition
+        here, given = site(layout.partition, P), signature(layout, blank=(0, 0, 0))
+        block = layout.block(x).clone() if inside else x.new_zeros(0, 0, 0)
+        block.requires_grad_()
+        kept = torch.zeros(6).double(), torch.ones(6).double(), torch.tensor(2)
+        setup = kind(6, momentum=momentum, running=True, everywhere=True).setup(here, given)
+        found = setup.move_out(setup.local(*setup.move_in(block, *kept)))
+        found.backward(layout.block(cotangent) if inside else torch.zeros_like(found))
+        setup = kind(6, running=True, training=False, everywhere=True).setup(here, given)
+        assert all(operator.still for operator in setup.move_in.operators)
+        constant = setup.move_out(setup.local(*setup.move_in(block.detach(), *kept)))
+        if inside:
+            assert torch.allclose(found, layout.block(y)) and torch.allclose(block.grad, layout.block(theirs.grad))
+            assert torch.allclose(constant, layout.block(evaluated))
+        else:
+            assert found.numel() == constant.numel() == 0 and block.grad is not None
+        return torch.stack(kept[:2])
+
+    found = together(9, main)
+    assert torch.allclose(found[0], torch.stack([mean, variance]))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_with_running_statistics_a_normalisation_is_affine(split):
     """Evaluated, it is a matrix; a worker keeps the statistics of its balanced block of channels."""

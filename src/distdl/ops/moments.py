@@ -102,11 +102,14 @@ class Moments:
     Attributes:
         along: for each dim of the tensor.
         centred: whether they are mean and M2; otherwise the mean of the squares.
+        everywhere: workers of which each gathers all entries, also where it has no part of the tensor; None if a place
+            gathers those that it needs.
     """
 
     partition: Partition
     along: tuple[Along, ...]
     centred: bool
+    everywhere: Partition | None = None
 
     @cached_property
     def owned(self) -> Layout:
@@ -116,11 +119,18 @@ class Moments:
     @cached_property
     def needed(self) -> Layout:
         """The entries that each worker gathers."""
-        return self._layout([one.needed for one in self.along])
+        needed = [one.needed for one in self.along]
+        if self.everywhere is None:
+            return self._layout(needed)
+        return Layout.everywhere(self.everywhere, (self._kinds, *(max(j for _, j in along) for along in needed)))
 
     def _layout(self, intervals: Sequence[Sequence[Interval]]) -> Layout:
         places = self.partition.reshape(1, *self.partition.workers.shape)
-        return Layout.of(places, [[(0, 2 if self.centred else 1)], *intervals])
+        return Layout.of(places, [[(0, self._kinds)], *intervals])
+
+    @property
+    def _kinds(self) -> int:
+        return 2 if self.centred else 1
 
     def plan(self) -> Plan | None:
         """The movement of entries, from owned to needed; None if every worker measures just what it needs."""
@@ -129,17 +139,26 @@ class Moments:
 
     @cached_property
     def _own(self) -> Box:
-        return self.owned[self.partition.comm.rank]
+        return self.owned.box(self.partition.comm.rank)
 
     @property
     def measured(self) -> Shape:
         """Shape of the entries that this worker measures."""
-        return shape(self._own)
+        return (self._kinds, *shape(self._own)[1:])
 
     @cached_property
     def gathered(self) -> Box:
         """The box of the entries that this worker gathers."""
-        return self.needed[self.partition.comm.rank][1:]
+        return self._needed[1:]
+
+    @property
+    def _needed(self) -> Box:
+        return self.needed.box(self.partition.comm.rank)
+
+    @property
+    def arriving(self) -> Shape:
+        """Shape of the entries that this worker gathers."""
+        return (self._kinds, *shape(self._needed)[1:])
 
     @cached_property
     def _dims(self) -> list[int]:
@@ -183,10 +202,12 @@ class Moments:
         states = entries.reshape(kinds, *paired).permute(order).reshape(len(self._counts), kinds, *means)
         if not self._counts:
             return zeros_on(states, states.shape[1:])
-        if len(self._counts) == 1:
-            return states[0]
-        merged: torch.Tensor = Merge.apply(states, self._counts)  # type: ignore[no-untyped-call]
-        return merged
+        merged: torch.Tensor = states[0]
+        if len(self._counts) > 1:
+            merged = Merge.apply(states, self._counts)  # type: ignore[no-untyped-call]
+        # a worker that gathers nothing has one mean along merged dims all the same: of no cell, but it broadcasts
+        absent = [dim for dim, (one, n) in enumerate(zip(self.along, extents, strict=True), 1) if one.merges and not n]
+        return merged.sum(absent, keepdim=True) if absent else merged
 
     def of(self, means: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """Of the means, those of this worker's own entries, or of a box of entries; along merged dims, there is one."""

@@ -30,9 +30,8 @@ from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.ops.moments import Along, Moments, subgroup
 from distdl.ops.setup import Setup, Site
 from distdl.ops.standardisation import Arrangement, Running, set_up, step
-from distdl.partition import Layout, Signature
+from distdl.partition import CartesianPartition, Layout, Signature
 from distdl.partition.groups import dims
-from distdl.transport.label import Label
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class BatchNorm:
         momentum: the weight of a new batch in the running statistics; None for their average over all batches.
         running: whether there are running statistics.
         training: whether they take note of x; if not, they stand for its moments.
+        everywhere: whether every member keeps those of all channels; else of its balanced block of channels.
     """
 
     num_features: int
@@ -51,6 +51,7 @@ class BatchNorm:
     momentum: float | None = 0.1
     running: bool = True
     training: bool = True
+    everywhere: bool = False
 
     @property
     def extents(self) -> Mapping[int, int]:
@@ -59,19 +60,19 @@ class BatchNorm:
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         batch, _, *space = owned.extents
         if self.running and not self.training:
-            return _by_channels(owned, [])
+            return _by_channels(owned, site, self)
         if batch * prod(space) == 1:
             raise ValueError(
-                f"{label} needs more than 1 value per channel when training; the global shape of the input is "
+                f"{site.label} needs more than 1 value per channel when training; the global shape of the input is "
                 f"{dims(owned.extents)}"
             )
-        kept = _kept(owned, self.extents[1]) if self.running else None
+        kept = _kept(owned, self)
         batches, _, *spaces = owned.intervals
         along = [Along.merged(batches), _channels(owned, kept), *map(Along.merged, spaces)]
-        return _by_channels(owned, along, kept, self.momentum)
+        return _by_channels(owned, site, self, along, kept, self.momentum)
 
     def compute(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
@@ -88,7 +89,7 @@ class InstanceNorm:
     Attributes:
         num_features: global number of channels.
         momentum: the weight of a new batch in the running statistics, which are averages over it; None for 0.
-        running, training: see :class:`BatchNorm`.
+        running, training, everywhere: see :class:`BatchNorm`.
     """
 
     num_features: int
@@ -96,6 +97,7 @@ class InstanceNorm:
     momentum: float | None = 0.1
     running: bool = False
     training: bool = True
+    everywhere: bool = False
 
     @property
     def extents(self) -> Mapping[int, int]:
@@ -104,20 +106,20 @@ class InstanceNorm:
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         samples, _, *space = owned.extents
         if self.running and not self.training:
-            return _by_channels(owned, [])
+            return _by_channels(owned, site, self)
         if prod(space) == 1:
             raise ValueError(
-                f"{label} needs more than 1 spatial element when training; the global shape of the input is "
+                f"{site.label} needs more than 1 spatial element when training; the global shape of the input is "
                 f"{dims(owned.extents)}"
             )
-        kept = _kept(owned, self.extents[1]) if self.running else None
+        kept = _kept(owned, self)
         batches, _, *spaces = owned.intervals
         needed = [(0, samples)] * len(batches) if kept is not None else batches
         along = [Along.kept(batches, needed), _channels(owned, kept), *map(Along.merged, spaces)]
-        return _by_channels(owned, along, kept, self.momentum or 0.0)
+        return _by_channels(owned, site, self, along, kept, self.momentum or 0.0)
 
     def compute(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
@@ -163,12 +165,12 @@ class GroupNorm:
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         samples, _, *space = owned.extents
         size = self.num_channels // self.num_groups
         if samples * size * prod(space) == 1:
             raise ValueError(
-                f"{label} needs more than 1 value per channel when training; the global shape of the input is "
+                f"{site.label} needs more than 1 value per channel when training; the global shape of the input is "
                 f"{dims(owned.extents)} in {self.num_groups} groups"
             )
         P_x = owned.partition
@@ -180,7 +182,7 @@ class GroupNorm:
             Along.merged([(0, together)]),
             *map(Along.merged, spaces),
         ]
-        batch, own, *rest = shape(owned[P_x.comm.rank])
+        batch, own, *rest = shape(owned.box(P_x.comm.rank))
         cells = (batch, own // together, together, *rest)
         places = P_x.workers.shape
         moments = Moments(P_x.reshape(*places[:2], 1, *places[2:]), tuple(along), centred=True)
@@ -211,7 +213,7 @@ class LayerNorm:
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         return _by_last_dims(owned, self.extents, centred=True)
 
     def compute(
@@ -239,7 +241,7 @@ class RMSNorm:
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         return set_up(self, site, *signatures)
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         return _by_last_dims(owned, self.extents, centred=False)
 
     def compute(
@@ -250,16 +252,22 @@ class RMSNorm:
 
 
 def _by_channels(
-    owned: Layout, along: Sequence[Along], kept: Interval | None = None, momentum: float | None = None
+    owned: Layout,
+    site: Site,
+    op: BatchNorm | InstanceNorm,
+    along: Sequence[Along] = (),
+    kept: Interval | None = None,
+    momentum: float | None = None,
 ) -> Arrangement:
-    cells = shape(owned[owned.partition.comm.rank])
+    cells, everywhere = shape(owned.box(site.me)), op.running and op.everywhere
     row = (1, cells[1], *[1] * (len(cells) - 2))
-    moments = Moments(owned.partition, tuple(along), centred=True) if along else None
-    return Arrangement(cells, row, moments, kept, momentum)
+    members = CartesianPartition(site.comm, list(site.members)) if everywhere else None
+    moments = Moments(owned.partition, tuple(along), centred=True, everywhere=members) if along else None
+    return Arrangement(cells, row, moments, kept, momentum, everywhere)
 
 
 def _by_last_dims(owned: Layout, last: Mapping[int, int], centred: bool) -> Arrangement:
-    cells = shape(owned[owned.partition.comm.rank])
+    cells = shape(owned.box(owned.partition.comm.rank))
     along = [
         Along.merged(intervals) if dim in last else Along.kept(intervals)
         for dim, intervals in enumerate(owned.intervals)
@@ -268,10 +276,14 @@ def _by_last_dims(owned: Layout, last: Mapping[int, int], centred: bool) -> Arra
     return Arrangement(cells, row, Moments(owned.partition, tuple(along), centred))
 
 
-def _kept(owned: Layout, channels: int) -> Interval:
+def _kept(owned: Layout, op: BatchNorm | InstanceNorm) -> Interval | None:
     """The channels of which this worker keeps running statistics."""
+    if not op.running:
+        return None
     P_x = owned.partition
-    return balanced(channels, P_x.workers.shape[1])[P_x.index_of(P_x.comm.rank)[1]]
+    if op.everywhere:
+        return (0, op.num_features)
+    return balanced(op.num_features, P_x.workers.shape[1])[P_x.index_of(P_x.comm.rank)[1]]
 
 
 def _channels(owned: Layout, kept: Interval | None) -> Along:

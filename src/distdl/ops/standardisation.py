@@ -15,7 +15,7 @@ from distdl.exchange import Operator, Together
 from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.ops.affine import affine, less
 from distdl.ops.moments import Moments
-from distdl.ops.setup import Setup, Site, same
+from distdl.ops.setup import Parts, Setup, Site, same
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.groups import dims
 from distdl.partition.layout import Lookup
@@ -39,6 +39,7 @@ class Arrangement:
         moments: what is measured; None where running statistics stand for it.
         kept: the channels of which this worker keeps running statistics, if they take note of x.
         momentum: the weight of a new batch in them; None for their average over all batches.
+        everywhere: whether every member keeps those of all channels.
     """
 
     cells: Shape
@@ -46,6 +47,7 @@ class Arrangement:
     moments: Moments | None
     kept: Interval | None = None
     momentum: float | None = None
+    everywhere: bool = False
 
 
 class Running(NamedTuple):
@@ -80,7 +82,7 @@ class Normalisation(Protocol):
     def extents(self) -> Mapping[int, int]:
         """Global extents of x along the dims in which weight and bias vary."""
 
-    def arrange(self, owned: Layout, label: Label) -> Arrangement:
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
         """What is measured on an x that is split so.
 
         Raises: ValueError, a function of the layout's extents only.
@@ -124,23 +126,29 @@ def set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) -> 
     """The three steps of any normalisation, of ``(x, weight, bias, running mean, running variance, batches)``.
 
     ``weight`` and ``bias`` are there as far as they have signatures, the others if there are running statistics:
-    those of this worker's balanced block of channels, and the number of batches that they have taken note of.
+    those of this worker's balanced block of channels, or of all, and the number of batches that they have taken note
+    of. Where every worker has all of the weights, or of the statistics, it takes its part, and they do not move.
     """
     _check(op, site.label, x, weights)
-    arrangement = op.arrange(x.layout, site.label)
+    arrangement = op.arrange(x.layout, site)
     needed = {dim: x.layout.intervals[dim] for dim in op.extents}
+    own = x.layout.box(site.me)
+    part = Parts([tuple(own[dim] for dim in op.extents)], [tuple(op.extents.values())])
     plan = None if arrangement.moments is None else arrangement.moments.plan()
     row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
-    spread = [_spread(site, needed, row, weights)] if weights else []
+    everywhere = bool(weights) and weights[0].layout.is_everywhere
+    spread = [_spread(site, needed, row, weights)] if weights and not everywhere else []
+    given = _Given(len(weights), part if everywhere else None)
     if arrangement.moments is None or plan is None:
-        lent = [_lend(site, needed, row)] if arrangement.moments is None else []
-        return _by_torch(op, site, arrangement, x, weights, [*spread, *lent])
-    gather = site.operator(plan, torch.float64, x.derivatives, [arrangement.moments.measured])
-    return _by_moments(op, arrangement, arrangement.moments, x, len(weights), Together(gather, *spread))
+        lent = [_lend(site, needed, row)] if arrangement.moments is None and not arrangement.everywhere else []
+        return _by_torch(op, site, arrangement, x, weights, given, part, spread, lent)
+    moments = arrangement.moments
+    gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
+    return _by_moments(op, arrangement, moments, x, given, Together(gather, *spread))
 
 
 def _by_moments(
-    op: Normalisation, arrangement: Arrangement, moments: Moments, x: Signature, weights: int, moves: Together
+    op: Normalisation, arrangement: Arrangement, moments: Moments, x: Signature, given: _Given, moves: Together
 ) -> Setup:
     """Where workers share means: entries and weights move at the same time, and then each normalises its block."""
     dtype, work, own = x.dtype, _work(x), x.local
@@ -149,8 +157,7 @@ def _by_moments(
         block = _block(x, others, dtype, work).reshape(arrangement.cells)
         centre = moments.centre(block) if moments.centred else None
         rest = block if centre is None else less(block, centre)
-        given = [other.to(rest.device) for other in others[:weights]]
-        return (rest, centre), [moments.measure(rest, centre), *given], others[weights:]
+        return (rest, centre), [moments.measure(rest, centre), *given.of(others, rest.device)], others[given.number :]
 
     def normalise(here: tuple[torch.Tensor, torch.Tensor | None], moved: Tensors, kept: Tensors) -> torch.Tensor:
         (rest, centre), (entries, *rows) = here, moved
@@ -177,25 +184,30 @@ def _by_torch(
     arrangement: Arrangement,
     x: Signature,
     weights: Sequence[Signature],
+    given: _Given,
+    part: Parts,
     spread: Sequence[Operator],
+    lent: Sequence[Operator],
 ) -> Setup:
     """Where nothing that is measured moves: torch's own operator does it faster."""
     dtype, work, own, count = x.dtype, _work(x), x.local, len(weights)
     derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
-    moves = Together(site.identity(work, x.derivatives | derivatives, own), *spread)
+    moves = Together(site.identity(work, x.derivatives | derivatives, own), *spread, *lent)
     absent = bool(weights) and site.me not in weights[0].layout.partition and derivatives.gradient
     lends = arrangement.moments is None
 
     def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[None, Sequence[torch.Tensor], Tensors]:
         block = _block(x, others, dtype, work)
-        given = [other.to(block.device) for other in others[:count]]
-        if absent and block.requires_grad and not given[0].requires_grad:
-            block, nothing = tie(block, given[0])
-            given = [nothing] * count
+        rows = given.of(others, block.device)
+        if absent and block.requires_grad and not rows[0].requires_grad:
+            block, nothing = tie(block, rows[0])
+            rows = [nothing] * count
         running = others[count : count + 2] if lends else ()
-        if running and spread[-1].inputs[0] == (0,):
+        if running and not lent:
+            running = tuple(part.each(running))
+        elif running and lent[0].inputs[0] == (0,):
             running = tuple(one[:0] for one in running)
-        return None, [block, *given, *(one.double() for one in running)], others[count:]
+        return None, [block, *rows, *(one.double() for one in running)], others[count:]
 
     def normalise(here: None, moved: Tensors, kept: Tensors) -> torch.Tensor:
         block, flat = moved[0], [(row if row.dim() == 1 else row.flatten()).to(work) for row in moved[1:]]
@@ -215,6 +227,23 @@ def _by_torch(
         return y.to(dtype)
 
     return Setup(Arrival(prepare, moves), normalise, same, (x.layout,))
+
+
+class _Given(NamedTuple):
+    """The weights that are given.
+
+    Attributes:
+        number: how many.
+        part: cuts this worker's part out of each, where every worker has the whole of them.
+    """
+
+    number: int
+    part: Parts | None
+
+    def of(self, others: Tensors, device: torch.device) -> list[torch.Tensor]:
+        """Those of this worker, in front of other tensors, on a device."""
+        weights = [other.to(device) for other in others[: self.number]]
+        return weights if self.part is None else self.part.each(weights)
 
 
 def _work(x: Signature) -> torch.dtype:
