@@ -266,6 +266,17 @@ def linear_everywhere(grid, split=None, bias=True, features=(7, 5)):
     )  # fmt: skip
 
 
+def embedding_everywhere(grid, split):
+    indices = torch.tensor([[5, 0, 3], [1, 1, 2], [4, 3, 1], [5, 5, 3], [0, 2, 2], [0, 1, 4]])
+    indices = indices[:, 0] if len(grid) == 1 else indices
+    case = everywhere(
+        lambda P_x: Embedding(P_x.reshape(*grid, 1), padding_idx=3), lambda x, w: functional.embedding(x, w, 3), grid,
+        indices.shape, [(6, 5)], (0, split), axes=(*grid, 1, 1),
+    )  # fmt: skip
+    table = torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return replace(case, inputs=(indices, table))
+
+
 EVERYWHERE = {
     "alone": convolved((1, 1, 1)),
     "space": convolved((1, 1, 3)),
@@ -292,6 +303,8 @@ EVERYWHERE = {
     "transposed, many groups cut through": transposed_everywhere((1, 2, 1), groups=4, channels=(4, 12), bias=False),
     "transposed, groups cut through by an empty block": transposed_everywhere(
         (3, 2, 1), (0, [1, 0, 1]), groups=3, channels=(3, 6)),
+    "embedding, one dim": embedding_everywhere((3,), [0, 5, 1]),
+    "embedding, two dims": embedding_everywhere((2, 2), [2, 4]),
     "linear, features": linear_everywhere((1, 3)),
     "linear, features, uneven": linear_everywhere((2, 3), (1, [6, 0, 1])),
     "linear, batch": linear_everywhere((2, 2, 1), (1, [3, 0])),

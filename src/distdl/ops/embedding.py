@@ -8,7 +8,8 @@ Here 6 rows lie on two workers (P_w: 2 x 1, for indices on one worker, P_x: 1)::
     y = [ W_5   W_0   W_3 ]  <-----------                   add: along the rows, onto P_y
 
 In every sum all terms but one are 0, so y is exact. Where the indices are split, the table is copied along their axes,
-and the gradients of the copies add up where it is stored. Indices have no gradient.
+and the gradients of the copies add up where it is stored. Indices have no gradient. A table that every worker has whole
+is not split by rows, and nothing is sent for it: its gradient on a worker is that of the worker's own indices.
 """
 
 from __future__ import annotations
@@ -51,9 +52,12 @@ class Embedding:
             raise ValueError(f"{site.label} needs indices in int32 or int64; got {dtype}")
         work, me, blank = site.partition, site.me, blank_shape(x.local)
         axes, (rows, columns) = x.layout.partition.workers.shape, table.layout.intervals
+        if table.layout.is_everywhere:
+            rows, stored = rows[:1], work
+        else:
+            stored = table.layout.partition.reshape(*[1] * len(axes), len(rows), len(columns))
         along_both = x.layout.partition.reshape(*axes, 1, 1)
         along_rows = self.target.reshape(*axes, 1, len(columns))
-        stored = table.layout.partition.reshape(*[1] * len(axes), len(rows), len(columns))
         computed = Layout.of(self.target, [*x.layout.intervals, columns])
         result, mine = blank, (0, 0)
         if me in work:
