@@ -48,9 +48,20 @@ ELEMENTS = {  # function, options, input, target, weight of elements, weight of 
 }
 
 
+FIRST = 1  # the first worker of P_x
+
+
 def members(P, grid):
     """P_x: all workers but the first."""
-    return P[1:].reshape(*grid)
+    return P[FIRST:].reshape(*grid)
+
+
+NOTHING = (0, 0, 0)  # what a worker has outside P_x
+
+
+def part_of(layout, tensor):
+    """This worker's block."""
+    return layout.block(tensor) if layout.partition.active else tensor.new_zeros(NOTHING)
 
 
 def derivatives_of(loss, tensors):
@@ -71,7 +82,7 @@ def assert_together(found, expected, whole, blocks):
     """
     losses = [one[0].detach() for one in found if one is not None]
     assert torch.allclose(sum(losses), expected.detach(), rtol=1e-12)
-    assert not any(loss.any() for loss in losses[1:])
+    assert not any(one[0].any() for rank, one in enumerate(found) if one is not None and rank != FIRST)
     for order, sequential in enumerate(derivatives_of(expected, whole)):
         for one, at in zip(found, blocks, strict=True):
             for ours, theirs, where in zip(one[1][order], sequential, at, strict=True) if one else ():
@@ -82,7 +93,9 @@ def assert_together(found, expected, whole, blocks):
 @pytest.mark.parametrize("reduction", ["sum", "mean", "batchmean"])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_a_loss_of_elements(name, grid, reduction):
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_loss_of_elements(name, grid, reduction, idle):
+    """An idle worker may take part, too, with tensors of zero volume."""
     function, options, x, target, weight, positive = ELEMENTS[name]
     shape, extents = GRIDS[grid]
     blocks, op = [runs(along) for along in extents], ElementLoss(function, reduction, tuple(options.items()))
@@ -90,16 +103,16 @@ def test_a_loss_of_elements(name, grid, reduction):
 
     def main(P):
         P_x = members(P, shape)
-        if not P_x.active:
+        if not (P_x.active or idle):
             return None
         owned = Layout.of(P_x, blocks)
-        tensors = [owned.block(one).clone().requires_grad_() for one in (x, target)]
-        given = [signature(owned), signature(owned)]
-        given.append(None if weight is None else signature(owned, gradient=False))
+        tensors = [part_of(owned, one).clone().requires_grad_() for one in (x, target)]
+        given = [signature(owned, blank=NOTHING), signature(owned, blank=NOTHING)]
+        given.append(None if weight is None else signature(owned, gradient=False, blank=NOTHING))
         everywhere = Signature(owned, torch.float64, Derivatives(), (4, 1))
         given.append(None if positive is None else everywhere)
-        setup = op.setup(site(P_x), *given)
-        weights = (ABSENT if weight is None else owned.block(weight), ABSENT if positive is None else positive)
+        setup = op.setup(site(P_x, *[P] * idle), *given)
+        weights = (ABSENT if weight is None else part_of(owned, weight), ABSENT if positive is None else positive)
         loss = setup.move_out(setup.local(*setup.move_in(*tensors, *weights)))
         return loss, derivatives_of(loss, tensors)
 
@@ -108,7 +121,7 @@ def test_a_loss_of_elements(name, grid, reduction):
     expected = getattr(functional, function)(*whole, reduction="sum", **options, **more)
     expected = expected / {"sum": 1, "mean": x.numel(), "batchmean": len(x)}[reduction]
     P = Partition(Silent(0, size))
-    boxes = [None, *[[slices(box)] * 2 for box in Layout.of(members(P, shape), blocks).values()]]
+    boxes = [[None, None], *[[slices(box)] * 2 for box in Layout.of(members(P, shape), blocks).values()]]
     assert_together(together(size, main), expected, whole, boxes)
 
 
@@ -124,7 +137,9 @@ CLASSES = {  # the operation, torch's function, whether there is a weight, the t
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_loss_of_classes(name, grid, reduction):
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_loss_of_classes(name, grid, reduction, idle):
+    """An idle worker may take part, too, with tensors of zero volume."""
     make, sequential, weighted, target = CLASSES[name]
     shape, extents = GRIDS[grid]
     blocks, probabilities = [runs(along) for along in extents], target.dim() == 3
@@ -132,18 +147,23 @@ def test_a_loss_of_classes(name, grid, reduction):
 
     def main(P):
         P_x = members(P, shape)
-        if not P_x.active:
+        if not (P_x.active or idle):
             return None
         owned, places = Layout.of(P_x, blocks), P_x[:, :1]
         targets = Layout.of(places, [blocks[0], [(0, 4 if probabilities else 1)], blocks[2]])
-        x, t = owned.block(X).clone().requires_grad_(), torch.zeros(0, dtype=target.dtype)
+        x, t = part_of(owned, X).clone().requires_grad_(), torch.zeros(0, dtype=target.dtype)
+        if not P_x.active:
+            t = target.new_zeros((0,) * target.dim())
         if places.active:
             at = slices(targets[P.rank])
             t = target[at] if probabilities else target[at[0], at[2]]
         t = t.clone().requires_grad_(probabilities)
-        given = [signature(owned), Signature(targets, t.dtype, Derivatives(probabilities), tuple(t.shape))]
+        given = [
+            signature(owned, blank=NOTHING),
+            Signature(targets, t.dtype, Derivatives(probabilities), tuple(t.shape)),
+        ]
         given.append(Signature(owned, torch.float64, Derivatives(), (4,)) if weighted else None)
-        setup = make(reduction=reduction).setup(site(P_x), *given)
+        setup = make(reduction=reduction).setup(site(P_x, *[P] * idle), *given)
         loss = setup.move_out(setup.local(*setup.move_in(x, t, WEIGHT if weighted else ABSENT)))
         assert setup.classes == 4
         return loss, derivatives_of(loss, [x, t] if probabilities else [x])
@@ -154,7 +174,7 @@ def test_a_loss_of_classes(name, grid, reduction):
     smoothing = {"label_smoothing": options.label_smoothing} if sequential is functional.cross_entropy else {}
     asked = whole[1] if probabilities else target
     expected = sequential(whole[0], asked, weight, reduction=reduction, **smoothing)
-    found, where = Layout.of(members(Partition(Silent(0, size)), shape), blocks), [None]
+    found, where = Layout.of(members(Partition(Silent(0, size)), shape), blocks), [[None] * len(whole)]
     for worker in found:
         box = slices(found[worker])
         reads = found.partition.index_of(worker)[1] == 0

@@ -113,7 +113,7 @@ class Places:
     @cached_property
     def first(self) -> int:
         """The number of this worker's first class."""
-        return self.owned[self.site.me][1][0]
+        return self.owned.box_of(self.site.me)[1][0]
 
     @cached_property
     def holds(self) -> bool:
@@ -135,11 +135,16 @@ class Places:
             plan = copy(self.target.layout, self.owned, self.site.me)
         else:
             plan = broadcast(self.first_of_each, self.site.partition, self.numbers, self.site.me)
-        spread = self.site.operator(plan, self.target.dtype, self.target.derivatives, [self.target.local])
+        blank = self.local if self.probabilities else without_classes(self.local)
+        spread = self.site.operator(plan, self.target.dtype, self.target.derivatives, [self.target.local], [blank])
         return Together(stay, spread)
 
     def cast(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both in the dtypes that they are worked on: one that is empty may have come in another."""
+        if not self.is_split and x.shape[1] != self.classes:
+            # outside the partition; torch wants all classes, if of no place
+            x = x.reshape(0, self.classes, *x.shape[2:])
+            target = target.reshape(x.shape) if self.probabilities else target
         return x.to(self.dtype), target.to(self.target.dtype if self.probabilities else torch.int64)
 
     def counts(self, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
