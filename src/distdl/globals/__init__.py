@@ -1,6 +1,17 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import autograd, convolutions, fallback, pointwise, reductions, resizing, values
+from distdl.globals import (
+    autograd,
+    convolutions,
+    fallback,
+    lookups,
+    losses,
+    normalising,
+    pointwise,
+    reductions,
+    resizing,
+    values,
+)
 from distdl.globals.distribute import distribute
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.tensor import GlobalTensor

@@ -71,7 +71,7 @@ class ElementLoss:
     ) -> Setup:
         owned, box = x.layout, None
         if pos_weight is not None:
-            box = owned.box(site.me)
+            box = owned.box_of(site.me)
             _check_pos_weight(site, pos_weight.local, owned.extents)
         signatures = (x, target, weight, pos_weight)
         given = [one for one in signatures if one is not None]

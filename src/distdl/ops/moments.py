@@ -139,7 +139,7 @@ class Moments:
 
     @cached_property
     def _own(self) -> Box:
-        return self.owned.box(self.partition.comm.rank)
+        return self.owned.box_of(self.partition.comm.rank)
 
     @property
     def measured(self) -> Shape:
@@ -153,7 +153,7 @@ class Moments:
 
     @property
     def _needed(self) -> Box:
-        return self.needed.box(self.partition.comm.rank)
+        return self.needed.box_of(self.partition.comm.rank)
 
     @property
     def arriving(self) -> Shape:

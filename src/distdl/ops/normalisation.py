@@ -182,7 +182,7 @@ class GroupNorm:
             Along.merged([(0, together)]),
             *map(Along.merged, spaces),
         ]
-        batch, own, *rest = shape(owned.box(P_x.comm.rank))
+        batch, own, *rest = shape(owned.box_of(P_x.comm.rank))
         cells = (batch, own // together, together, *rest)
         places = P_x.workers.shape
         moments = Moments(P_x.reshape(*places[:2], 1, *places[2:]), tuple(along), centred=True)
@@ -259,7 +259,7 @@ def _by_channels(
     kept: Interval | None = None,
     momentum: float | None = None,
 ) -> Arrangement:
-    cells, everywhere = shape(owned.box(site.me)), op.running and op.everywhere
+    cells, everywhere = shape(owned.box_of(site.me)), op.running and op.everywhere
     row = (1, cells[1], *[1] * (len(cells) - 2))
     members = CartesianPartition(site.comm, list(site.members)) if everywhere else None
     moments = Moments(owned.partition, tuple(along), centred=True, everywhere=members) if along else None
@@ -267,7 +267,7 @@ def _by_channels(
 
 
 def _by_last_dims(owned: Layout, last: Mapping[int, int], centred: bool) -> Arrangement:
-    cells = shape(owned.box(owned.partition.comm.rank))
+    cells = shape(owned.box_of(owned.partition.comm.rank))
     along = [
         Along.merged(intervals) if dim in last else Along.kept(intervals)
         for dim, intervals in enumerate(owned.intervals)

@@ -132,7 +132,7 @@ def set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) -> 
     _check(op, site.label, x, weights)
     arrangement = op.arrange(x.layout, site)
     needed = {dim: x.layout.intervals[dim] for dim in op.extents}
-    own = x.layout.box(site.me)
+    own = x.layout.box_of(site.me)
     part = Parts([tuple(own[dim] for dim in op.extents)], [tuple(op.extents.values())])
     plan = None if arrangement.moments is None else arrangement.moments.plan()
     row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)

@@ -1,0 +1,72 @@
+"""Lookups in tables that every worker has whole, and activations with a weight for each channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.globals.applying import as_global, weight_of
+from distdl.globals.fallback import fall_back
+from distdl.globals.operands import block_of
+from distdl.globals.pointwise import elementwise
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+
+
+@handles("embedding", "functional")
+def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker looks up the rows of its own indices."""
+
+    def run(
+        input: Any,
+        weight: torch.Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Any:
+        if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
+            return fall_back(func, args, kwargs)
+        context, layout, table = input._context, input._layout, weight_of(weight, input._context)
+        y = functional.embedding(block_of(input), table, padding_idx)
+        columns = int(table.shape[1])
+        grid = layout.partition.workers.shape
+
+        def result() -> Any:
+            return context.layout(context.grid(layout.partition, (*grid, 1)), [*layout.intervals, ((0, columns),)])
+
+        return as_global(y, context.keep(("embedding", layout, columns), result))
+
+    return run(*args, **kwargs)
+
+
+@handles("prelu", "torch functional")
+def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A weight for all elements, or one for each channel."""
+
+    def run(input: Any, weight: torch.Tensor) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        if weight.numel() > 1 and input.dim() > 2:
+            weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+        elif weight.numel() == 1:
+            weight = weight.reshape(())
+        return elementwise(_prelu, (input, weight), {})
+
+    return run(*args, **kwargs)
+
+
+def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 0, x, weight * x)
+
+
+@handles("glu", "functional")
+def glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: int = -1) -> Any:
+        first, gate = input.chunk(2, dim)
+        return first * gate.sigmoid()
+
+    return run(*args, **kwargs)

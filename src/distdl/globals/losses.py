@@ -1,0 +1,181 @@
+"""Losses of ``torch.nn.functional``: of a global input, and a target that is global or the same on every worker."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.globals.applying import ready, weight_of, whole_signature
+from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
+from distdl.globals.operands import aligned, block_of, derivatives_of, moved, signature_of, taken
+from distdl.globals.pointwise import elementwise
+from distdl.globals.reductions import summed, without_dims
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
+from distdl.ops.loss import ABSENT
+from distdl.partition import Signature
+
+
+@handles(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
+    "poisson_nll_loss soft_margin_loss gaussian_nll_loss hinge_embedding_loss margin_ranking_loss",
+    "functional",
+)
+def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each worker adds up the losses of its elements; the sum over the workers is divided once."""
+    names = _POSITIONS[func.__name__]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
+    reduction = given.pop("reduction", "mean")
+    if average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+    if reduction not in ("none", "mean", "sum") and not (reduction == "batchmean" and func is functional.kl_div):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    _check_shapes(func, given)
+    tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+    if reduction == "none":
+        operands = tuple(given.pop(name) for name in tensors)
+        return elementwise(
+            _named(func, lambda *own, **more: func(**dict(zip(tensors, own, strict=True)), **more, reduction="none")),
+            operands, given,
+        )  # fmt: skip
+    operands = [given.pop(name) for name in tensors]
+    first = next(one for one in operands if type(one) is GlobalTensor)
+    target, own = aligned(first._context, operands, None, func.__name__)
+    losses = func(**dict(zip(tensors, own, strict=True)), **given, reduction="sum")
+    total = added(losses, target, func.__name__)
+    divisor = {"mean": prod(target.extents), "batchmean": target.extents[0] if target.extents else 1}.get(reduction, 1)
+    return total if divisor == 1 else total / divisor
+
+
+def added(number: torch.Tensor, layout: KnownLayout, name: str) -> GlobalTensor:
+    """The sum of a number of each worker of a layout."""
+    if not layout.rulers:
+        return GlobalTensor._of(number if layout.active else number.reshape(1)[:0], layout)
+    dims = range(len(layout.rulers))
+    return without_dims(summed(number.reshape((1,) * len(dims)), layout, tuple(dims), name), tuple(dims))
+
+
+def _named(func: Any, call: Any) -> Any:
+    call.__name__ = func.__name__
+    return call
+
+
+def _check_shapes(func: Any, given: dict[str, Any]) -> None:
+    x, target = given["input"], given.get("target")
+    if "binary_cross_entropy" in func.__name__ and isinstance(target, torch.Tensor) and x.shape != target.shape:
+        raise ValueError(
+            f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. Please "
+            f"ensure they have the same size."
+        )
+
+
+_PLAIN = ("input", "target")
+_OLD = ("size_average", "reduce", "reduction")
+_POSITIONS = {
+    "mse_loss": (*_PLAIN, *_OLD, "weight"),
+    "l1_loss": (*_PLAIN, *_OLD, "weight"),
+    "smooth_l1_loss": (*_PLAIN, *_OLD, "beta"),
+    "huber_loss": (*_PLAIN, "reduction", "delta", "weight"),
+    "binary_cross_entropy": (*_PLAIN, "weight", *_OLD),
+    "binary_cross_entropy_with_logits": (*_PLAIN, "weight", *_OLD, "pos_weight"),
+    "kl_div": (*_PLAIN, *_OLD, "log_target"),
+    "poisson_nll_loss": (*_PLAIN, "log_input", "full", "size_average", "eps", "reduce", "reduction"),
+    "soft_margin_loss": (*_PLAIN, *_OLD),
+    "gaussian_nll_loss": (*_PLAIN, "var", "full", "eps", "reduction"),
+    "hinge_embedding_loss": (*_PLAIN, "margin", *_OLD),
+    "margin_ranking_loss": ("input1", "input2", "target", "margin", *_OLD),
+}
+
+
+@handles("nll_loss", "functional")
+def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: Any,
+        target: Any,
+        weight: torch.Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+    ) -> Any:
+        reduction = _reduction(size_average, reduce, reduction)
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func.__name__)
+
+    return run(*args, **kwargs)
+
+
+@handles("cross_entropy", "functional")
+def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: Any,
+        target: Any,
+        weight: torch.Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        reduction = _reduction(size_average, reduce, reduction)
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        probabilities = target.shape == input.shape and target.is_floating_point()
+        op = CrossEntropy(ignore_index, reduction, label_smoothing, probabilities)
+        return _of_classes(op, input, target, weight, func.__name__)
+
+    return run(*args, **kwargs)
+
+
+def _reduction(average: Any, reduce: Any, reduction: str) -> str:
+    if average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return reduction
+
+
+def _of_classes(
+    op: NegativeLogLikelihood | CrossEntropy, x: GlobalTensor, target: Any, weight: torch.Tensor | None, name: str
+) -> GlobalTensor:
+    if x.dim() == 1:
+        y = _of_classes(op, x.unsqueeze(0), target.unsqueeze(0), weight, name)
+        return y.squeeze(0) if y.dim() else y
+    probabilities = isinstance(op, CrossEntropy) and op.probabilities
+    if not probabilities and tuple(target.shape) != (x.shape[0], *x.shape[2:]):
+        raise ValueError(
+            f"{name} needs class numbers of shape {[x.shape[0], *x.shape[2:]]} for an input of {list(x.shape)}; got "
+            f"{list(target.shape)}"
+        )
+    context, layout = x._context, x._layout
+    places, seen = context.keep(("places", layout, probabilities), lambda: _places(layout, probabilities))
+    given = moved(target, places, name) if type(target) is GlobalTensor else taken(target, places)
+    signatures = [signature_of(x), Signature(seen, given.dtype, derivatives_of(given), tuple(given.shape))]
+    own: torch.Tensor = ABSENT
+    if weight is not None:
+        own = weight_of(weight, context)
+        signatures.append(whole_signature(context, own))
+    made = ready(context, op, lambda: (op, layout.partition), name, *signatures)
+    setup = made.setup
+    y = setup.move_out(setup.local(*setup.move_in(block_of(x), given, own)))
+    if op.reduction == "none":
+        result = context.keep(("numbers", layout), lambda: _places(layout, False))[0]
+        return GlobalTensor._of(y.reshape(result.local) if y.shape != result.local else y, result)
+    result = context.whole((), int(layout.partition.workers.flat[0]))
+    return GlobalTensor._of(y if result.active else y.reshape(1)[:0], result)
+
+
+def _places(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, KnownLayout]:
+    """Where targets lie, and the layout by which the op knows them: with one class."""
+    if probabilities:
+        return layout, layout
+    context, workers, (batch, _, *space) = layout.context, layout.partition.workers, layout.intervals
+    first = context.layout(context.array(workers[:, :1]), [batch, ((0, 1),), *space])
+    return context.layout(context.array(workers[:, 0]), [batch, *space]), first

@@ -1,0 +1,162 @@
+"""Normalisations of global tensors: statistics of the whole tensor, weights that every worker has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.globals.applying import ready, run, weight_of, whole_signature
+from distdl.globals.fallback import fall_back
+from distdl.globals.operands import block_of, signature_of
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops import Op
+from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+
+_NO_BATCHES = torch.zeros(())
+
+
+def _normalised(
+    op: Callable[[], Op],
+    key: Any,
+    x: GlobalTensor,
+    name: str,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running: Sequence[torch.Tensor] = (),
+) -> Any:
+    context = x._context
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias, requires_grad=False)
+    weights = [weight_of(one, context) for one in (weight, bias) if one is not None]
+    signatures = [signature_of(x), *(whole_signature(context, one) for one in weights)]
+    made = ready(context, key, lambda: (op(), x._layout.partition), name, *signatures)
+    return run(made, block_of(x), *weights, *running)
+
+
+@handles("batch_norm", "torch functional")
+def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Batch and space together; running statistics stay equal on every worker, to the last bit."""
+
+    def run_(
+        input: Any,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        running = [] if running_mean is None or running_var is None else [running_mean, running_var, _NO_BATCHES]
+        if not training and not running:
+            raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
+        key = (momentum, eps, bool(running), bool(training))
+        channels = input.shape[1]
+        return _normalised(
+            lambda: BatchNorm(channels, eps, momentum, bool(running), bool(training), everywhere=True),
+            key, input, "batch_norm", weight, bias, running,
+        )  # fmt: skip
+
+    if func is torch.batch_norm:
+        x, weight, bias, mean, variance, training, momentum, eps, *_ = args
+        return run_(x, mean, variance, weight, bias, training, momentum, eps)
+    return run_(*args, **kwargs)
+
+
+@handles("instance_norm", "torch functional")
+def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_(
+        input: Any,
+        running_mean: torch.Tensor | None = None,
+        running_var: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Any:
+        running = [] if running_mean is None or running_var is None else [running_mean, running_var, _NO_BATCHES]
+        key = (momentum, eps, bool(running), bool(use_input_stats))
+        channels = input.shape[1]
+        return _normalised(
+            lambda: InstanceNorm(channels, eps, momentum, bool(running), bool(use_input_stats), everywhere=True),
+            key, input, "instance_norm", weight, bias, running,
+        )  # fmt: skip
+
+    if func is torch.instance_norm:
+        x, weight, bias, mean, variance, stats, momentum, eps, *_ = args
+        return run_(x, mean, variance, weight, bias, stats, momentum, eps)
+    return run_(*args, **kwargs)
+
+
+@handles("group_norm", "torch functional")
+def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_(
+        input: Any,
+        num_groups: int,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,
+    ) -> Any:
+        channels = input.shape[1]
+
+        def op() -> GroupNorm:
+            made = GroupNorm(num_groups, channels, eps)
+            made.check("group_norm")
+            return made
+
+        return _normalised(op, (num_groups, eps), input, "group_norm", weight, bias)
+
+    return run_(*args, **kwargs)
+
+
+@handles("layer_norm", "torch functional")
+def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_(
+        input: Any,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        cudnn_enable: bool = True,
+    ) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        last = _last(input, normalized_shape)
+        return _normalised(lambda: LayerNorm(last, eps), (last, eps), input, "layer_norm", weight, bias)
+
+    return run_(*args, **kwargs)
+
+
+@handles("rms_norm", "torch functional")
+def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_(
+        input: Any, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+    ) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
+        last = _last(input, normalized_shape)
+        return _normalised(lambda: RMSNorm(last, eps), (last, eps), input, "rms_norm", weight, None)
+
+    return run_(*args, **kwargs)
+
+
+def _last(x: GlobalTensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The last dims and their extents.
+
+    Raises: RuntimeError if x has others.
+    """
+    extents = tuple(normalized_shape)
+    if not extents or tuple(x.shape[-len(extents) :]) != extents:
+        raise RuntimeError(
+            f"Given normalized_shape={list(extents)}, expected input with shape [*, {', '.join(map(str, extents))}], but got "
+            f"input of size{list(x.shape)}"
+        )
+    first = x.dim() - len(extents)
+    return tuple((first + place, extent) for place, extent in enumerate(extents))

@@ -1,0 +1,52 @@
+"""Losses of torch.nn.functional, and losses that users write themselves."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+
+x, t = noise(3, 5, 4, 7), noise(3, 5, 4, 7, seed=1)
+numbers = torch.arange(3 * 4 * 7).reshape(3, 4, 7) % 5
+w = noise(5, seed=2).abs() + 0.1
+
+
+@pytest.mark.parametrize("target", [Global(t), Global(t, (1, 1, 3, 1)), t])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, lambda x, t: F.mse_loss(x, t, reduction="sum"),
+     lambda x, t: F.mse_loss(x, t, reduction="none"), lambda x, t: F.binary_cross_entropy_with_logits(x, t.sigmoid()),
+     lambda x, t: F.kl_div(x.log_softmax(1), t.softmax(1), reduction="batchmean")],
+)  # fmt: skip
+def test_of_elements(loss, target):
+    assert_same(loss, Global(x), target)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 2}, {"label_smoothing": 0.1}]
+)
+@pytest.mark.parametrize("target", [Global(numbers), numbers])
+def test_of_classes(options, target):
+    assert_same(lambda x, t: F.cross_entropy(x, t, **options), Global(x), target)
+
+
+def test_of_classes_with_weights():
+    assert_same(lambda x, t, w: F.cross_entropy(x, t, w.detach()), Global(x), Global(numbers, (1, 3, 1)), w)
+    assert_same(lambda x, t: F.cross_entropy(x, t.softmax(1)), Global(x), Global(t))
+    assert_same(lambda x, t: F.nll_loss(x.log_softmax(1), t), Global(x), numbers)
+    assert_same(lambda x, t: F.cross_entropy(x, t), Global(noise(7, 5)), torch.arange(7) % 5)
+
+
+def test_dice():
+    def dice(x, t):
+        p = x.softmax(1)
+        dims = (0, 2, 3)
+        overlap, size = (p * t).sum(dims), p.sum(dims) + t.sum(dims)
+        return 1 - ((2 * overlap + 1) / (size + 1)).mean()
+
+    assert_same(dice, Global(x), Global((t > 0).double()))
+
+
+def test_lookups():
+    assert_same(lambda i, table: F.embedding(i, table, padding_idx=2), Global(numbers), noise(5, 3))
+    assert_same(F.prelu, Global(x), w)
+    assert_same(F.prelu, Global(x), torch.tensor([0.3], dtype=torch.float64))

@@ -1,0 +1,54 @@
+"""Normalisations of global tensors: results, gradients, and running statistics that are the same everywhere."""
+
+import pytest
+import torch
+from same import GRIDS, WORKERS, Global, assert_same, noise
+from torch.nn import functional as F
+
+import distdl
+
+x2, x4, x5 = noise(5, 6), noise(3, 6, 5, 4), noise(2, 6, 3, 5, 4)
+w, b = noise(6, seed=1), noise(6, seed=2)
+
+
+@pytest.mark.parametrize("x", [x2, x4, x5])
+def test_batch_norm(x):
+    assert_same(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), Global(x), w, b)
+    assert_same(lambda x, m, v: F.batch_norm(x, m.detach(), v.detach() ** 2 + 1, None, None, False), Global(x), w, b)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics(training):
+    alone = torch.nn.BatchNorm2d(6, dtype=torch.float64).train(training)
+    alone.running_mean.copy_(w)
+    y = alone(x4)
+
+    def work():
+        root = distdl.world()
+        for grid in GRIDS[4]:
+            ours = torch.nn.BatchNorm2d(6, dtype=torch.float64).train(training)
+            ours.running_mean.copy_(w)
+            P = root.create_partition_inclusive(range(int(torch.Size(grid).numel())))
+            found = ours(distdl.distribute_tensor(x4, P.create_cartesian_topology_partition(grid))).full_tensor()
+            assert torch.allclose(found, y, rtol=0, atol=1e-12)
+            for name, buffer in alone.named_buffers():
+                own = ours.get_buffer(name)
+                assert torch.allclose(own, buffer, rtol=0, atol=1e-12), name
+                assert all(torch.equal(own, other) for other in root.allgather_data(own)), name
+
+    distdl.run_workers(work, WORKERS)
+
+
+def test_other_normalisations():
+    assert_same(lambda x, w, b: F.group_norm(x, 3, w, b), Global(x4), w, b)
+    assert_same(lambda x, w, b: F.group_norm(x, 2, w, b), Global(x5), w, b)
+    assert_same(lambda x: F.instance_norm(x), Global(x4))
+    assert_same(lambda x, w, b: F.instance_norm(x, weight=w, bias=b), Global(x5), w, b)
+    assert_same(lambda x, w, b: F.layer_norm(x, (4,), w, b), Global(x4), noise(4), noise(4, seed=1))
+    assert_same(lambda x, w, b: F.layer_norm(x, (5, 4), w, b), Global(x4), noise(5, 4), noise(5, 4, seed=1))
+    assert_same(lambda x, w: F.rms_norm(x, (4,), w), Global(x4), noise(4))
+
+
+def test_empty_blocks_and_second_derivatives():
+    assert_same(lambda x: F.batch_norm(x, None, None, None, None, True), Global(noise(2, 3, 3)), grids=[(1, 1, 4), (4, 1, 1)])
+    assert_same(lambda x, w, b: F.layer_norm(x, (6,), w, b), Global(x2), w, b, twice=True, tolerance=1e-10)
