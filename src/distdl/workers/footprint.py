@@ -1,0 +1,64 @@
+"""Footprint: how many bytes of tensors a worker holds at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Footprint(TorchDispatchMode):
+    """Counts the memory of all tensors that torch's operators meet on this worker's thread, while it is open.
+
+    Each memory counts once, however many tensors view it, from the first operator that meets it until it is freed.
+    Workers that are threads of one process are counted apart.
+
+    >>> with Footprint() as footprint:
+    ...     x = torch.zeros(1000, dtype=torch.float32)
+    ...     y = (x + 1).sum()
+    >>> footprint.peak
+    8004
+
+    Attributes:
+        peak: the most bytes that were held at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes that are held now."""
+        freed = [key for key, (reference, _) in self._alive.items() if reference.expired()]
+        for key in freed:
+            del self._alive[key]
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def count(self, *tensors: torch.Tensor) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            self._note(tensor)
+        self.peak = max(self.peak, self.now)
+
+    def _note(self, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        try:
+            storage = value.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # a tensor without memory
+        known = self._alive.get(storage._cdata)
+        if known is None or known[0].expired():
+            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            self._note(value)
+        self.peak = max(self.peak, self.now)
+        return result
