@@ -16,6 +16,9 @@ torch's own operator stands for all the rest. y is split as x is, so nothing mov
 Running statistics are the mean and variance that each worker keeps of its balanced block of channels. Workers with the
 same block merge the same entries in the same order, so theirs are equal to the last bit without a message. Where they
 stand for the moments of x, they travel with the rows if x is not split evenly.
+
+Where every worker has the whole of w and b, each takes the rows that it needs and there is no spread. Statistics may
+be kept whole likewise: then every member, also one without a block, gathers all entries when they take note of x.
 """
 
 from __future__ import annotations
