@@ -10,6 +10,7 @@ from distdl.globals import (
     pointwise,
     reductions,
     resizing,
+    shapes,
     values,
 )
 from distdl.globals.distribute import distribute

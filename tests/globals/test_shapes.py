@@ -1,0 +1,161 @@
+"""Functions that give the same cells another shape."""
+
+import pytest
+import torch
+from same import GRIDS, Global, assert_same, noise
+
+import distdl
+
+x3, x4, x5 = noise(3, 5, 7), noise(2, 5, 4, 3), noise(2, 3, 4, 5, 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.permute(0, 2, 3, 1), lambda x: torch.permute(x, (3, 0, -2, 1)), lambda x: x.transpose(1, 2),
+        lambda x: x.transpose(dim0=-1, dim1=0), lambda x: x.movedim(1, -1), lambda x: torch.moveaxis(x, (0, 1), (2, 0)),
+        lambda x: x.mT, lambda x: x.mH, lambda x: x.adjoint(), lambda x: x.swapaxes(0, 3),
+        lambda x: x.transpose_(0, 1) + 1,
+    ],
+)  # fmt: skip
+def test_permutations(function):
+    assert_same(function, Global(x4))
+
+
+def test_permutations_of_few_dims():
+    assert_same(lambda x: (x.t(), x.T, x.H, torch.t(x)), Global(noise(5, 3)))
+    assert_same(lambda x: x.t(), Global(noise(5)))
+    assert_same(lambda x: (x.permute(()), x.t()), Global(torch.tensor(2.0, dtype=torch.float64)))
+
+
+RESHAPES = [
+    ((2, 5, 4, 3), (2, 5, 12)), ((2, 5, 4, 3), (10, 12)), ((2, 5, 4, 3), (-1,)), ((2, 5, 4, 3), (2, 20, 3)),
+    ((2, 5, 4, 3), (40, 3)), ((2, 5, 4, 3), (2, 5, 2, 2, 3)), ((2, 5, 4, 3), (2, 5, 6, 2)),
+    ((2, 5, 4, 3), (3, 4, 5, 2)),
+    ((1, 6, 6, 3), (1, 3, 2, 2, 3, 3)), ((1, 6, 6, 3), (6, 6, 3)), ((1, 6, 6, 3), (36, 1, 3)),
+    ((2, 8, 9), (2, 8, 3, 3)),
+    ((2, 9, 8), (2, 9, 4, 2)), ((2, 9, 8), (2, 9, 2, 4)), ((7, 6), (7, 3, 2)), ((7, 6), (7, 2, 1, 3)), ((5, 8), (40,)),
+    ((40,), (2, 4, 5)), ((12,), (3, 4)), ((1, 1), (1,)), ((0, 4), (2, 2, 0)), ((2, 3, 4, 5, 2), (6, 4, 10)),
+    ((2, 2, 2, 2), (4, 4)), ((1, 4, 2, 4, 2, 3), (8, 8, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), RESHAPES)
+def test_reshapes(before, after):
+    x = noise(*before)
+    more = {1: [(5,)], 2: [(2, 2), (1, 4), (4, 1), (1, 5)]}
+    assert_same(lambda x: x.reshape(after), Global(x), grids=[*GRIDS[len(before)], *more.get(len(before), [])])
+    assert_same(lambda x: (x.view(after) * 2).sin().reshape(before), Global(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.flatten(1), lambda x: torch.flatten(x, 1, 2), lambda x: x.flatten(),
+        lambda x: x.flatten(2).transpose(1, 2),
+        lambda x: x.unflatten(2, (2, -1)), lambda x: x.ravel(), lambda x: x.unsqueeze(0), lambda x: x.unsqueeze(-1),
+        lambda x: x.view(2, -1, 3), lambda x: x.view(x.size(0), 5, 2, 2, 3),
+        lambda x: x.permute(0, 2, 3, 1).reshape(2, 12, 5), lambda x: x.reshape_as(x.flatten()),
+        lambda x: x.view_as(x.flatten(1)),
+        lambda x: torch.atleast_3d(x), lambda x: x.unsqueeze_(1) + 1, lambda x: x.view(-1).mul_(2),
+    ],
+)  # fmt: skip
+def test_names_of_reshapes(function):
+    assert_same(function, Global(x4))
+
+
+def test_unit_dims():
+    x = noise(1, 5, 1, 3)
+    assert_same(lambda x: (x.squeeze(), x.squeeze(0), x.squeeze(2), x.squeeze(1), x.squeeze((0, 2))), Global(x))
+    # the one cell of a dim may lie at any place of the axis that splits it
+    assert_same(lambda x: x.squeeze(), Global(x), grids=[(4, 1, 1, 1), (1, 2, 2, 1)])
+    assert_same(
+        lambda x: (torch.atleast_1d(x), x.view(1, 1), x.reshape(-1)), Global(torch.tensor(2.0, dtype=torch.float64))
+    )
+    assert_same(lambda x: torch.atleast_2d(x), Global(noise(5)))
+    assert_same(lambda x: (x.sum((1, 2)).view(()), x.sum().view(1)), Global(noise(1, 5, 3)))
+
+
+def test_windows_of_a_swin_transformer():
+    def partition(x):
+        windows = x.view(2, 3, 2, 2, 3, 3).permute(0, 1, 3, 2, 4, 5).reshape(-1, 6, 3)
+        back = (windows * windows).view(2, 3, 2, 2, 3, 3).permute(0, 1, 3, 2, 4, 5)
+        return windows, back.reshape(2, 6, 6, 3)
+
+    assert_same(partition, Global(noise(2, 6, 6, 3)), grids=[*GRIDS[4], (1, 2, 2, 1), (1, 4, 1, 1), (1, 1, 3, 1)])
+
+
+def test_heads_of_attention():
+    def heads(x):
+        q = x.reshape(2, 7, 2, 6).permute(0, 2, 1, 3)
+        return q, (q + 1).transpose(1, 2).reshape(2, 7, 12)
+
+    assert_same(
+        heads, Global(noise(2, 7, 12)), grids=[*GRIDS[3], (1, 1, 4), (1, 1, 3), (1, 4, 1), (2, 2, 1)], twice=True
+    )
+
+
+def test_blocks_stay_small():
+    def work():
+        root = distdl.world()
+        P = root.create_partition_inclusive(range(4))
+        for grid, shape, after in [
+            ((1, 1, 1, 4), (2, 3, 8, 8), (2, 3, 64)), ((1, 1, 2, 2), (1, 3, 8, 8), (1, 3, 64)),
+            ((1, 4, 1), (2, 16, 6), (32, 6)),
+            ((1, 1, 4), (2, 5, 8), (2, 5, 2, 4)), ((1, 1, 4), (3, 4, 7), (84,)),
+            ((1, 2, 2, 1), (2, 4, 6, 5), (2, 2, 2, 2, 3, 5)),
+            ((1, 1, 4), (3, 16, 4), (3, 16, 1, 2, 2)),
+        ]:  # fmt: skip
+            x = distdl.distribute_tensor(noise(*shape), P.create_cartesian_topology_partition(grid))
+            y = x.reshape(after)
+            assert y.to_local().numel() <= 2 * -(-x.numel() // 4), (shape, after, y.layout)
+
+    distdl.run_workers(work, 4)
+
+
+def test_what_needs_no_movement_is_a_view():
+    def work():
+        P = distdl.world().create_partition_inclusive(range(4)).create_cartesian_topology_partition((1, 1, 4, 1))
+        x = distdl.distribute_tensor(x4, P)
+        x.flatten(2).mul_(2)
+        x.permute(0, 2, 3, 1).add_(1)
+        assert torch.equal(x.full_tensor(), x4 * 2 + 1)
+        y = distdl.distribute_tensor(x4, P).permute(0, 1, 3, 2).contiguous()  # its last dim is split now
+        y.view(2, 5, 12).mul_(2)
+        with pytest.raises(RuntimeError, match="written in place"):
+            y.sum()
+
+    distdl.run_workers(work, 5)
+
+
+def test_complex_parts():
+    pairs = noise(3, 5, 2)
+    assert_same(lambda x: torch.view_as_complex(x).abs(), Global(pairs), grids=[(1, 4, 1), (2, 1, 2), (3, 1, 1)])
+    assert_same(lambda x: torch.view_as_real(x), Global(torch.complex(noise(3, 5), noise(3, 5, seed=1))))
+
+
+def test_copies_along_dims():
+    assert_same(lambda x: x.expand(4, -1, 2, 3), Global(noise(5, 1, 3)))
+    assert_same(lambda x: torch.broadcast_to(x, (2, 5, 4)), Global(noise(5, 1)), grids=[(2, 2), (1, 3)])
+    assert_same(lambda x, y: (x.expand_as(y) * 2, x.expand_as(y.sin())), Global(noise(5, 1)), Global(noise(3, 5, 4)))
+    assert_same(lambda x: x.expand(4), Global(torch.tensor(2.0, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(7), lambda x: x.permute(0, 1), lambda x: x.transpose(0, 9), lambda x: x.unsqueeze(7),
+        lambda x: x.expand(3, 3, 3), lambda x: x.flatten(3, 1), lambda x: torch.view_as_complex(x),
+    ],
+)  # fmt: skip
+def test_torch_raises_the_same(function):
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2, 1))
+        x = distdl.distribute_tensor(x3, P)
+        with pytest.raises((RuntimeError, IndexError)) as ours:
+            function(x)
+        with pytest.raises(type(ours.value)) as theirs:
+            function(x3)
+        assert str(ours.value) == str(theirs.value)
+
+    distdl.run_workers(work, 3)
