@@ -8,6 +8,7 @@ from distdl.globals import (
     losses,
     normalising,
     pointwise,
+    products,
     reductions,
     resizing,
     shapes,

@@ -1,0 +1,268 @@
+"""Products of global tensors: linear maps, matmul and its kin, einsum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.globals.operands import block_of
+from distdl.globals.replicas import entered
+from distdl.globals.spreading import checked, work_on
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+
+def contract(
+    func: Callable[..., torch.Tensor],
+    operands: Sequence[Any],
+    labels: Sequence[Sequence[Hashable]],
+    out: Sequence[Hashable],
+    name: str,
+) -> GlobalTensor:
+    """Apply a function that is linear in each operand, and sums over the labels that the result has not."""
+    return work_on(operands, labels, out)(func, operands, name)
+
+
+@handles("linear", "functional")
+def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The features that a worker reads are whole: where they are split, another dim is split instead."""
+
+    def run(input: Any, weight: Any, bias: Any = None) -> Any:
+        if type(input) is GlobalTensor and type(weight) is not GlobalTensor and type(bias) is not GlobalTensor:
+            layout, context = input._layout, input._context
+            if input.dim() and layout.partition.workers.shape[-1] == 1 and weight.dim() == 2:
+                checked(func, [input, weight] if bias is None else [input, weight, bias])
+                target = context.keep(
+                    ("linear", layout, weight.shape[0]),
+                    lambda: context.layout(layout.partition, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
+                )
+                w, b = entered(weight, context), None if bias is None else entered(bias, context)
+                y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
+                return GlobalTensor._of(y, target)
+        checked(func, [one for one in (input, weight, bias) if one is not None])
+        if weight.dim() == 1:
+            y = contract(
+                functional.linear, [input, weight], [(*_batch(input, 1), "k"), ("k",)], _batch(input, 1), "linear"
+            )
+        else:
+            lead = _batch(input, 1)
+            y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
+        return y if bias is None else y + bias
+
+    return run(*args, **kwargs)
+
+
+def _batch(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable, ...]:
+    """Labels of all dims but the last ones, which count from behind, as in broadcasting."""
+    return tuple((name, place) for place in range(x.dim() - last, 0, -1))
+
+
+@handles("matmul mm bmm mv dot inner vdot spmm hspmm __matmul__ vecdot", "torch Tensor linalg")
+def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(a: Any, b: Any) -> Any:
+        name = getattr(func, "__name__", "matmul")
+        if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+            return func(a, b)
+        if name in ("spmm", "hspmm"):
+            return run_on(torch.mm, a, b)
+        return run_on(_OF_BLOCKS.get(name, func), a, b)
+
+    def run_on(operator: Any, a: Any, b: Any) -> Any:
+        checked(operator, [a, b])
+        if operator in (torch.inner,) and a.dim() and b.dim():
+            i, j = _batch(a, 1, "i"), _batch(b, 1, "j")
+            return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
+        if operator is torch.inner:
+            return a * b
+        if operator is torch.linalg.vecdot:
+            both = max(_batch(a, 1), _batch(b, 1), key=len)
+            return contract(operator, [a, b], [(*_batch(a, 1), "k"), (*_batch(b, 1), "k")], both, "vecdot")
+        left: tuple[Hashable, ...] = (*_batch(a, 2), "i", "k") if a.dim() > 1 else ("k",)
+        right: tuple[Hashable, ...] = (*_batch(b, 2), "k", "j") if b.dim() > 1 else ("k",)
+        both = max(_batch(a, 2), _batch(b, 2), key=len)
+        out = (*both, *(("i",) if a.dim() > 1 else ()), *(("j",) if b.dim() > 1 else ()))
+        return contract(operator, [a, b], [left, right], out, "matmul")
+
+    if "dim" in kwargs:
+        if kwargs["dim"] != -1:
+            return (args[0].conj() * args[1]).sum(kwargs["dim"])
+        kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
+    return run(*args, *kwargs.values())
+
+
+_OF_BLOCKS: dict[str, Any] = {
+    name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "vdot")
+} | {"__matmul__": torch.matmul, "vecdot": torch.linalg.vecdot, "linalg_vecdot": torch.linalg.vecdot}
+
+
+@handles("__rmatmul__", "Tensor")
+def rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return torch.matmul(args[1], args[0])
+
+
+@handles("addmm baddbmm addbmm addmv addr", "torch Tensor")
+def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, one: Any, other: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        name = func.__name__
+        if name == "addbmm":
+            checked(torch.bmm, [one, other])
+            product = contract(
+                lambda a, b: torch.einsum("bik,bkj->ij", a, b), [one, other], [("b", "i", "k"), ("b", "k", "j")],
+                ("i", "j"), name,
+            )  # fmt: skip
+        else:
+            function: Any = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv, "addr": torch.outer}[name]
+            product = function(one, other)
+        if alpha != 1:
+            product = product * alpha
+        if beta == 0:
+            return product  # (what is added is not read, then, not even where it is nan)
+        return product + (input if beta == 1 else input * beta)
+
+    return run(*args, **kwargs)
+
+
+@handles("outer ger", "torch Tensor")
+def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    operands = [*args, *kwargs.values()]
+    checked(torch.outer, operands)
+    return contract(torch.outer, operands, [("i",), ("j",)], ("i", "j"), "outer")
+
+
+@handles("bilinear", "functional torch")
+def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+        checked(functional.bilinear, [input1, input2, weight])
+        lead = _batch(input1, 1)
+        y = contract(
+            lambda a, b, w: torch.einsum("...i,oij,...j->...o", a, w, b), [input1, input2, weight],
+            [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
+        )  # fmt: skip
+        return y if bias is None else y + bias
+
+    return run(*args, **kwargs)
+
+
+@handles("tensordot", "torch")
+def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(a: Any, b: Any, dims: Any = 2, out: Any = None) -> Any:
+        if out is not None:
+            raise TypeError("tensordot of a global tensor has no out=; assign its result")
+        if isinstance(dims, torch.Tensor):
+            dims = dims.tolist()
+        if isinstance(dims, (list, tuple)):
+            first, second = dims
+        else:
+            first, second = list(range(a.dim() - int(dims), a.dim())), list(range(int(dims)))
+        first = [first] if isinstance(first, int) else list(first)
+        second = [second] if isinstance(second, int) else list(second)
+        pairs = (tuple(first), tuple(second))
+        checked(torch.tensordot, [a, b], pairs)
+        left: list[Hashable] = [("a", dim) for dim in range(a.dim())]
+        right: list[Hashable] = [("b", dim) for dim in range(b.dim())]
+        for place, (one, other) in enumerate(zip(first, second, strict=True)):
+            left[one] = right[other] = ("k", place)
+        out_labels = [label for label in (*left, *right) if label[0] != "k"]  # type: ignore[index]
+        return contract(lambda a, b: torch.tensordot(a, b, pairs), [a, b], [left, right], out_labels, "tensordot")
+
+    return run(*args, **kwargs)
+
+
+@handles("einsum", "torch")
+def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any equation, over tensors in any layouts."""
+    if not isinstance(args[0], str):
+        args = _from_lists(args)
+    equation, *operands = args
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    labels, out = _labelled(equation, tuple(one.dim() for one in operands))
+    checked(_einsum(equation), operands)
+    if any(len(set(own)) < len(own) for own in labels):
+        return TABLE[None](func, (equation, *operands), kwargs)  # a diagonal
+    return contract(_einsum(equation), operands, labels, out, "einsum")
+
+
+@lru_cache(1024)
+def _einsum(equation: str) -> Callable[..., torch.Tensor]:
+    return lambda *blocks: torch.einsum(equation, *blocks)
+
+
+@lru_cache(1024)
+def _labelled(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """The labels of each operand of an equation, and those of the result."""
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise RuntimeError(f"einsum(): {len(terms)} operands stand in the equation {equation!r}; got {len(ranks)}")
+    hidden = max(
+        (rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True) if "..." in term),
+        default=0,
+    )
+
+    def expand(term: str, more: int) -> tuple[str, ...]:
+        before, dots, behind = term.partition("...")
+        return (*before, *(f".{place}" for place in range(more, 0, -1) if dots), *behind)
+
+    labels = tuple(expand(term, rank - len(term.replace("...", ""))) for term, rank in zip(terms, ranks, strict=True))
+    if arrow:
+        return labels, expand(right, hidden)
+    letters = left.replace(",", "").replace(".", "")
+    once = sorted({one for one in letters if letters.count(one) == 1})
+    return labels, (*expand("..." if hidden else "", hidden), *once)
+
+
+def _from_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``einsum(x, [0, 1], y, [1, 2], [0, 2])`` as an equation."""
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+    def term(numbers: Any) -> str:
+        # (torch numbers capitals first)
+        return "".join("..." if one is Ellipsis else letters[(one + 26) % 52] for one in numbers)
+
+    equation = ",".join(term(one) for one in args[1 : len(args) // 2 * 2 : 2])
+    if len(args) % 2:
+        equation += "->" + term(args[-1])
+    return (equation, *args[0 : len(args) // 2 * 2 : 2])
+
+
+@handles("cdist", "torch functional")
+def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary") -> Any:
+        checked(torch.cdist, [x1, x2])
+        both = max(_batch(x1, 2), _batch(x2, 2), key=len)
+        work = work_on(
+            [x1, x2], [(*_batch(x1, 2), "i", "m"), (*_batch(x2, 2), "j", "m")], (*both, "i", "j"), adds=False
+        )
+        return work(lambda a, b: torch.cdist(a, b, p, compute_mode), [x1, x2], "cdist")
+
+    return run(*args, **kwargs)
+
+
+def _sampled(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return functional.grid_sample(x, at, align_corners=True)
+
+
+@handles("grid_sample", "functional")
+def grid_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The whole image comes to where its points are read; the result is split as the points are."""
+
+    def run(input: Any, grid: Any, **options: Any) -> Any:
+        checked(_sampled, [input, grid])
+        space = tuple(("p", dim) for dim in range(input.dim() - 2))
+        image: list[Hashable] = ["n", "c", *(("x", dim) for dim in range(input.dim() - 2))]
+        work = work_on(
+            [input, grid], [image, ("n", *space, "d")], ("n", "c", *space), adds=False,
+            lead=1 if type(grid) is GlobalTensor else 0,
+        )  # fmt: skip
+        points = work.needs[1]
+        points.least = (*points.least[:-1], len(space))
+        return work(lambda x, at: func(x, at, **options), [input, grid], "grid_sample")
+
+    names = ("input", "grid", "mode", "padding_mode", "align_corners")
+    return run(**dict(zip(names, args, strict=False)), **kwargs)

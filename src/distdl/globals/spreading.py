@@ -1,0 +1,322 @@
+"""Spreading: where the work of a function lies whose operands share some of their dims, and what it needs there.
+
+The dims of all operands have *labels*, as in an einsum: dims with the same label run along together. The work is split
+as the largest operand is. Along a label that a worker needs whole, the axis goes to another label; along one that is
+summed over, each worker may also sum its own part, and the parts are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import block_of, moved_block
+from distdl.globals.replicas import entered
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+Labels = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How labels are split: an array of workers with an axis for each label, and the intervals along it."""
+
+    labels: Labels
+    workers: Any
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    def places(self, label: Hashable) -> int:
+        """Along how many places a label is split."""
+        return int(self.workers.shape[self.labels.index(label)])
+
+    def along(self, label: Hashable) -> tuple[Interval, ...]:
+        return self.intervals[self.labels.index(label)]
+
+    def longest(self, label: Hashable) -> int:
+        """Cells along a label that one worker has, at most."""
+        return max((stop - start for start, stop in self.along(label)), default=0)
+
+    def volume(self, labels: Sequence[Hashable]) -> int:
+        """Cells of a tensor with these labels that one worker has, at most."""
+        return prod(self.longest(label) for label in labels)
+
+    def whole_along(self, label: Hashable, candidates: Sequence[Hashable]) -> Spread:
+        """The spread in which a label is whole. Its axis splits that of the candidates further that is longest.
+
+        Intervals stay inside of those that were. Where no candidate has more than a cell, the first place does all.
+        """
+        axis = self.labels.index(label)
+        places = self.workers.shape[axis]
+        extent = max(stop for _, stop in self.intervals[axis])
+        intervals = list(self.intervals)
+        intervals[axis] = ((0, extent),)
+        if places == 1:
+            return replace(self, intervals=tuple(intervals))
+        others = [one for one in candidates if one != label and self.longest(one) > 1]
+        if not others:
+            return replace(self, workers=self.workers.take([0], axis), intervals=tuple(intervals))
+        to = self.labels.index(max(others, key=self.longest))
+        behind = to if to < axis else to - 1
+        workers = np.moveaxis(self.workers, axis, -1)  # without the axis, and then with it behind the one it splits
+        workers = np.moveaxis(workers, -1, behind + 1)
+        merged = list(np.delete(np.array(self.workers.shape), axis))
+        merged[behind] *= places
+        workers = np.expand_dims(workers.reshape(merged), axis)
+        intervals[to] = tuple(
+            (start + i, start + j) for start, stop in intervals[to] for i, j in balanced(stop - start, places)
+        )
+        return Spread(self.labels, workers, tuple(intervals))
+
+    def layout(self, context: Context, labels: Sequence[Hashable]) -> KnownLayout:
+        """The layout of a tensor with these labels; the others have one place."""
+        order = [self.labels.index(label) for label in labels]
+        rest = [axis for axis in range(len(self.labels)) if axis not in order]
+        workers = self.workers.transpose(order + rest).reshape([self.workers.shape[axis] for axis in order])
+        return context.layout(context.array(workers), [self.intervals[axis] for axis in order])
+
+
+def spread_of(layout: KnownLayout, labels: Sequence[Hashable], order: Labels, extents: dict[Hashable, int]) -> Spread:
+    """How a tensor splits all labels: those that it lacks, not at all."""
+    workers = layout.partition.workers
+    rest = [label for label in order if label not in labels]
+    workers = workers.reshape(workers.shape + (1,) * len(rest))
+    have = [*labels, *rest]
+    intervals = dict(zip(labels, layout.intervals, strict=True))
+    for label in order:
+        along = intervals.get(label)
+        if along is None:
+            intervals[label] = ((0, extents[label]),)
+        elif max(stop for _, stop in along) != extents[label]:  # of extent 1, and broadcast
+            intervals[label] = balanced(extents[label], len(along))
+    return Spread(order, workers.transpose([have.index(label) for label in order]), tuple(intervals[i] for i in order))
+
+
+def pencils(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
+    """The layout in which dims are whole: other dims are split further instead."""
+
+    def make() -> KnownLayout:
+        labels = tuple(range(len(layout.rulers)))
+        spread = spread_of(layout, labels, labels, dict(enumerate(layout.extents)))
+        for dim in dims:
+            if spread.places(dim) > 1:
+                spread = spread.whole_along(dim, [other for other in labels if other not in dims])
+        return spread.layout(layout.context, labels)
+
+    return layout.context.keep(("pencils", layout, tuple(dims)), make)
+
+
+class Need:
+    """How one operand comes to where the work is: its part, in its own order of dims."""
+
+    def __init__(
+        self, context: Context, described: Any, labels: Sequence[Hashable], spread: Spread, extents: dict[Hashable, int]
+    ) -> None:
+        shape = tuple(described.extents) if isinstance(described, KnownLayout) else tuple(described)
+        rank = len(spread.labels)
+        along: list[tuple[Interval, ...]] = [((0, 1),) * places for places in spread.workers.shape]
+        for label, extent in zip(labels, shape, strict=True):
+            axis = spread.labels.index(label)
+            along[axis] = spread.intervals[axis] if extent == extents[label] else ((0, extent),) * len(along[axis])
+        needed = context.layout(context.array(spread.workers), along)
+        box = tuple(needed.box[spread.labels.index(label)] for label in labels)
+        self.index = tuple(slice(*one) for one in box)
+        self.local: Shape = tuple(stop - start for start, stop in box)
+        self.whole = self.local == shape
+        self.least = (1,) * len(shape)
+        self.moves: tuple[KnownLayout, KnownLayout] | None = None
+        if not isinstance(described, KnownLayout):
+            return
+        own = spread_of(described, labels, spread.labels, {**extents, **dict(zip(labels, shape, strict=True))})
+        owned = context.layout(
+            context.array(own.workers),
+            [own.intervals[axis] if label in labels else ((0, 1),) for axis, label in enumerate(spread.labels)],
+        )
+        self.cells = max((prod(map(_length, box)) for box in needed.values()), default=0) if owned is not needed else 0
+        if owned is needed:
+            return
+        self.moves = (owned, needed) if rank else (owned.lifted(1), needed.lifted(1))
+        ranked = [label for label in spread.labels if label in labels]
+        self._to = [list(labels).index(label) for label in ranked]
+        self._from = [ranked.index(label) for label in labels]
+        self._sorted = tuple(self.local[dim] for dim in self._to)
+
+    cells = 0
+
+    def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
+        if type(operand) is not GlobalTensor:
+            plain = entered(operand, context)
+            return plain if self.whole else plain[self.index]
+        block = block_of(operand)
+        if self.moves is None:
+            return block
+        owned, needed = self.moves
+        if self._to and operand._layout.active:
+            block = block.permute(self._to)
+        block = moved_block(block.reshape(owned.local), owned, needed, name)
+        if not needed.active:
+            return block.reshape((0,) * max(len(self._to), 1))
+        return block.reshape(self._sorted).permute(self._from)
+
+
+def _length(interval: Interval) -> int:
+    return max(interval[1] - interval[0], 0)
+
+
+class Work:
+    """What workers do for a function of labelled operands. Set up once for operands in the same layouts.
+
+    Args:
+        described: of each operand, its layout, or the shape of one that is the same everywhere.
+        labels: of each operand's dims.
+        out: labels of the result. Those that are not among them are summed over, or needed whole.
+        adds: whether the function may be applied to parts of what it sums over, and the results added up.
+        lead: the operand that says how the work is split; the largest if not given.
+        whole: labels of the result along which it is not split, either.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        described: Sequence[Any],
+        labels: Sequence[Sequence[Hashable]],
+        out: Sequence[Hashable],
+        adds: bool,
+        lead: int | None = None,
+        whole: Sequence[Hashable] = (),
+        extents: dict[Hashable, int] | None = None,
+    ) -> None:
+        self.context = context
+        extents = dict(extents or {})
+        for one, own in zip(described, labels, strict=True):
+            shape = one.extents if isinstance(one, KnownLayout) else one
+            for label, extent in zip(own, shape, strict=True):
+                extents[label] = extent if extents.get(label, 1) == 1 else extents[label]
+        order: Labels = tuple(dict.fromkeys([*out, *(label for own in labels for label in own)]))
+        known = [place for place, one in enumerate(described) if isinstance(one, KnownLayout)]
+        if lead is None:
+            lead = max(known, key=lambda place: described[place].size.numel())
+        spread = spread_of(described[lead], labels[lead], order, extents)
+        summed: list[Hashable] = []
+
+        def needs(spread: Spread) -> list[Need]:
+            return [Need(context, one, own, spread, extents) for one, own in zip(described, labels, strict=True)]
+
+        for label in order:
+            if (label in out and label not in whole) or spread.places(label) == 1:
+                continue
+            free = [one for one in out if one not in whole]
+            ways = [(spread.whole_along(label, [one]), False) for one in free if spread.longest(one) > 1]
+            if adds and label not in out:
+                ways.append((spread, True))
+            if not ways:
+                ways = [(spread.whole_along(label, []), False)]
+
+            def cost(way: tuple[Spread, bool]) -> int:
+                cells = sum(need.cells for need in needs(way[0]))
+                return cells + (2 if way[1] else 1) * way[0].volume(out)
+
+            spread, kept = min(ways, key=cost) if len(ways) > 1 else ways[0]
+            if kept:
+                summed.append(label)
+        self.spread = spread
+        self.needs = needs(spread)
+        entries = replace(
+            spread,
+            intervals=tuple(
+                tuple((at, at + 1) for at in range(len(along))) if label in summed else along
+                for label, along in zip(spread.labels, spread.intervals, strict=True)
+            ),
+        )
+        self.entries = entries.layout(context, [*summed, *out])
+        self.summed = len(summed)
+        for label in summed:
+            entries = entries.whole_along(label, list(out))
+        self.gathered = entries.layout(context, [*summed, *out])
+        for axis in range(self.summed):
+            entries = replace(
+                entries,
+                intervals=tuple(
+                    ((0, 1),) if label == summed[axis] else along
+                    for label, along in zip(entries.labels, entries.intervals, strict=True)
+                ),
+            )
+        self.result = entries.layout(context, out)
+        self.partial = self.entries.local[self.summed :] if self.entries.active else self.result_blank
+        if not self.summed and not out:
+            self.partial = self.result.local
+
+    @property
+    def result_blank(self) -> Shape:
+        return (0,) * max(len(self.result.rulers), 1)
+
+    def parts(self, operands: Sequence[Any], name: str) -> list[torch.Tensor]:
+        """What this worker needs of each operand."""
+        return [need(one, self.context, name) for need, one in zip(self.needs, operands, strict=True)]
+
+    def __call__(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
+        """Apply a function to the parts of its operands."""
+        parts = self.parts(operands, name)
+        y = local(func, self.partial, *zip(parts, (need.least for need in self.needs), strict=True))
+        return self.finish(y, name)
+
+    def finish(self, y: torch.Tensor, name: str) -> GlobalTensor:
+        """The result of what workers have computed."""
+        if self.summed:
+            y = y.reshape(self.entries.local)
+            y = moved_block(y, self.entries, self.gathered, name)
+            if self.result.active:
+                y = y.sum(tuple(range(self.summed)))
+            y = y.reshape(self.result.local)
+        return GlobalTensor._of(y, self.result)
+
+
+def described(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Of each operand, what its work depends on."""
+    return tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
+
+
+def context_of(operands: Sequence[Any]) -> Context:
+    return next(one._context for one in operands if type(one) is GlobalTensor)
+
+
+def work_on(
+    operands: Sequence[Any],
+    labels: Sequence[Sequence[Hashable]],
+    out: Sequence[Hashable],
+    adds: bool = True,
+    **options: Any,
+) -> Work:
+    """The work of a function of these operands."""
+    context, kinds = context_of(operands), described(operands)
+    key = (
+        "work",
+        kinds,
+        tuple(map(tuple, labels)),
+        tuple(out),
+        adds,
+        tuple((k, _frozen(v)) for k, v in options.items()),
+    )
+    return context.keep(key, lambda: Work(context, kinds, labels, out, adds, **options))
+
+
+def _frozen(value: Any) -> Hashable:
+    return tuple(value.items()) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+
+
+def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any) -> None:
+    """Let torch check the shapes of whole operands. Raises on every worker what torch raises."""
+    shapes = tuple(tuple(one.shape) for one in operands)
+
+    def check() -> bool:
+        func(*(torch.empty(shape, device="meta") for shape in shapes), *rest)
+        return True
+
+    context_of(operands).keep(("checked", func, shapes, rest), check)

@@ -1,0 +1,117 @@
+"""Products of tensors that lie anywhere."""
+
+import pytest
+import torch
+from same import GRIDS, Global, assert_same, noise
+from torch.nn import functional as F
+
+import distdl
+
+x3, y3 = noise(3, 5, 7), noise(3, 7, 4, seed=1)
+x4, y4 = noise(3, 2, 5, 7), noise(3, 2, 7, 4, seed=1)
+
+
+@pytest.mark.parametrize("weight", [noise(6, 7), Global(noise(6, 7)), Global(noise(6, 7), (1, 3))])
+@pytest.mark.parametrize("bias", [None, noise(6)])
+def test_linear(weight, bias):
+    grids = [(2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 3, 1), (4, 1, 1)]
+    assert_same(F.linear, Global(x3), weight, bias, grids=grids)
+
+
+def test_linear_of_few_dims():
+    assert_same(F.linear, Global(noise(7)), noise(6, 7), noise(6))
+    assert_same(F.linear, Global(noise(2, 7)), noise(6, 7), noise(6), grids=[(4, 1), (1, 4), (1, 1)])
+    assert_same(F.linear, Global(noise(7)), noise(7), grids=[(3,)])
+
+
+@pytest.mark.parametrize(
+    "function, left, right",
+    [
+        (torch.matmul, x4, y4), (torch.matmul, x4, noise(7, 4)), (torch.matmul, x4, noise(2, 7, 4)),
+        (torch.matmul, x3, noise(7)), (torch.matmul, noise(5), noise(3, 5, 2)), (torch.matmul, noise(5), noise(5)),
+        (torch.mm, noise(5, 7), noise(7, 3)), (torch.bmm, x3, y3), (torch.mv, noise(5, 7), noise(7)),
+        (torch.dot, noise(9), noise(9)), (torch.outer, noise(5), noise(3)), (lambda a, b: a @ b, x3, y3),
+        (torch.Tensor.matmul, x4, noise(1, 2, 7, 4)), (torch.inner, x3, noise(2, 7)), (torch.linalg.vecdot, x3, x3),
+        (lambda a, b: torch.einsum("bik,bkj->bij", a, b), x3, y3),
+        (lambda a, b: torch.einsum("...ik,kj", a, b), x3, noise(7, 2)),
+        (lambda a, b: torch.einsum("bik,bkj->", a, b), x3, y3),
+        (lambda a, b: torch.einsum("bik,bkj->k", [a, b]), x3, y3),
+        (lambda a, b: torch.einsum(a, [0, 1, 2], b, [0, 2, 3], [3, 1]), x3, y3),
+        (lambda a, b: torch.tensordot(a, b, dims=([2], [1])), x3, y3),
+        (lambda a, b: torch.tensordot(a, b), noise(3, 5, 7), noise(5, 7, 2)),
+        (lambda a, b: torch.baddbmm(a.sum(), a, b, beta=0.5, alpha=2.0), x3, y3),
+        (lambda a, b: torch.addbmm(a[0, 0, 0] if type(a) is torch.Tensor else torch.zeros(()), a, b, beta=0), x3, y3),
+    ],
+)  # fmt: skip
+def test_two_factors(function, left, right):
+    assert_same(function, Global(left), Global(right))
+    assert_same(function, Global(left), right)
+    last = (1,) * (right.dim() - 1) + (4,)
+    assert_same(function, Global(left), Global(right, last), grids=GRIDS[left.dim()][:1])
+    # the other one leads
+    assert_same(lambda b, a: function(a, b), Global(right), left, grids=GRIDS[right.dim()][:2])
+
+
+def test_more_factors():
+    assert_same(lambda a, b, c: torch.einsum("bik,bkj,jl->bil", a, b, c), Global(x3), Global(y3), noise(4, 3))
+    assert_same(
+        lambda a, b, c: torch.addmm(a, b, c, beta=0.5, alpha=2), Global(noise(4)), Global(noise(5, 7)), noise(7, 4)
+    )
+    assert_same(F.bilinear, Global(noise(5, 3)), Global(noise(5, 4)), noise(6, 3, 4), noise(6))
+
+
+def test_one_factor():
+    assert_same(lambda a: torch.einsum("nhwpqc->nchpwq", a), Global(noise(2, 3, 2, 2, 3, 2)))
+    assert_same(lambda a: torch.einsum("abc->b", a), Global(x3))
+
+
+def test_a_plain_factor_leads_nothing():
+    assert_same(lambda b, a: a @ b, Global(noise(7, 4)), noise(3, 5, 7))
+    assert_same(lambda b, a: a.__matmul__(b), Global(noise(7, 4)), noise(3, 5, 7))
+
+
+def test_distances():
+    assert_same(torch.cdist, Global(noise(3, 5, 7)), Global(noise(3, 4, 7)), tolerance=1e-9)
+    assert_same(torch.cdist, Global(noise(5, 7)), noise(4, 7), 1.0)
+
+
+@pytest.mark.parametrize("grid", [Global(noise(2, 6, 3, 2, seed=5) / 2), noise(2, 6, 3, 2, seed=5) / 2])
+def test_sampled_images(grid):
+    assert_same(lambda x, at: F.grid_sample(x, at, align_corners=True), Global(noise(2, 3, 5, 4)), grid)
+
+
+def test_second_derivatives():
+    assert_same(
+        lambda a, b: torch.matmul(a, b).tanh(),
+        Global(x3),
+        Global(y3, (1, 4, 1)),
+        twice=True,
+        grids=[(1, 2, 2), (2, 1, 2)],
+    )
+    assert_same(lambda a, w, b: F.linear(a, w, b).tanh(), Global(x3), noise(6, 7), noise(6), twice=True)
+
+
+def test_what_a_worker_holds_stays_its_share():
+    def work():
+        root = distdl.world()
+        P = root.create_cartesian_topology_partition((1, 1, 4))
+        x = distdl.distribute_tensor(noise(2, 16, 8), P)
+        y = F.linear(x, noise(8, 8))
+        assert y.to_local().numel() == 2 * 16 * 8 // 4
+        scores = distdl.distribute_tensor(noise(2, 8, 16), P)
+        values = distdl.distribute_tensor(noise(2, 16, 8), P)
+        assert torch.matmul(scores, values).to_local().numel() == 2 * 8 * 8 // 4
+
+    distdl.run_workers(work, 4)
+
+
+def test_shapes_that_do_not_fit_raise_on_every_worker():
+    def work():
+        P = distdl.world().create_cartesian_topology_partition((1, 3))
+        x = distdl.distribute_tensor(noise(4, 6), P)
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch|reduction dim"):
+            F.linear(x, noise(3, 5))
+        with pytest.raises(RuntimeError):
+            torch.matmul(x, noise(5, 4))
+
+    distdl.run_workers(work, 3)
