@@ -49,19 +49,24 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _announce(context, name, found)
     worker = int(grid.workers.flat[0])
     gathered = {id(one): moved(one, context.whole(one.shape, worker), name) for one in found}
+    beside = list(gathered.values())  # all that the results depend on, also on the workers that do not compute
 
     def plain(one: torch.Tensor) -> Any:
         if type(one) is GlobalTensor:
             return gathered[id(one)]
-        return entered(one, context) if type(one) is Replica or one.requires_grad else one
+        if type(one) is Replica or one.requires_grad:
+            one = entered(one, context)
+            beside.append(one)
+        return one
 
     given, named = map_tensors((args, kwargs), plain)
     result: Any = None
     mine: Any = None
     if context.me == worker:
         try:
+            before = [gathered[id(one)]._version for one in found]
             result = func(*given, **named)
-            mine = _describe(result, [gathered[id(one)] for one in found])
+            mine = _describe(result, [gathered[id(one)] for one in found], before)
         except Exception as error:
             mine = {"error": str(error), "type": type(error).__name__}
     told = broadcast_value(context.comm, (worker, *(w for w in context.everyone if w != worker)), mine)
@@ -76,15 +81,19 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     def build(description: Any) -> Any:
         if isinstance(description, dict) and "shape" in description:
             value = next(values) if values is not None else None
-            return _spread(description, value, worker, found, gathered, grid, context, name)
+            return _spread(description, value, worker, found, beside, grid, context, name)
         if isinstance(description, (tuple, list)):
             return type(description)(map(build, description))
         return description
 
-    return build(told["result"])
+    y = build(told["result"])
+    for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
+        value = gathered[id(found[place])] if context.me == worker else None
+        _spread({**description, "written": place}, value, worker, found, beside, grid, context, name)
+    return y
 
 
-def _describe(result: Any, inputs: list[torch.Tensor]) -> dict[str, Any]:
+def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:
     def describe(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             written = next((place for place, one in enumerate(inputs) if one is value), -1)
@@ -96,7 +105,13 @@ def _describe(result: Any, inputs: list[torch.Tensor]) -> dict[str, Any]:
             return [describe(one) for one in value] if isinstance(value, list) else tuple(map(describe, value))
         return value
 
-    return {"result": describe(result)}
+    returned = set(map(id, _tensors(result)))
+    written = [
+        (place, describe(one))
+        for place, (one, version) in enumerate(zip(inputs, before, strict=True))
+        if one._version != version and id(one) not in returned
+    ]
+    return {"result": describe(result), "written": written}
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
@@ -110,7 +125,7 @@ def _spread(
     value: torch.Tensor | None,
     worker: int,
     found: list[GlobalTensor],
-    gathered: dict[int, torch.Tensor],
+    beside: list[torch.Tensor],
     grid: Any,
     context: Context,
     name: str,
@@ -120,12 +135,11 @@ def _spread(
     owned = context.whole(extents, worker)
     written = description["written"]
     if value is None:
-        beside = list(gathered.values())
         value = torch.zeros(owned.local, dtype=DTYPES[description["dtype"]], device=beside[0].device)
-        if description["gradient"]:
-            for one in beside:
-                if one.requires_grad:
-                    value = value + zeros_on(one, ()).to(value.dtype)
+    if description["gradient"]:  # on every worker through the same operators, whatever this result depends on
+        for one in beside:
+            if one.requires_grad:
+                value = value + zeros_on(one, ()).to(value.dtype)
     target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
     if owned.rulers:
         block = moved_block(value, owned, target, name)
@@ -134,7 +148,13 @@ def _spread(
     if written < 0:
         return GlobalTensor._of(block, target)
     x = found[written]
-    x._block = block
+    if torch.is_grad_enabled() and x._block.requires_grad and x._block.is_leaf:
+        raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation.")
+    if block is not x._block:
+        if x._block.numel() or not block.requires_grad:
+            x._block.copy_(block)
+        else:  # (what is written in place without volume loses its graph)
+            x._block = block
     note_written(x, name)
     return x
 
