@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class Forward:
     @property
     def context(self) -> Context:
         return Context.of(self.P.comm)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        """That of a copied model. The copies of parameters are those of a forward, and stay with it."""
+        made = memo[id(self)] = Forward(deepcopy(self.module, memo), self.P)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, named = map_tensors((args, kwargs), self._split)
@@ -142,6 +148,10 @@ class Installing:
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Installing:
+        copied_too = id(self.forward.module) in memo  # or a part of the model is copied, by itself
+        return Installing(deepcopy(self.forward, memo) if copied_too else self.forward)
+
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         if module is self.forward.module:
             return
@@ -155,6 +165,10 @@ class Uninstalling:
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Uninstalling:
+        copied_too = id(self.forward.module) in memo  # or a part of the model is copied, by itself
+        return Uninstalling(deepcopy(self.forward, memo) if copied_too else self.forward)
 
     def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
         opened = module.__dict__.get("_distdl_opened")

@@ -58,7 +58,7 @@ class Replica(torch.Tensor):
         def plain(value: Any) -> Any:
             if type(value) is Replica:
                 found.append(value)
-                return value._plain
+                return copy_of(value)
             return value
 
         taken = map_tensors((args, kwargs or {}), plain)
@@ -93,10 +93,22 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def copy_of(replica: Replica) -> torch.Tensor:
+    """The plain tensor that a replica is.
+
+    A user's autograd function computes what it returns without a graph, and then ties the replica itself to its node.
+    """
+    if not replica._plain.requires_grad:
+        with torch._C.DisableTorchFunctionSubclass():
+            if replica.requires_grad and replica.grad_fn is not None:
+                replica._plain = replica.as_subclass(torch.Tensor)
+    return replica._plain
+
+
 def entered(tensor: torch.Tensor, context: Context) -> torch.Tensor:
     """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers."""
     if type(tensor) is Replica:
-        return tensor._plain
+        return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     return enter(context, [tensor])[0]
