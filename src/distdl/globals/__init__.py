@@ -4,6 +4,7 @@ from distdl.globals import (
     autograd,
     convolutions,
     fallback,
+    foreach,
     lookups,
     losses,
     normalising,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
 
-from distdl.globals.operands import block_of, moved
+from distdl.globals.context import KnownLayout
+from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
@@ -15,34 +17,59 @@ from distdl.tensors.connection import zeros_on
 
 def seed_of(y: GlobalTensor, gradient: Any) -> torch.Tensor:
     """This worker's block of the gradient with which a backward begins."""
-    block = y._block
     if gradient is None:
         if y.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return torch.ones_like(block)
-    if type(gradient) is GlobalTensor:
-        return moved(gradient, y._layout, "backward")
-    return gradient[tuple(slice(*one) for one in y._layout.box)] if y.dim() else gradient.reshape(-1)[:1].reshape(block.shape) if block.numel() else gradient.new_zeros(block.shape)
+        return torch.ones_like(block_of(y))
+    if gradient.shape != y.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: a gradient has a shape of {tuple(gradient.shape)} and its output has a shape of "
+            f"{tuple(y.shape)}"
+        )
+    return part_of(gradient, y._layout, "backward")
+
+
+def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
+    """This worker's block of a tensor, global or the same everywhere, in a layout of its shape."""
+    block = moved(value, layout, name) if type(value) is GlobalTensor else taken(value, layout)
+    return block if block.shape == layout.local else block.reshape(layout.local)
 
 
 @handles("backward", "Tensor")
-def backward(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Every worker goes through its part of the graph; gradients end in ``.grad`` of leaves, as blocks."""
 
     def run(
-        self: GlobalTensor,
+        self: Any,
         gradient: Any = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        if isinstance(inputs, torch.Tensor):
-            inputs = (inputs,)
-        leaves = None if inputs is None else [_plain(one) for one in inputs]
-        torch.autograd.backward(
-            [block_of(self)], [seed_of(self, gradient)], retain_graph, create_graph, inputs=leaves
+        backward_of_all(torch.autograd.backward, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
+
+    run(*args, **kwargs)
+
+
+@handles("backward", "autograd")
+def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The same for several tensors, global ones and plain ones."""
+
+    def run(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        outputs = _listed(tensors)
+        seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
+        func(
+            [_plain(y) for y in outputs],
+            [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+            retain_graph,
+            create_graph,
+            inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
         )
 
     run(*args, **kwargs)
@@ -137,6 +164,24 @@ def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return x
 
 
+@handles("detach_", "torch Tensor")
+def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    (x,) = args
+    block_of(x).detach_()
+    note_written(x, "detach_")
+    return x
+
+
+@handles("__deepcopy__", "Tensor")
+def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """A copy of a leaf, and of its gradient. Layout and context are values of the worker's world, and stay."""
+    x, memo = args
+    found: GlobalTensor | None = memo.get(id(x))
+    if found is None:
+        found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)
+    return found
+
+
 @handles_property("grad")
 def read_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
     x = args[0]
@@ -146,7 +191,20 @@ def read_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
 
 def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, value = args
-    x._block.grad = None if value is None else moved(value, x._layout, "grad")
+    if value is None:
+        x._block.grad = None
+        return
+    if type(x) is not GlobalTensor:
+        raise TypeError("the grad of a plain tensor is a plain tensor; got a global one")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value.shape != x.shape or value.dtype != x.dtype:
+        raise RuntimeError(
+            f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} and "
+            f"{x.dtype}"
+        )
+    part = part_of(value, x._layout, "grad")
+    x._block.grad = part.clone() if type(value) is not GlobalTensor else part
 
 
 def delete_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     Raises: ValueError, the same on every worker, if x is no tensor, or has fewer dims than P axes.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
+    if not isinstance(P, Partition):
+        raise TypeError(f"distribute_tensor needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
     _check_worker(context, src)
     if type(x) is GlobalTensor:
@@ -57,11 +59,21 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
 
 def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     """See :meth:`GlobalTensor.from_local`."""
+    if not isinstance(P, Partition):
+        raise TypeError(f"GlobalTensor.from_local needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
     context.comm.where = "GlobalTensor.from_local"
-    mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled())
+    mine: Any = type(block).__name__
+    if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
+        mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled())
     told = gather_values(context.comm, context.everyone, mine)
     members = P.workers.ravel().tolist()
+    for worker in members:
+        if isinstance(told[worker], str):
+            raise ValueError(
+                f"GlobalTensor.from_local needs a plain tensor on every worker of {P}; on worker {worker} it is a "
+                f"{told[worker]}"
+            )
     ranks = {len(told[worker][0]) for worker in members}
     codes = {told[worker][1] for worker in members}
     if len(ranks) > 1 or len(codes) > 1 or min(ranks) < P.workers.ndim:
@@ -74,11 +86,12 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
     shapes = torch.tensor([told[worker][0] for worker in members], dtype=torch.int64)
     layout = context.known(Layout.tiled(grid, shapes.reshape(*grid.workers.shape, rank).numpy(), "the tensor"))
-    if any(told[worker][2] for worker in members) and not mine[2] and layout.active:
+    if layout.active and any(told[worker][2] for worker in members) and not mine[2]:
         block = block.detach().requires_grad_()  # as that of another worker does
     if not layout.active:
         wants = any(told[worker][2] for worker in members)
-        block = torch.zeros(layout.local, dtype=DTYPES[code], device=block.device, requires_grad=wants)
+        device = block.device if isinstance(block, torch.Tensor) else None
+        block = torch.zeros(layout.local, dtype=DTYPES[code], device=device, requires_grad=wants)
     return GlobalTensor._of(block, layout)
 
 
@@ -103,6 +116,8 @@ def redistribute(x: GlobalTensor, to: Partition | Layout) -> GlobalTensor:
                 f"redistribute needs a layout of the tensor's shape {dims(x.shape)}; got one of {dims(needed.extents)}"
             )
     else:
+        if not isinstance(to, Partition):
+            raise TypeError(f"redistribute needs a partition or a layout; got a {type(to).__name__}")
         if Context.of(to.comm) is not context:
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute")

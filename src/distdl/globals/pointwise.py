@@ -51,8 +51,11 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         second = args[1]
         if len(args) == 2 and type(second) is GlobalTensor and second._layout is layout:
             return result_of(func, first, func(block_of(first), block_of(second)), (first,))
-    if "out" in kwargs and kwargs["out"] is not None:
-        raise TypeError(f"{name_of(func)} of a global tensor has no out=; assign its result")
+    if kwargs.get("out") is not None:
+        out = kwargs.pop("out")
+        if type(out) is not GlobalTensor:
+            raise TypeError(f"{name_of(func)} would write a global tensor into a plain one; make out= global")
+        return out.copy_(func(*args, **kwargs))
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context

@@ -43,6 +43,23 @@ class Replica(torch.Tensor):
         made._context = context
         return made
 
+    # (what is asked for most often, without the way through torch)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self._plain.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._plain.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._plain.device
+
+    def dim(self) -> int:
+        return self._plain.dim()
+
     @classmethod
     def __torch_function__(
         cls,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from distdl.partition import Layout, Partition
 
 _raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
+_raw_wants = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 _raw_requires = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -64,6 +65,8 @@ class GlobalTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
+            return cls._of(args[0]._block.detach(), args[0]._layout)
         raise RuntimeError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted functions, "
             f"and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or x.full_tensor(), "
@@ -94,6 +97,8 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
+        if not self._block.requires_grad:
+            check_usable(self)
         return self._block.requires_grad
 
     @requires_grad.setter
@@ -138,6 +143,7 @@ class GlobalTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
+        check_usable(self)
         return self._block
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
@@ -156,6 +162,10 @@ class GlobalTensor(torch.Tensor):
         from distdl.globals.entry import redistribute
 
         return redistribute(self, to)
+
+    def __copy__(self) -> GlobalTensor:
+        check_usable(self)
+        return GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor()")
@@ -184,7 +194,9 @@ def check_usable(x: GlobalTensor) -> None:
     """
     if not x._block.requires_grad:
         with torch._C.DisableTorchFunctionSubclass():
-            node = _raw_node(x)
+            node, wants = _raw_node(x), _raw_wants(x)
+        if node is None and wants:  # one that autograd has saved, and handed out again
+            x._block = x._block.detach().requires_grad_()
         if node is not None:
             raise RuntimeError(
                 f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global tensor; it "

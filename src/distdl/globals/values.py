@@ -29,6 +29,12 @@ def _whole(value: Any) -> Any:
     return value.detach().full_tensor() if type(value) is GlobalTensor else value
 
 
+@handles("result_type is_same_size", "torch")
+def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What follows from shapes and dtypes."""
+    return func(*(torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args))
+
+
 @handles("__repr__", "Tensor")
 def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Shape, dtype, partition and this worker's block. A tensor without dims shows its value: that is collective."""
@@ -45,3 +51,11 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     )
 
 
+
+
+@handles("data_ptr untyped_storage storage _typed_storage set_ share_memory_ __dlpack__ __cuda_array_interface__", "Tensor")
+def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise TypeError(
+        f"{func.__name__} asks for the memory of a global tensor, of which each worker has a block; ask x.to_local() or "
+        f"x.full_tensor() for it"
+    )

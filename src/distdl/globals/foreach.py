@@ -1,0 +1,65 @@
+"""Functions of lists of tensors, which stock optimisers call: what the function of one tensor does, for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import aligned, block_of
+from distdl.globals.pointwise import result_of
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.partition.sharing import reduce_values
+
+
+def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply ``torch._foreach_*`` to each tensor by itself, on blocks."""
+    name = func.__name__
+    first = next(one for one in args if isinstance(one, (tuple, list)))
+    writes = name.endswith("_")
+    results = []
+    for place in range(len(first)):
+        # (each list as one of a single entry; what is no list goes with every entry)
+        own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
+        named = {key: [one[place]] if isinstance(one, (tuple, list)) else one for key, one in kwargs.items()}
+        whole = [one for one in own if type(one) is GlobalTensor]
+        found: Any = own
+        if whole:
+            lead = 0 if writes else None
+            if writes and type(own[0]) is not GlobalTensor:
+                raise TypeError(
+                    f"{name} would write a global tensor into a plain one, which is the same on every worker"
+                )
+            target, found = aligned(whole[0]._context, own, lead, name)
+        given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
+        y = func(*given, **named)
+        if writes:
+            if whole:
+                result_of(func, own[0], own[0]._block, (own[0],))
+        else:
+            results.append(GlobalTensor._of(y[0], target) if whole else y[0])
+    return None if writes else tuple(results)
+
+
+_REDUCED = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.amax}
+
+
+def reduced_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for functions that make a number of each tensor."""
+    tensors, *rest = args
+    return tuple(_REDUCED[func.__name__](one, *rest, **kwargs) for one in tensors)
+
+
+for _name in dir(torch):
+    if _name.startswith("_foreach_"):
+        TABLE[getattr(torch, _name)] = reduced_each if _name in _REDUCED else of_each
+
+
+@handles("_amp_foreach_non_finite_check_and_unscale_", "torch")
+def unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Multiply gradients by a number, and take note on every worker if any of them is not finite. Collective."""
+    tensors, found_inf, by = args
+    context = next(one for one in tensors if type(one) is GlobalTensor)._context
+    func([block_of(one) if type(one) is GlobalTensor else one for one in tensors], found_inf, by)
+    found_inf.fill_(reduce_values(context.comm, context.everyone, float(found_inf), "max"))

@@ -1,0 +1,357 @@
+"""Differentiation of global tensors, as of torch's: what is asked of a tensor, of a graph and of an optimiser."""
+
+import copy
+import functools
+import io
+import pickle
+
+import pytest
+import torch
+from same import noise
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+from distdl import GlobalTensor
+
+
+def on_workers(function):
+    """Run a test on three workers, of which the last holds no cells."""
+
+    @functools.wraps(function)
+    def run(**given):
+        distdl.run_workers(lambda: function(**given), 3)
+
+    return run
+
+
+def split(x, *grid):
+    """x over a grid, by default over two workers along its first dim."""
+    grid = grid or (2, *[1] * (x.dim() - 1))
+    P = distdl.world().create_partition_inclusive(range(torch.Size(grid).numel()))
+    return distdl.distribute_tensor(x, P.create_cartesian_topology_partition(grid))
+
+
+def assert_close(found, expected):
+    whole = found.full_tensor() if isinstance(found, GlobalTensor) else found
+    torch.testing.assert_close(whole.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+x35, y35, row = noise(3, 5), noise(3, 5, seed=1), noise(5, seed=2)
+
+
+@on_workers
+def test_backward_of_several_tensors():
+    x = split(x35).requires_grad_()
+    y, z = x * x, x * 3
+    torch.autograd.backward(y.sum(), retain_graph=True)
+    assert_close(x.grad, 2 * x35)
+    x.grad = None
+    torch.autograd.backward([y, z], [torch.ones_like(x35), split(y35, 1, 2)], retain_graph=True)
+    assert_close(x.grad, 2 * x35 + 3 * y35)
+    x.grad = None
+    torch.autograd.backward((y, z), (x35, x35), inputs=[x])
+    assert_close(x.grad, 2 * x35 * x35 + 3 * x35)
+
+
+@on_workers
+def test_a_gradient_has_the_shape_of_its_tensor():
+    y = split(x35).requires_grad_() * 2
+    for wrong in (torch.ones(3, 4), split(noise(5, 3)), None):
+        with pytest.raises(RuntimeError, match=r"shape|scalar outputs"):
+            y.backward(wrong)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        split(x35).sum().backward()
+
+
+@on_workers
+def test_second_derivatives_by_plain_tensors():
+    x, v, w = split(x35).requires_grad_(), y35.clone().requires_grad_(), row.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(x**3, x, v, create_graph=True)
+    (dv,) = torch.autograd.grad(dx.sum(), v)
+    assert_close(dv, 3 * x35**2)
+    (dw,) = torch.autograd.grad((x.detach() * w).pow(3).sum(), w, create_graph=True)
+    (ddw,) = torch.autograd.grad(dw.pow(2).sum(), w)
+    cubes = (x35**3).sum(0)
+    assert_close(dw, 3 * cubes * row**2)
+    assert_close(ddw, 36 * cubes**2 * row**3)
+
+
+@on_workers
+def test_the_gradient_is_an_attribute():
+    x = split(x35).requires_grad_()
+    assert x.grad is None and x.is_leaf and x.requires_grad
+    (x * 2).sum().backward()
+    x.grad.zero_()
+    assert_close(x.grad, torch.zeros_like(x35))
+    x.grad = y35
+    assert_close(x.grad, y35)
+    x.grad = split(x35, 1, 2)
+    assert_close(x.grad, x35)
+    for wrong, kind in ((noise(2, 5), RuntimeError), (x35.float(), RuntimeError), (3, TypeError)):
+        with pytest.raises(kind, match="assigned grad"):
+            x.grad = wrong
+    del x.grad
+    assert x.grad is None
+
+
+@on_workers
+def test_detached():
+    x = split(x35).requires_grad_()
+    y = x * 2
+    assert not y.detach().requires_grad
+    with pytest.raises(RuntimeError, match="leaf"):
+        y.requires_grad_(False)
+    y.detach_()
+    assert y.is_leaf and not y.requires_grad
+    with torch.no_grad():
+        assert not (x * 2).requires_grad
+    x.requires_grad = False
+    assert not (x * 2).requires_grad
+
+
+@on_workers
+def test_hooks():
+    x, seen = split(x35).requires_grad_(), []
+    handle = x.register_hook(lambda dx: (seen.append(dx.full_tensor()), dx * 2)[1])
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.full_tensor()))
+    y = x * 3
+    y.retain_grad()
+    y.register_hook(lambda dy: dy + 1)
+    y.sum().backward(retain_graph=True)
+    assert [float(one.mean()) for one in seen] == [6, 12]
+    assert_close(x.grad, torch.full_like(x35, 12))
+    assert_close(y.grad, torch.full_like(x35, 2))
+    handle.remove()
+    x.grad = None
+    y.sum().backward()
+    assert_close(x.grad, torch.full_like(x35, 6))
+
+
+@on_workers
+def test_copies():
+    x = split(x35).requires_grad_()
+    (x * x).sum().backward()
+    y, z = copy.deepcopy([x, x])
+    assert y is z and type(y) is GlobalTensor and y.requires_grad and y.layout is x.layout
+    with torch.no_grad():
+        y.mul_(0)
+    assert_close(x, x35)
+    assert_close(y, torch.zeros_like(x35))
+    assert_close(y.grad, 2 * x35)
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(x * 2)
+    shallow = copy.copy(x)
+    with torch.no_grad():
+        x.mul_(0)
+    assert_close(shallow, torch.zeros_like(x35))
+    for write in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            write(x)
+
+
+@on_workers
+def test_copies_of_a_model():
+    model = torch.nn.Sequential(torch.nn.LeakyReLU(), _Scale())
+    distdl.distribute(model, split(x35).layout.partition)
+    expected = torch.nn.functional.leaky_relu(x35)
+    assert_close(model(x35), expected)
+    other, part = copy.deepcopy(model), copy.deepcopy(model[1])
+    with torch.no_grad():
+        other[1].factor.fill_(3.0)
+        part.factor.fill_(5.0)
+    assert_close(model(x35), expected)
+    assert_close(other(x35), expected * 3)
+    assert_close(part(split(x35)), x35 * 5)
+    other(x35).sum().backward()
+    assert_close(other[1].factor.grad, expected.sum().reshape(1))
+    assert model[1].factor.grad is None
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, mean = 1.0, None
+    for _ in range(2):
+        optimiser.zero_grad()
+        model(x35).sum().backward()
+        optimiser.step()
+        average.update_parameters(model)
+        weight -= 0.1 * float(expected.sum())
+        mean = weight if mean is None else 0.9 * mean + 0.1 * weight
+    assert_close(average(x35), expected * mean)
+    model.load_state_dict(pickle.loads(pickle.dumps(average.module.state_dict())))
+    assert_close(model(x35), expected * mean)
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+@on_workers
+def test_checkpoints(grid):
+    """Also nested, with a block that is empty, and an idle worker."""
+
+    def run(x, w, v):
+        def step(a):
+            return ((a * w).exp() * v).sum(0, keepdim=True).sigmoid()
+
+        def two(a):
+            return checkpoint(step, checkpoint(step, a, use_reentrant=False) * a, use_reentrant=False)
+
+        y = checkpoint(two, x, use_reentrant=False).sum()
+        return y, *torch.autograd.grad(y, (x, w))
+
+    one = noise(1, 5)
+    weights = [row.clone().requires_grad_() for _ in range(2)]
+    expected = run(one.clone().requires_grad_(), weights[0], row)
+    found = run(split(one, *grid).requires_grad_(), weights[1], split(row, 2))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+
+
+@on_workers
+def test_a_checkpoint_in_a_model():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = _Scale(), _Scale()
+
+        def forward(self, x):
+            return self.second(checkpoint(lambda y: self.first(y).exp(), x, use_reentrant=False))
+
+    ours, theirs = Model(), Model()
+    distdl.distribute(ours, split(x35).layout.partition)
+    for model in (ours, theirs):
+        model(x35).pow(2).sum().backward()
+    for mine, own in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close(mine.grad, own.grad)
+
+
+@on_workers
+def test_a_checkpoint_that_enters_the_graph_again_is_an_error():
+    x = split(x35).requires_grad_()
+    with pytest.raises(RuntimeError, match="CheckpointFunction was applied to a global tensor"):
+        checkpoint(torch.exp, x, use_reentrant=True).sum()
+
+
+@on_workers
+def test_autocast():
+    model = distdl.distribute(torch.nn.Sequential(_Scale().float()), split(x35).layout.partition)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(noise(1, 5).float())
+        loss = torch.nn.functional.relu(y).float().pow(2).mean()
+    loss.backward()
+    assert loss.dtype == torch.float32 and torch.isfinite(model[0].factor.grad).all()
+
+
+OPTIMISERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "momentum of lists": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "Adam of lists": lambda p: torch.optim.Adam(p, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW of lists": lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "RMSprop of lists": lambda p: torch.optim.RMSprop(p, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adagrad of lists": lambda p: torch.optim.Adagrad(p, foreach=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+@on_workers
+def test_optimisers_of_global_tensors(name):
+    ours = [split(x35).requires_grad_(), split(row).requires_grad_()]
+    theirs = [x35.clone().requires_grad_(), row.clone().requires_grad_()]
+    for leaves in (ours, theirs):
+        optimiser = OPTIMISERS[name](leaves)
+        schedule = torch.optim.lr_scheduler.StepLR(optimiser, 1, 0.5)
+        for _ in range(3):
+            optimiser.zero_grad()
+            ((leaves[0].sin() * leaves[0]).sum() + (leaves[1] ** 3).sum()).backward()
+            optimiser.step()
+            schedule.step()
+    for mine, own in zip(ours, theirs, strict=True):
+        assert_close(mine, own)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("foreach", [False, True])
+@on_workers
+def test_gradients_are_clipped(foreach):
+    leaves = split(x35).requires_grad_(), x35.clone().requires_grad_()
+    norms = []
+    for leaf in leaves:
+        (leaf**3).sum().backward()
+        torch.nn.utils.clip_grad_value_([leaf], 2.5, foreach=foreach)
+        norms.append(torch.nn.utils.clip_grad_norm_([leaf], 0.1, foreach=foreach))
+    assert_close(*norms)
+    assert_close(leaves[0].grad, leaves[1].grad)
+
+
+@on_workers
+def test_scaled_gradients():
+    for bad in (False, True):
+        leaf, plain = split(x35).requires_grad_(), row.clone().requires_grad_()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimiser = torch.optim.SGD([leaf, plain], lr=0.1)
+        loss = (leaf**2).sum() + (leaf.detach() * plain).sum()
+        scaler.scale(loss * (float("inf") if bad else 1.0)).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if bad else 8.0)
+        assert_close(leaf, x35 * (1.0 if bad else 0.8))
+        assert_close(plain, row if bad else row - 0.1 * x35.sum(0))
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+USES = {
+    "sum": torch.Tensor.sum,
+    "beside": lambda y: torch.ones(3, 5) + y,
+    "written": lambda y: y.mul_(2),
+    "whole": lambda y: y.full_tensor(),
+    "on one": lambda y: y.full_tensor(on=0),
+    "block": lambda y: y.to_local(),
+    "item": lambda y: y.tolist(),
+    "cast": lambda y: y.float(),
+    "split": lambda y: y.redistribute(split(x35, 1, 2).layout),
+    "backward": lambda y: y.backward(x35),
+    "backwards": lambda y: torch.autograd.backward(y, x35),
+    "grad": lambda y: torch.autograd.grad(y, y, x35),
+    "falls back": lambda y: torch.special.bessel_j0(y),
+    "asked": lambda y: y.requires_grad,
+    "detached": lambda y: y.detach(),
+    "list": lambda y: torch._foreach_add([y], 1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("use", USES)
+@on_workers
+def test_a_function_of_a_users_own_never_loses_a_gradient(use):
+    with pytest.raises(RuntimeError, match="_Double was applied to a global tensor"):
+        USES[use](_Double.apply(split(x35).requires_grad_()))
+
+
+@on_workers
+def test_nothing_passes_by_the_table():
+    x = split(x35)
+    with pytest.raises(RuntimeError, match="without passing through its table"):
+        torch.func.grad(lambda a: (a * 2).sum())(x)
+    with pytest.raises(TypeError, match="memory"):
+        x.data_ptr()
