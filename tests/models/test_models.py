@@ -1,0 +1,80 @@
+"""Models by other people, unmodified: trained on several workers they give the numbers that they give alone.
+
+``make test`` runs a few models, each on one partition; ``make models`` runs all of them on all partitions.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from training import STEPS, Split, alone, differences, distributed, identical, splits_of
+from zoo import ENTRIES, Entry
+
+import distdl
+
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+FEW = [
+    ("monai-UNet-3d", Split("rows", (1, 1, 3, 1, 1), idle=1)),
+    ("monai-UNETR-2d", Split("samples-and-columns", (2, 1, 1, 2))),
+    ("timm-resnet", Split("plane", (1, 1, 2, 3))),
+    ("timm-convnext", Split("columns", (1, 1, 1, 3))),
+    ("timm-vit", Split("rows", (1, 1, 2, 1))),
+    ("timm-swin", Split("plane", (1, 1, 2, 2))),
+]
+ALL = [
+    pytest.param(entry, split, ("SGD", "Adam")[number % 2], id=f"{entry.name}-{split}")
+    for entry in ENTRIES
+    for number, split in enumerate(
+        split for workers in (2, 3, 4, 6) for split in splits_of(workers, len(entry.shape) - 2)
+    )
+]
+
+
+def assert_trains(entry: Entry, split: Split, optimizer: str) -> None:
+    """Output, losses, every gradient and every weight are those of the model alone, and the same on every worker."""
+    wanted, module = alone(entry, optimizer), entry.module()
+    results = distdl.run_workers(lambda: distributed(entry, split, optimizer, module), split.workers)
+    lines = differences(results[0], wanted)
+    assert not lines, "\n".join([f"{entry.name}, {split}, {optimizer}", *lines])
+    strays = [worker for worker, result in enumerate(results) if not identical(result, results[0])]
+    assert not strays, f"workers {strays} hold other bits than worker 0"
+
+
+@pytest.mark.parametrize(("name", "split"), FEW, ids=str)
+def test_a_few_models(name, split):
+    assert_trains(BY_NAME[name], split, "Adam")
+
+
+@pytest.mark.every_model
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("entry", "split", "optimizer"), ALL)
+def test_every_model(entry, split, optimizer):
+    assert_trains(entry, split, optimizer)
+
+
+def test_names_are_unique():
+    assert len(BY_NAME) == len(ENTRIES)
+
+
+@pytest.mark.parametrize("name", ["monai-UNet-2d", "timm-mixer"])
+def test_training_alone_repeats_itself_and_changes_every_weight(name):
+    """What the other tests compare with: the same each time, and not trivially so."""
+    entry = BY_NAME[name]
+    first = alone(entry, "Adam")
+    again = alone.__wrapped__(entry, "Adam")
+    assert identical(first, again) and len(first.losses) == STEPS
+    assert all(gradient is not None and gradient.any() for gradient in first.gradients.values())
+    start = entry.module().state_dict()
+    assert not any(torch.equal(start[weight], first.state[weight]) for weight in start)
+
+
+def test_a_difference_is_found():
+    """In one element of one weight, or a gradient that is missing."""
+    trained = alone(BY_NAME["timm-mixer"], "Adam")
+    other = copy.deepcopy(trained)
+    weight = next(iter(other.state))
+    other.state[weight].view(-1)[-1] += 1e-6
+    other.gradients["the input"] = None
+    assert len(differences(other, trained)) == 2 and not identical(other, trained)
