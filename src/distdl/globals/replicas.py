@@ -71,17 +71,10 @@ class Replica(torch.Tensor):
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
         found: list[Replica] = []
-
-        def plain(value: Any) -> Any:
-            if type(value) is Replica:
-                found.append(value)
-                return copy_of(value)
-            return value
-
-        taken = map_tensors((args, kwargs or {}), plain)
+        map_tensors((args, kwargs or {}), lambda value: found.append(value) if type(value) is Replica else None)
         context = found[0]._context
         # (a tensor that has not entered would get this worker's part of its gradient only)
-        given, named = map_tensors(taken, lambda value: entered(value, context))
+        given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context))
         result = func(*given, **named)
 
         def wrap(value: Any) -> Any:
