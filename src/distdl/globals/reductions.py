@@ -1,8 +1,12 @@
-"""Sums, means and their kin over dims of a global tensor."""
+"""Sums, means and their kin over dims of a global tensor.
+
+Where the dims are split, each worker reduces its block. Sums are added up by a sum-reduce. Of others, the results of
+the blocks, one *entry* for each place along the dims, come together and are reduced once more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -10,11 +14,12 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.operands import block_of, derivatives_of
+from distdl.globals.operands import block_of, derivatives_of, moved_block
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
 from distdl.plan.planners import broadcast
+from distdl.tensors.connection import local
 from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 
@@ -30,7 +35,9 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
     rank = max(x.dim(), 1)
     for one in dims:
         if not -rank <= one < rank:
-            raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})")
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})"
+            )
     return tuple(sorted({one % rank for one in dims})) if x.dim() else ()
 
 
@@ -108,22 +115,22 @@ def _adding(
 
 
 @handles("sum", "torch Tensor")
-def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(input: GlobalTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
         return total(input, axis if dim is None else dim, keepdim, dtype)
 
     return run(*_positional(args), **kwargs)
 
 
 @handles("mean", "torch Tensor")
-def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(input: GlobalTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
+def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
         dims = dims_of(input, axis if dim is None else dim)
         wanted = dtype or input.dtype
         if not (wanted.is_floating_point or wanted.is_complex):
             raise RuntimeError(
-                f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. Got: "
-                f"{input.dtype}"
+                f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. "
+                f"Got: {input.dtype}"
             )
         y: GlobalTensor = total(input, dims, keepdim, dtype) / prod(input.shape[one] for one in dims)
         return y
@@ -140,10 +147,149 @@ def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args if count < 2 else (x, tuple(rest[:count]), *rest[count:])
 
 
-def total(x: GlobalTensor, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
+def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
     """The sum over dims."""
     dims, block = dims_of(x, dim), block_of(x)
     if not x.dim():
-        return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.to(block.sum(dtype=dtype).dtype), x._layout)
+        return GlobalTensor._of(
+            block.sum(dtype=dtype) if x._layout.active else block.to(block.sum(dtype=dtype).dtype), x._layout
+        )
     y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
     return y if keepdim else without_dims(y, dims)
+
+
+def split_along(layout: KnownLayout, dims: Sequence[int]) -> bool:
+    """Whether one of these dims is split."""
+    places = layout.partition.workers.shape
+    return any(places[dim] > 1 for dim in dims)
+
+
+def reduced_shape(layout: KnownLayout, dims: Sequence[int]) -> tuple[int, ...]:
+    """Shape of this worker's part of a result, with extent 1 along the dims, before parts come together."""
+    if not layout.active:
+        return layout.local
+    return tuple(1 if dim in dims else extent for dim, extent in enumerate(layout.local))
+
+
+def gathered(
+    entries: torch.Tensor, layout: KnownLayout, dims: Sequence[int], name: str, everywhere: bool = False, kinds: int = 0
+) -> torch.Tensor:
+    """Bring the entries of blocks together.
+
+    Args:
+        entries: this worker's, with extent 1 along the dims; if there are kinds of them, these are a dim in front.
+        layout: of the tensor that they were computed of.
+        everywhere: every worker along the dims gets them; if not, those that have the result.
+    Returns: along the dims, an entry of each place whose block has cells.
+    """
+    context = layout.context
+
+    def make() -> tuple[KnownLayout, KnownLayout, list[tuple[int, torch.Tensor]]]:
+        workers = layout.partition.workers
+        split = [dim for dim in dims if workers.shape[dim] > 1]
+        owned = list(layout.intervals)
+        needed = list(layout.intervals)
+        for dim in dims:
+            places = workers.shape[dim]
+            owned[dim] = tuple((at, at + 1) for at in range(places))
+            needed[dim] = ((0, places),) * (places if everywhere else 1)
+        targets = workers
+        if not everywhere:
+            targets = workers[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(workers.ndim))]
+        front: list[Any] = [((0, kinds),)] if kinds else []
+        more = (1,) * len(front)
+        filled = []
+        for dim in split:
+            places = [at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start]
+            if len(places) < workers.shape[dim]:
+                filled.append((dim + len(front), torch.tensor(places)))
+        return (
+            context.layout(context.array(workers.reshape(more + workers.shape)), [*front, *owned]),
+            context.layout(context.array(targets.reshape(more + targets.shape)), [*front, *needed]),
+            filled,
+        )
+
+    owned, needed, filled = context.keep(("entries", layout, tuple(dims), everywhere, kinds), make)
+    if owned is needed:
+        return entries
+    if not layout.active:
+        entries = entries.reshape(-1)[:0].reshape(owned.local)
+    y = moved_block(entries, owned, needed, name)
+    if needed.active:
+        for dim, places in filled:
+            y = y.index_select(dim, places.to(y.device))
+    elif kinds:
+        y = y.reshape(kinds, *y.shape[1:])
+    return y
+
+
+def in_two_steps(
+    func: Callable[[torch.Tensor], torch.Tensor], x: GlobalTensor, dims: Sequence[int], keepdim: bool, name: str
+) -> GlobalTensor:
+    """A reduction of which the result on the whole is that on the results on blocks, in values and derivatives.
+
+    Args:
+        func: reduces a block over the dims, keeping them with extent 1.
+    """
+    layout, least = x._layout, (1,) * x.dim()
+    part = local(func, reduced_shape(layout, dims), (block_of(x), least))
+    target = reduced_layout(layout, dims)
+    if split_along(layout, dims):
+        part = local(func, target.local, (gathered(part, layout, dims, name), least))
+    y = GlobalTensor._of(part, target)
+    return y if keepdim else without_dims(y, dims)
+
+
+def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
+    """Raises: IndexError, if there is nothing to choose from."""
+    for dim in dims:
+        if x.shape[dim] == 0:
+            raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
+
+
+@handles("prod", "torch Tensor")
+def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        dims = dims_of(input, dim)
+        if 0 in [input.shape[one] for one in dims]:
+            raise NotImplementedError("prod of a global tensor needs a cell at least along each dim")
+
+        def over(block: torch.Tensor) -> torch.Tensor:
+            for one in dims:
+                block = block.prod(one, keepdim=True)
+            return block if dims else block.prod(dtype=dtype)
+
+        wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
+        return in_two_steps(over, input.to(wanted), dims, keepdim, "prod")
+
+    return run(*args, **kwargs)
+
+
+@handles("any all", "torch Tensor")
+def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = dims_of(input, dim)
+        truths = input != 0
+        false = total(truths if func.__name__ == "any" else ~truths, dims, keepdim)
+        y = (false != 0) if func.__name__ == "any" else (false == 0)
+        return y.to(torch.uint8) if input.dtype == torch.uint8 else y
+
+    return run(*args, **kwargs)
+
+
+@handles("count_nonzero", "torch Tensor")
+def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None) -> Any:
+        return total(input.detach() != 0, dim)
+
+    return run(*_positional(args), **kwargs)
+
+
+@handles("nansum nanmean", "torch Tensor")
+def without_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        there = ~input.detach().isnan()
+        y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
+        return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y
+
+    return run(*args, **kwargs)

@@ -1,0 +1,97 @@
+r"""Softmax and its kin over dims of a global tensor.
+
+Of the exponentials along the dims, each block knows its maximum m and its sum s of :math:`e^{x - m}`. These two come to
+all blocks along the dims, which is all that softmax has to know of the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import block_of
+from distdl.globals.reductions import (
+    dims_of,
+    gathered,
+    nonempty,
+    reduced_layout,
+    reduced_shape,
+    split_along,
+    without_dims,
+)
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+
+def _mass(x: GlobalTensor, dims: tuple[int, ...], name: str, everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A number m, near the maximum along the dims, and the sum of ``exp(x - m)``."""
+    layout, block = x._layout, block_of(x)
+    shape, least = reduced_shape(layout, dims), (1,) * x.dim()
+
+    def measure(one: torch.Tensor) -> torch.Tensor:
+        top = _finite(one.detach().amax(dims, keepdim=True))
+        return torch.stack([top, (one - top).exp().sum(dims, keepdim=True)])
+
+    states = gathered(local(measure, (2, *shape), (block, least)), layout, dims, name, everywhere, kinds=2)
+    if not (layout.active if everywhere else reduced_layout(layout, dims).active):
+        return states[0], states[1]
+    tops, sums = states
+    top = tops.detach().amax(dims, keepdim=True)
+    return top, (sums * (tops.detach() - top).exp()).sum(dims, keepdim=True)
+
+
+def _finite(top: torch.Tensor) -> torch.Tensor:
+    return top.masked_fill(top.isinf(), 0)
+
+
+@handles("softmax log_softmax softmin", "torch Tensor functional special")
+def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Split dims, too: two numbers for each line of each block travel."""
+    name = func.__name__.removeprefix("special_")
+
+    def run(input: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
+        for one in rest:
+            dtype = one if isinstance(one, torch.dtype) else dtype
+        if dim is None:
+            dim = 0 if input.dim() in (0, 1, 3) else 1
+        x = input if dtype is None else input.to(dtype)
+        if name == "softmin":
+            x = -x
+        dims, layout = dims_of(x, dim), x._layout
+        own = torch.log_softmax if name == "log_softmax" else torch.softmax
+        if not split_along(layout, dims):
+            at = dims[0] if dims else 0
+            block = block_of(x)
+            return GlobalTensor._of(own(block, at), layout)
+        top, sums = _mass(x, dims, name, everywhere=True)
+        block = block_of(x)
+        if not layout.active:
+            y = block + top.reshape(layout.local) + sums.reshape(layout.local)
+        elif name == "log_softmax":
+            y = block - top - sums.log()
+        else:
+            y = (block - top).exp() / sums
+        return GlobalTensor._of(y, layout)
+
+    return run(*args, **kwargs)
+
+
+@handles("logsumexp", "torch Tensor special")
+def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any, keepdim: bool = False) -> Any:
+        x = input if input.is_floating_point() else input.to(torch.get_default_dtype())
+        dims, layout = dims_of(x, dim), x._layout
+        nonempty(x, dims, "logsumexp")
+        target = reduced_layout(layout, dims)
+        if split_along(layout, dims):
+            top, sums = _mass(x, dims, "logsumexp", everywhere=False)
+            block = top + sums.log() if target.active else (top + sums).reshape(target.local)
+        else:
+            at = dims or (0,)
+            block = local(lambda one: one.logsumexp(at, bool(dims)), target.local, (block_of(x), (1,) * x.dim()))
+        y = GlobalTensor._of(block, target)
+        return y if keepdim else without_dims(y, dims)
+
+    return run(*args, **kwargs)

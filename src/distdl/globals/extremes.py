@@ -1,0 +1,176 @@
+"""Largest and smallest elements over dims of a global tensor, and where they are."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import block_of
+from distdl.globals.reductions import (
+    dims_of,
+    gathered,
+    in_two_steps,
+    nonempty,
+    reduced_layout,
+    reduced_shape,
+    split_along,
+    summed,
+    without_dims,
+)
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+
+@handles("amax amin", "torch Tensor")
+def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
+        return _extreme(input, dims_of(input, dim), keepdim, func.__name__)
+
+    return run(*args, **kwargs)
+
+
+@handles("max min", "torch Tensor")
+def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of all elements, of those along a dim (and where they are), or of two tensors."""
+    name = func.__name__
+
+    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, torch.Tensor):
+            return torch.maximum(input, dim) if name == "max" else torch.minimum(input, dim)
+        if dim is None:
+            return _extreme(input, dims_of(input, None), False, "a" + name)
+        values, indices = _with_index(input, dims_of(input, int(dim)), keepdim, name)
+        return getattr(torch.return_types, name)((values, indices))
+
+    if "other" in kwargs:
+        kwargs = {"dim": kwargs["other"]}
+    return run(*args, **kwargs)
+
+
+@handles("aminmax", "torch Tensor")
+def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = dims_of(input, dim)
+        found = (_extreme(input, dims, keepdim, "amin"), _extreme(input, dims, keepdim, "amax"))
+        return torch.return_types.aminmax(found)
+
+    return run(*args, **kwargs)
+
+
+@handles("argmax argmin", "torch Tensor")
+def place_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first place of the largest element, or of the smallest; of all elements, counted as in the flat tensor."""
+
+    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        name = func.__name__.removeprefix("arg")
+        if dim is None and input.dim() != 1:
+            return _flat_place(input.detach(), keepdim, name)
+        return _with_index(input.detach(), dims_of(input, dim), keepdim, name)[1]
+
+    return run(*args, **kwargs)
+
+
+def _extreme(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> GlobalTensor:
+    """The largest element, or the smallest. Its gradient goes to all that are equal to it, in equal shares."""
+    nonempty(x, dims, name)
+    layout = x._layout
+
+    def over(block: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = getattr(block, name)(dims, keepdim=True) if dims else getattr(block, name)()
+        return y
+
+    if not split_along(layout, dims) or not (x.requires_grad and torch.is_grad_enabled()):
+        return in_two_steps(over, x, dims, keepdim, name)
+    block, least, shape = block_of(x), (1,) * x.dim(), reduced_shape(layout, dims)
+    with torch.no_grad():
+        part = gathered(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
+        value = local(over, shape, (part, least))
+        ties = block == value
+        counts = gathered(ties.sum(dims, keepdim=True).to(block.dtype), layout, dims, name, everywhere=True)
+        share = ties / counts.sum(dims, keepdim=True) if layout.active else ties.to(block.dtype)
+    y = summed((block * share).sum(dims, keepdim=True), layout, dims, name)
+    target = y._layout
+    if not target.active:
+        value = value.reshape(-1)[:0].reshape(target.local)
+    y = GlobalTensor._of(_Instead.apply(y._block, value), target)  # type: ignore[no-untyped-call]
+    return y if keepdim else without_dims(y, dims)
+
+
+class _Instead(torch.autograd.Function):
+    """A value that has the derivative of a product with its share. (The product itself is not exact, nor finite.)"""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+    @staticmethod
+    def jvp(ctx: Any, dy: torch.Tensor, _: Any) -> torch.Tensor:
+        return dy.view_as(dy)
+
+
+def _with_index(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> tuple[GlobalTensor, GlobalTensor]:
+    """Extremes along a dim, and the first place of each."""
+    nonempty(x, dims, name)
+    layout, block = x._layout, block_of(x)
+    target = reduced_layout(layout, dims)
+    if not dims:
+        return GlobalTensor._of(block.clone(), layout), GlobalTensor._of(
+            block.detach().new_zeros(block.shape, dtype=torch.int64), layout
+        )
+    (dim,) = dims
+    least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
+    values, indices = _pair(name, block, dim, shape, least)
+    if split_along(layout, dims):
+        if layout.active:
+            indices = indices + layout.box[dim][0]
+        values, indices = (gathered(one, layout, dims, name) for one in (values, indices))
+        values, places = _pair(name, values, dim, target.local, least)
+        indices = indices.gather(dim, places) if target.active and 0 not in target.local else places
+    found = GlobalTensor._of(values, target), GlobalTensor._of(indices, target)
+    return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
+
+
+def _pair(
+    name: str, block: torch.Tensor, dim: int, shape: tuple[int, ...], least: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if block.numel():
+        values, indices = getattr(block, name)(dim, keepdim=True)
+        return values, indices
+    values = local(lambda one: getattr(one, name)(dim, keepdim=True)[0], shape, (block, least))
+    return values, torch.zeros(shape, dtype=torch.int64, device=block.device)
+
+
+def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
+    dims = tuple(range(x.dim()))
+    if not x.numel():
+        raise IndexError(f"arg{name}(): Expected reduction dim to be specified for input.numel() == 0.")
+    layout, block = x._layout, block_of(x)
+    target = reduced_layout(layout, dims)
+    if not dims:
+        return GlobalTensor._of(block.new_zeros(block.shape, dtype=torch.int64), layout)
+    shape = reduced_shape(layout, dims)
+    value, flat = block.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=block.device)
+    if block.numel():
+        at = int(getattr(torch, "arg" + name)(block))
+        value = block.reshape(-1)[at].reshape(shape)
+        own = torch.unravel_index(torch.tensor(at), block.shape)
+        strides = [prod(layout.extents[dim + 1 :]) for dim in dims]
+        where = sum((start + int(i)) * n for (start, _), i, n in zip(layout.box, own, strides, strict=True))
+        flat += where
+    if split_along(layout, dims):
+        values, flats = (gathered(one, layout, dims, name) for one in (value, flat))
+        if target.active:
+            best = getattr(values, "a" + name)()
+            first = torch.where((values == best) | (values.isnan() & best.isnan()), flats, x.numel()).amin()
+            flat = first.reshape(target.local)
+        else:
+            flat = flats.reshape(target.local)
+    y = GlobalTensor._of(flat, target)
+    return y if keepdim else without_dims(y, dims)

@@ -1,0 +1,192 @@
+"""Variances, norms, and distances that are made of them."""
+
+from __future__ import annotations
+
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import block_of
+from distdl.globals.reductions import (
+    dims_of,
+    gathered,
+    in_two_steps,
+    reduced_layout,
+    reduced_shape,
+    split_along,
+    summed,
+    without_dims,
+)
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+
+def moments(
+    x: GlobalTensor, dim: Any, keepdim: bool, unbiased: Any = None, correction: Any = None
+) -> tuple[GlobalTensor, GlobalTensor]:
+    """Variance and mean over dims. Mean and squared deviations of the blocks are merged, which loses no digits."""
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError("std and var only support floating point and complex dtypes")
+    dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
+    less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
+    least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
+    target = reduced_layout(layout, dims)
+    count = prod(x.shape[one] for one in dims)
+
+    def measure(one: torch.Tensor) -> torch.Tensor:
+        mean = one.mean(dims, keepdim=True) if dims else one.clone()
+        offset = one - mean
+        squares = (offset * offset.conj()).to(one.dtype)
+        return torch.stack([mean, squares.sum(dims, keepdim=True) if dims else squares])
+
+    states = local(measure, (2, *shape), (block, least))
+    if split_along(layout, dims):
+        n = _counts(layout, dims)
+        states = gathered(states, layout, dims, "var", kinds=2)
+        if target.active:
+            mean, squares = states
+            n = n.to(states.device, states.dtype)
+            merged = (mean * n).sum(dims, keepdim=True) / count if count else mean.sum(dims, keepdim=True)
+            away = mean - merged
+            states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
+        else:
+            states = states.reshape((2, *target.local))
+    mean, squares = states
+    if not count:
+        mean = mean + torch.nan
+    var = (
+        (squares.real if x.is_complex() else squares) / max(count - less, 0)
+        if count > less
+        else squares.real * torch.nan
+    )
+    if count <= less and count:
+        var = squares.real / 0 if count else var
+    found = GlobalTensor._of(var, target), GlobalTensor._of(mean, target)
+    return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
+
+
+def _counts(layout: Any, dims: tuple[int, ...]) -> torch.Tensor:
+    """Cells of each block along the dims, of those that have any, as a tensor that broadcasts to their entries."""
+
+    def make() -> torch.Tensor:
+        counts = torch.ones((1,) * len(layout.rulers), dtype=torch.float64)
+        for dim in dims:
+            lengths = [stop - start for start, stop in layout.intervals[dim]]
+            filled = [n for n in lengths if n] if len(lengths) > 1 else lengths
+            along = torch.tensor(filled, dtype=torch.float64)
+            counts = counts * along.reshape([-1 if one == dim else 1 for one in range(len(layout.rulers))])
+        return counts
+
+    found: torch.Tensor = layout.context.keep(("counts", layout, dims), make)
+    return found
+
+
+@handles("var std var_mean std_mean", "torch Tensor")
+def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        var, mean = moments(input, dim, keepdim, unbiased, correction)
+        spread = var.sqrt() if func.__name__.startswith("std") else var
+        return (spread, mean) if func.__name__.endswith("mean") else spread
+
+    return run(*args, **kwargs)
+
+
+def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    """The p-norm over dims."""
+    if dtype is not None:
+        x = x.to(dtype)
+    if not (x.is_floating_point() or x.is_complex()):
+        raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {x.dtype}")
+    dims, p = dims_of(x, dim), float(p)
+
+    def over(block: torch.Tensor, p: float) -> torch.Tensor:
+        y: torch.Tensor = torch.linalg.vector_norm(block, p, dims or None, keepdim=bool(dims))
+        return y
+
+    if p == 0:
+        least, shape = (1,) * x.dim(), reduced_shape(x._layout, dims)
+        part = local(lambda block: over(block, 0), shape, (block_of(x), least))
+        y = summed(part, x._layout, dims, "norm") if dims else GlobalTensor._of(part, x._layout)
+        return y if keepdim else without_dims(y, dims)
+    if p in (inf, -inf):
+        return torch.amax(x.abs(), dims, keepdim) if p > 0 else torch.amin(x.abs(), dims, keepdim)
+    return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm")
+
+
+@handles("vector_norm", "linalg")
+def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(x: GlobalTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        return norm_over(x, ord, dim, keepdim, dtype)
+
+    return run(*args, **kwargs)
+
+
+@handles("norm", "torch Tensor")
+def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+    ) -> Any:
+        if p == "nuc":
+            return TABLE[None](func, args, kwargs)
+        return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
+
+    return run(*args, **kwargs)
+
+
+@handles("norm matrix_norm", "linalg")
+def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    matrix = func is torch.linalg.matrix_norm
+
+    def run(A: GlobalTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        pair = (dim is not None and not isinstance(dim, int) and len(dim) == 2) or (dim is None and A.dim() == 2)
+        if matrix:
+            ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
+        elif ord is None or not pair:
+            return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
+        if ord == "fro":
+            return norm_over(A, 2, dim, keepdim, dtype)
+        return TABLE[None](func, args, kwargs)
+
+    return run(*args, **kwargs)
+
+
+@handles("normalize", "functional")
+def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+        return input / norm_over(input, p, dim, True).clamp_min(eps)
+
+    return run(*args, **kwargs)
+
+
+@handles("dist", "torch Tensor")
+def dist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, other: Any, p: Any = 2) -> Any:
+        return norm_over(input - other, p)
+
+    return run(*args, **kwargs)
+
+
+@handles("pairwise_distance", "torch functional")
+def pairwise_distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+        return norm_over(x1 - x2 + eps, p, -1, keepdim)
+
+    return run(*args, **kwargs)
+
+
+@handles("cosine_similarity", "torch functional")
+def cosine_similarity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+        if x1.shape != x2.shape:
+            x1, x2 = x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1)
+        first, second = (
+            one / (norm_over(one, 2, dim, True) if type(one) is GlobalTensor else one.norm(2, dim, True)).clamp_min(eps)
+            for one in (x1, x2)
+        )
+        return (first * second).sum(dim)
+
+    return run(*args, **kwargs)

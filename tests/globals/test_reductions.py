@@ -1,0 +1,141 @@
+"""Reductions over dims that may be split."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+
+x3 = noise(3, 5, 7)
+ties = noise(3, 5, 7).round()
+holes = noise(3, 5, 7).masked_fill(noise(3, 5, 7, seed=4) > 0.5, torch.nan)
+DIMS = [0, -1, (0, 2), (0, 1, 2), None]
+GRIDS = [(2, 1, 2), (1, 4, 1), (3, 1, 1)]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_sums_and_moments(dim):
+    def function(x):
+        return (
+            torch.sum(x, dim), torch.mean(x, dim, keepdim=True), torch.var(x, dim), torch.std(x, dim, correction=0),
+            *torch.var_mean(x, dim, keepdim=True), torch.count_nonzero(x.round(), dim),
+            torch.nansum(x, dim), torch.nanmean(x, dim),
+        )  # fmt: skip
+
+    assert_same(function, Global(x3), grids=GRIDS, tolerance=1e-11)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("p", [2, 3.5, float("inf"), 0])
+def test_norms(dim, p):
+    assert_same(lambda x: torch.linalg.vector_norm(x, p, dim), Global(ties), grids=GRIDS[:1])
+
+
+def test_other_norms():
+    def function(x):
+        return (
+            x.norm(), x.norm(2, 1), torch.norm(x, 1, (0, 2), True), torch.linalg.norm(x), torch.linalg.matrix_norm(x),
+            F.normalize(x, dim=1), F.normalize(x, 1, -1), torch.dist(x, x * 2), torch.linalg.norm(x, dim=(0, 1)),
+            F.pairwise_distance(x, x * 2), F.cosine_similarity(x, x + 1, -1),
+        )  # fmt: skip
+
+    assert_same(function, Global(x3), grids=GRIDS)
+    assert_same(lambda x, y: F.cosine_similarity(x, y, 1), Global(x3), noise(5, 7), grids=GRIDS)
+    assert_same(lambda x: (x - x).norm(dim=1), Global(x3), grids=GRIDS)
+
+
+@pytest.mark.parametrize("x", [x3, ties, -ties.abs()])
+def test_extremes(x):
+    def function(x):
+        return (
+            x.amax(), x.amax(1), x.amin((0, 2), keepdim=True), x.max(), x.min(), *x.max(1), *x.min(-1, keepdim=True),
+            *torch.max(x, 0), torch.max(x, -x), x.argmax(), x.argmin(1), x.argmax(-1, keepdim=True),
+            x.argmax(keepdim=True), *torch.aminmax(x), *torch.aminmax(x, dim=2),
+        )  # fmt: skip
+
+    assert_same(function, Global(x), grids=[*GRIDS, (1, 1, 4)])
+
+
+def test_one_dim():
+    def function(x):
+        return x.amax(), *x.max(0), x.argmax(), x.var(), x.norm(), x.cumsum(0), x.softmax(0), x.logsumexp(0), x.prod()
+
+    assert_same(function, Global(noise(7)))
+    assert_same(function, Global(noise(2)))
+
+
+def test_truth_and_products():
+    def function(x):
+        y = x.round()
+        truths = (
+            (y > 0).any(),
+            (y > 0).all(1),
+            (y > -9).all(),
+            torch.any(y, -1, keepdim=True),
+            torch.any(y > 0, (0, 1)),
+        )
+        return (*truths, x.prod(), x.prod(1), y.prod(2, keepdim=True))
+
+    assert_same(function, Global(x3), grids=GRIDS)
+    assert_same(lambda x: (x.prod(), x.prod(0), x.amax(1), x.sum(0)), Global(torch.arange(1, 7).reshape(2, 3)))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_softmax(dim):
+    masked = x3.masked_fill(noise(3, 5, 7, seed=2) > 0, -torch.inf)
+    masked[0, :, 0], masked[:, 0, 0] = 1.0, 2.0
+    masked[..., 0] = 0.5  # (no line is masked all along)
+    masked[0] = 1.0
+    masked[:, 0] = 0.0
+
+    def function(x):
+        return (
+            x.softmax(dim), F.softmax(x, dim), F.log_softmax(x, dim=dim), F.softmin(x, dim),
+            torch.logsumexp(x, dim), x.logsumexp((0, 2), keepdim=True), F.softmax(x, dim, dtype=torch.float64),
+        )  # fmt: skip
+
+    assert_same(function, Global(x3 * 30), grids=[*GRIDS, (1, 1, 4)])
+    assert_same(lambda x: (x.softmax(dim), x.logsumexp(dim)), Global(masked), grids=[(1, 1, 4), (1, 4, 1), (3, 1, 1)])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_scans(dim):
+    def function(x):
+        return (
+            x.cumsum(dim), x.cumprod(dim), x.round().cumprod(dim), *x.cummax(dim), x.logcumsumexp(dim), *x.median(dim),
+            x.quantile(0.3, dim, True), x.quantile(0.5, dim=dim), *x.kthvalue(2, dim),
+        )  # fmt: skip
+
+    assert_same(function, Global(x3), grids=[*GRIDS, (1, 1, 4)])
+    assert_same(lambda x: x.cumsum(dim), Global((x3 * 5).long()), grids=GRIDS)
+
+
+def test_numbers_that_are_none():
+    assert_same(lambda x: (x.nansum(1), x.nanmean((0, 2)), *x.nanmedian(1)), Global(holes), grids=GRIDS)
+
+
+def test_numbers_without_dims():
+    assert_same(
+        lambda x: (x.sum(), x.mean(), x.amax(), x.prod(), x.norm(), x.softmax(0), x.cumsum(0), x.any(), x.argmax()),
+        Global(torch.tensor(2.5, dtype=torch.float64)),
+    )
+
+
+def test_complex_numbers():
+    z = torch.complex(noise(4, 5), noise(4, 5, seed=1))
+    assert_same(lambda x: (x.norm(), x.norm(dim=1), x.var(0), x.sum(1), x.prod(), x.cumsum(1)), Global(z))
+
+
+def test_second_derivatives():
+    def function(x):
+        return x.softmax(1), x.var((0, 2)), x.norm(dim=1), x.logsumexp(2), x.amax(1) ** 2, x.prod(1), x.cumsum(1) ** 2
+
+    assert_same(function, Global(x3), grids=[(2, 1, 2), (1, 3, 1)], twice=True, tolerance=1e-11)
+
+
+def test_a_loss_over_classes_that_are_split():
+    def dice(x, y):
+        p = x.softmax(1)
+        overlap = (p * y).sum((0, 2))
+        return 1 - (2 * overlap / (p.sum((0, 2)) + y.sum((0, 2)))).mean()
+
+    assert_same(dice, Global(x3), Global(noise(3, 5, 7, seed=3).abs()), grids=[(1, 2, 2), (2, 2, 1)], twice=True)
