@@ -358,7 +358,7 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     shape_of(func, x, (), {})  # (for torch's error)
     dims = x.dim()
     y: GlobalTensor = whole_along(x, [dims - 1], "view_as_complex")
-    layout, context = y._layout, x._context
+    layout, context = _at(y)
 
     def make() -> KnownLayout:
         return context.layout(context.array(layout.partition.workers[..., 0]), layout.intervals[:-1])

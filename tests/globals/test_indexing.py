@@ -1,0 +1,185 @@
+"""Parts of global tensors, and what gathers and scatters along dims."""
+
+import numpy as np
+import pytest
+import torch
+from same import Global, assert_same, noise
+
+import distdl
+
+x4, x3, x2 = noise(3, 5, 7, 4), noise(5, 7, 3), noise(5, 7)
+rows = torch.tensor([4, 0, 2, 2])
+labels = torch.tensor([[0, 2, 1, 1, 0], [3, 3, 2, 0, 1], [1, 0, 0, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[0], lambda x: x[:, -1], lambda x: x[:, 1:], lambda x: x[..., :2], lambda x: x[:, :, ::2, 1::2],
+        lambda x: x[1, 2, 3, 0], lambda x: x[..., 0], lambda x: x[:, None], lambda x: x[0, ..., None, -1],
+        lambda x: x[:, 3:3], lambda x: x[:, :, 2:-2, -3:], lambda x: x[...], lambda x: x[:, :, 6:1], lambda x: x[2][1],
+        lambda x: x[:, torch.tensor(2)], lambda x: x.select(1, -2), lambda x: x.narrow(2, 1, 4), lambda x: x.unbind(1),
+        lambda x: torch.unbind(x, dim=-1), lambda x: x.split(2, dim=1), lambda x: x.split([4, 1], 1),
+        lambda x: x.chunk(2, 1),
+        lambda x: torch.chunk(x, 3, dim=-2), lambda x: x.tensor_split((1, 5), dim=2),
+        lambda x: torch.tensor_split(x, 2),
+        lambda x: x.split_with_sizes([3, 4], 2), lambda x: torch.vsplit(x, [2]), lambda x: x.hsplit([1, 2]),
+        lambda x: list(x),
+        lambda x: torch.narrow(x, -1, -2, 2), lambda x: (lambda a, b: a * b.sigmoid())(*x.chunk(2, dim=-1)),
+    ],
+)  # fmt: skip
+def test_basic_indices(function):
+    assert_same(function, Global(x4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[rows], lambda x: x[:, rows], lambda x: x[rows, rows],
+        lambda x: x[:, rows, torch.tensor([0, 1, 2, 0])],
+        lambda x: x[rows, :, torch.tensor([0, 1, 2, 0])], lambda x: x[:, [1, 0]], lambda x: x[1:, rows[:, None]],
+        lambda x: x[rows[:, None], rows], lambda x: x[2, rows],
+        lambda x: x[torch.tensor([True, False, True, True, False])],
+        lambda x: x[..., torch.tensor([2, -1])], lambda x: x[x2 > 0], lambda x: x[np.array([0, 3])],
+        lambda x: x[rows[:0]],
+        lambda x: x.index_select(1, rows), lambda x: torch.index_select(x, -1, torch.tensor([2, 2])),
+    ],
+)  # fmt: skip
+def test_plain_index_tensors(function):
+    assert_same(function, Global(x3))
+
+
+def test_global_index_tensors():
+    assert_same(lambda x, i: x[i], Global(x3), Global(rows))
+    assert_same(lambda x, i: x[:, i], Global(x3), Global(labels))
+    assert_same(lambda table, i: table[i], noise(4, 2), Global(labels))
+    assert_same(lambda x: x[x > 0], Global(x2), falls_back=True)
+    assert_same(lambda x: torch.where(x > 0), Global(x2), falls_back=True)
+    assert_same(lambda x: torch.nonzero(x > 0), Global(x2), falls_back=True)
+
+
+def written(*index):
+    def function(x, value):
+        x[index if len(index) > 1 else index[0]] = value
+        return x.sin()
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        ((0,), 2.0), ((slice(None), slice(1, 4)), Global(noise(5, 3, 3))), ((slice(None), slice(1, 4)), noise(3, 3)),
+        ((Ellipsis, 1), Global(noise(5, 7))), ((2, 3, 1), 5),
+        ((2, 3, 1), Global(torch.tensor(2.5, dtype=torch.float64))),
+        ((slice(1, None, 2), slice(None, None, 3)), Global(noise(2, 3, 1))), ((slice(2, 2),), 1.0),
+        ((Ellipsis,), noise(1, 3)),
+        ((slice(None), slice(5, 7)), Global(noise(1, 5, 2, 3))),
+        ((rows,), 1.0), ((slice(None), rows), -1.0), ((rows, rows), 3.0), ((x2 > 0,), 0.5), ((Global(x2 > 0),), 0.5),
+    ],
+)  # fmt: skip
+def test_assignments(index, value):
+    if isinstance(index[0], Global):
+        assert_same(lambda x, i, v: written(i)(x, v), Global(x3), index[0], value)
+    else:
+        assert_same(written(*index), Global(x3), value)
+
+
+def test_assignments_of_tensors_at_index_tensors():
+    assert_same(written(rows[:3]), Global(x3), Global(noise(3, 7, 3)), falls_back=True)
+
+
+def test_second_derivatives():
+    assert_same(lambda x: (x[:, 1:] * x[:, :-1]).sin(), Global(x2), twice=True)
+    assert_same(lambda x: x[rows].sin(), Global(x2), twice=True)
+    assert_same(lambda x, v: written(slice(None), slice(1, 3))(x, v), Global(x2), Global(noise(5, 2)), twice=True)
+    assert_same(lambda x: x.gather(1, labels[:, :2]).sin(), Global(x2), twice=True)
+
+
+def test_parts_are_views():
+    def work():
+        P = distdl.world().create_partition_inclusive(range(4)).create_cartesian_topology_partition((2, 2, 1))
+        x = distdl.distribute_tensor(x3, P)
+        whole = x3.clone()
+        for y in (x, whole):
+            y[:, 2:].mul_(2)
+            y.chunk(2, dim=1)[0].add_(1)
+            y[1:, 3, None].zero_()
+            y[0] += 1
+        assert torch.equal(x.full_tensor(), whole)
+
+    distdl.run_workers(work, 5)
+
+
+def test_a_plain_tensor_is_not_written():
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2))
+        x = distdl.distribute_tensor(x2, P)
+        with pytest.raises(TypeError, match="make the tensor that is written global"):
+            torch.zeros(5, 7)[:, 2:] = x[:, 2:]
+        with pytest.raises(TypeError, match="make the tensor that is written global"):
+            torch.zeros(5, 7).scatter_(1, (x * 0).long(), 1.0)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i: x.gather(1, i), lambda x, i: torch.gather(x, dim=-2, index=i[:, :4] % 3),
+        lambda x, i: torch.take_along_dim(x, i[:, :, :1], 0), lambda x, i: x.scatter(1, i[:, :3], 1.5),
+        lambda x, i: torch.scatter(x, 2, i[:2], x.detach() * 2), lambda x, i: x.scatter_add(0, i, x),
+        lambda x, i: x.scatter_(1, i, x * 2).sin(),
+        lambda x, i: torch.zeros_like(x).scatter_(2, i[:, :, :1], 1.0) * x,
+        lambda x, i: x.scatter_add_(2, i, x * 3).sin(),
+        lambda x, i: x.scatter_reduce(0, i, x, reduce="sum"),
+    ],
+)  # fmt: skip
+def test_gather_and_scatter(function):
+    x, index = noise(3, 5, 4), torch.arange(60).reshape(3, 5, 4) * 7 % 3
+    assert_same(function, Global(x), index)
+    assert_same(function, Global(x), Global(index))
+    assert_same(function, Global(x), Global(index, (1, 1, 4)))
+
+
+def test_gather_from_a_plain_tensor():
+    assert_same(lambda x, i: x.gather(1, i), noise(3, 5), Global(labels))
+    assert_same(lambda x, i: torch.take_along_dim(x, i), noise(3, 5), Global(labels))
+
+
+def test_one_hot_targets():
+    def one_hot(logits, target):
+        return torch.zeros_like(logits).scatter_(1, target.unsqueeze(1), 1.0) * logits
+
+    target = torch.arange(2 * 5 * 7).reshape(2, 5, 7) * 3 % 4
+    assert_same(one_hot, Global(noise(2, 4, 5, 7)), Global(target, (1, 2, 2)))
+    assert_same(one_hot, Global(noise(2, 4, 5, 7)), target, grids=[(1, 4, 1, 1), (1, 1, 2, 2)])
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_across_a_dim(dim):
+    index = torch.tensor([1, 4, 1])
+    source = noise(*[3 if one == dim else n for one, n in enumerate((5, 7))])
+    assert_same(lambda x, s: x.index_add(dim, index, s, alpha=2), Global(x2), Global(source))
+    assert_same(lambda x, s: x.index_add_(dim, index, s).sin(), Global(x2), source)
+    assert_same(lambda x: x.index_fill(dim, index, 2.0), Global(x2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[7], lambda x: x[:, :, :, :], lambda x: x[torch.tensor([9])], lambda x: x.narrow(0, 4, 3),
+        lambda x: x.split([3], 0),
+        lambda x: x.select(1, 9), lambda x: x.unbind(4), lambda x: x.gather(1, torch.zeros(9, 1, dtype=torch.int64)),
+    ],
+)  # fmt: skip
+def test_torch_raises_the_same(function):
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2))
+        x = distdl.distribute_tensor(x2, P)
+        with pytest.raises((RuntimeError, IndexError)) as ours:
+            function(x)
+        with pytest.raises(type(ours.value)):
+            function(x2)
+
+    distdl.run_workers(work, 3)
