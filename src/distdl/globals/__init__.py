@@ -14,6 +14,7 @@ from distdl.globals import (
     norms,
     pointwise,
     products,
+    random,
     reductions,
     resizing,
     scans,

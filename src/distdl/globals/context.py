@@ -16,6 +16,7 @@ from distdl.partition import CartesianPartition, Layout, Partition, Signature
 from distdl.partition.layout import Ruler
 from distdl.plan.planners import copy
 from distdl.tensors.derivatives import Derivatives
+from distdl.tensors.draws import Draws
 from distdl.transport import Communicator, Label
 from distdl.transport.communicator import Group
 
@@ -91,6 +92,7 @@ class Context:
     Attributes:
         everyone: all workers of the communicator. Each takes part in every function of a global tensor.
         me: this worker.
+        draws: the random calls.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -101,6 +103,7 @@ class Context:
         self._kept: dict[Hashable, Any] = {}
         self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
         self.warned: set[Any] = set()
+        self.draws = Draws()
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:

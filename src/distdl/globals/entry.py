@@ -10,6 +10,7 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import block_of, moved, moved_block, own_box
+from distdl.globals.random import seed
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
@@ -37,7 +38,7 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     mine: Any = None
     if context.me == src:
         mine = (
-            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled())
+            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled(), seed())
             if isinstance(x, torch.Tensor)
             else type(x).__name__
         )
@@ -45,7 +46,7 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     told = broadcast_value(context.comm, (src, *(w for w in context.everyone if w != src)), mine)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
-    extents, code, requires_grad = told
+    extents, code, requires_grad, context.draws.seed = told
     needed = _split(context, P, extents, "distribute_tensor")
     owned = context.whole(extents, src)
     if context.me == src:
@@ -65,7 +66,7 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     context.comm.where = "GlobalTensor.from_local"
     mine: Any = type(block).__name__
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
-        mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled())
+        mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled(), seed())
     told = gather_values(context.comm, context.everyone, mine)
     members = P.workers.ravel().tolist()
     for worker in members:
@@ -74,6 +75,7 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
                 f"GlobalTensor.from_local needs a plain tensor on every worker of {P}; on worker {worker} it is a "
                 f"{told[worker]}"
             )
+    context.draws.seed = told[members[0]][3]
     ranks = {len(told[worker][0]) for worker in members}
     codes = {told[worker][1] for worker in members}
     if len(ranks) > 1 or len(codes) > 1 or min(ranks) < P.workers.ndim:

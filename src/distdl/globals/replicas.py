@@ -19,6 +19,7 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.globals.context import Context
+from distdl.globals.table import REPLICATED
 from distdl.plan.planners import all_sum
 from distdl.tensors.derivatives import NONE
 from distdl.transport import Label
@@ -70,6 +71,9 @@ class Replica(torch.Tensor):
     ) -> Any:
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
+        handler = REPLICATED.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
         found: list[Replica] = []
         map_tensors((args, kwargs or {}), lambda value: found.append(value) if type(value) is Replica else None)
         context = found[0]._context

@@ -13,6 +13,9 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 TABLE: dict[Any, Handler] = {}
 """From a torch function to its handler, which gets the function, its arguments and its keyword arguments."""
 
+REPLICATED: dict[Any, Handler] = {}
+"""The same for tensors that every worker has whole; others are torch's."""
+
 SPACES: dict[str, Any] = {
     "torch": torch,
     "Tensor": torch.Tensor,

@@ -1,0 +1,335 @@
+"""Random functions of global tensors: each element is drawn by its place, so no partition changes what is drawn.
+
+What is drawn follows from the seed of torch (that of the worker from which tensors entered; see :func:`seed`), from how
+many random calls there were since, and from the element's place in the whole tensor. Torch's generators are not drawn
+from. A forward that a checkpoint recomputes draws what it drew before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.operands import aligned, block_of
+from distdl.globals.replicas import Replica, copy_of, map_tensors
+from distdl.globals.table import REPLICATED, TABLE, handles
+from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.partition.sharing import broadcast_value
+from distdl.tensors.draws import Draw
+from distdl.tensors.repeats import checked
+from distdl.tensors.uniform import Value, uniform_block
+
+_KIND = 2  # (parameters and layers of nn have 0 and 1)
+_ALPHA = 1.7580993408473766  # the negative of what SELU tends to
+
+
+def next_draw(context: Context) -> Draw:
+    """The next random call, the same on every worker. Collective if no tensor has brought a seed along."""
+    if context.draws.seed is None:
+        context.comm.where = "the seed of random numbers"
+        context.draws.seed = broadcast_value(context.comm, context.everyone, seed())
+    return context.draws.next()
+
+
+def seed() -> int:
+    """That of torch on this worker, as a number that fits into a message."""
+    return (torch.initial_seed() + 2**63) % 2**64 - 2**63
+
+
+def drawn(
+    layout: KnownLayout,
+    draw: Draw,
+    value: Value | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    leading: int | None = None,
+) -> torch.Tensor:
+    """This worker's block of a random tensor.
+
+    Args:
+        value: what an element is of its number, uniform in [0, 1); itself if not given.
+        leading: how many dims are drawn, beginning with the first; the others have extent 1. None for all.
+    """
+    if not layout.rulers and not layout.active:
+        return torch.empty(0, dtype=dtype, device=device)
+    rank = len(layout.rulers)
+    dims = rank if leading is None else leading
+    block = uniform_block(
+        (draw.seed, _KIND, draw.number), layout.box[:dims], layout.extents[:dims], value, dtype, device
+    )
+    return block.reshape(*block.shape, *[1] * (rank - dims))
+
+
+def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The block of a random tensor that lies as x does."""
+    return drawn(x._layout, next_draw(x._context), value, dtype or x.dtype, x.device)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    """How many bits a number below 1 may have so that a dtype does not round it to 1."""
+    return {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 53)
+
+
+def between(low: float, high: float, dtype: torch.dtype) -> Value:
+    """Uniform numbers from low, up to and without high."""
+    steps = 2.0 ** _bits(dtype)
+    return lambda u: (u * steps).floor_() / steps * (high - low) + low
+
+
+def normal(mean: float = 0.0, std: float = 1.0) -> Value:
+    """Normally distributed numbers."""
+    # (2u - 1 is shifted by half of its step, so that it lies between -1 and 1, without these)
+    return lambda u: torch.erfinv(2 * u - 1 + 2.0**-53) * (math.sqrt(2) * std) + mean
+
+
+def exponential(rate: float = 1.0) -> Value:
+    """Exponentially distributed numbers, none of them 0."""
+    return lambda u: -torch.log1p(-(u + 2.0**-54)) / rate
+
+
+def integers(low: int, high: int) -> Value:
+    """Integers from low, up to and without high."""
+    return lambda u: (u * (high - low)).floor_() + low
+
+
+# -- dropout
+
+
+def _dropping(
+    name: str, batched: int | None = None, leading: int | None = None, alpha: bool = False
+) -> Callable[..., Any]:
+    """A handler of a dropout.
+
+    Args:
+        batched: with how many dims there is a batch; with fewer, one number is drawn for each channel.
+        leading: how many dims are drawn; None for all.
+        alpha: whether it keeps mean and variance of what comes out of SELU.
+    """
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        in_place = func.__name__.endswith("_")
+
+        def run(
+            input: GlobalTensor, p: float = 0.5, training: bool = not alpha, inplace: bool = in_place, train: Any = None
+        ) -> Any:
+            training = training if train is None else train
+            if not 0.0 <= p <= 1.0:
+                raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+            if leading == 2 and input.dim() < 2:
+                raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
+            if not training or p == 0:
+                return input
+            dims = leading if leading is None or batched is None or input.dim() >= batched else 1
+            return dropped(input, float(p), dims, alpha, inplace, name)
+
+        return run(*args, **kwargs)
+
+    return handler
+
+
+def dropped(
+    x: GlobalTensor, p: float, leading: int | None, alpha: bool = False, inplace: bool = False, name: str = "dropout"
+) -> GlobalTensor:
+    r"""Set random parts of a tensor to zero, and scale the others: :math:`y_c = x_c m_c / (1 - p)`."""
+    draw, block, layout = next_draw(x._context), block_of(x), x._layout
+    mask = drawn(layout, draw, lambda u: u >= p, torch.bool, block.device, leading)
+    scale, shift = (0.0 if p == 1 else 1 / (1 - p)), None
+    if alpha:  # y = scale (x m + (m - 1) alpha) + scale alpha p
+        scale = 0.0 if p == 1 else 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
+        shift = (mask.to(block.dtype) - 1 + p) * (_ALPHA * scale)
+    if inplace:
+        block.mul_(mask).mul_(scale)
+        if shift is not None:
+            block.add_(shift)
+        note_written(x, name)
+        return x
+    y = checked(block, draw.number) * mask * scale
+    return GlobalTensor._of(y if shift is None else y + shift, layout)
+
+
+handles("dropout dropout_", "torch functional")(_dropping("dropout"))
+handles("dropout1d", "functional")(_dropping("dropout1d", 3, 2))
+handles("dropout2d", "functional")(_dropping("dropout2d", None, 2))
+handles("dropout3d", "functional")(_dropping("dropout3d", 5, 2))
+handles("feature_dropout feature_dropout_", "torch")(_dropping("feature_dropout", None, 2))
+handles("alpha_dropout alpha_dropout_", "torch functional")(_dropping("alpha_dropout", alpha=True))
+handles("feature_alpha_dropout feature_alpha_dropout_", "torch functional")(
+    _dropping("feature_alpha_dropout", None, 2, alpha=True)
+)
+
+
+# -- new tensors
+
+
+def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
+    """A handler of a function that draws a tensor of the shape of another."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+        x, *numbers = args
+        dtype = kwargs.pop("dtype", None) or x.dtype
+        requires_grad = kwargs.pop("requires_grad", False)
+        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high")
+        numbers += [kwargs[key] for key in ("low", "high") if key in kwargs]
+        block = random_like(x, value(dtype, *numbers), dtype)
+        return GlobalTensor._of(block.requires_grad_(bool(requires_grad)), x._layout)
+
+    return handler
+
+
+def _range(dtype: torch.dtype, *numbers: int) -> Value:
+    low, high = (0, *numbers)[-2:]
+    if low >= high:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    return integers(int(low), int(high))
+
+
+handles("rand_like", "torch")(_like(lambda dtype: between(0.0, 1.0, dtype)))
+handles("randn_like", "torch")(_like(lambda dtype: normal()))
+handles("randint_like", "torch")(_like(_range))
+
+
+# -- in place
+
+
+def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
+    """A handler of a function that fills a tensor with what is drawn."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+        x, *numbers = args
+        if kwargs.pop("generator", None) is not None:
+            raise ValueError(f"{func.__name__} of a global tensor takes no generator; it draws by torch.manual_seed")
+        how = value(x.dtype, *numbers, **{"low" if key == "from" else key: one for key, one in kwargs.items()})
+        block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
+        note_written(x, func.__name__)
+        return x
+
+    return handler
+
+
+def _all_integers(dtype: torch.dtype, low: int | None = None, to: int | None = None) -> Value:
+    if low is not None and to is None:
+        low, to = 0, low
+    if to is None:
+        to = 2 ** _bits(dtype) if dtype.is_floating_point else min(torch.iinfo(dtype).max, 2**53)
+    return _range(dtype, low or 0, to)
+
+
+handles("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(low, to, dtype)))
+handles("normal_", "Tensor")(_in_place(lambda dtype, mean=0.0, std=1.0: normal(mean, std)))
+handles("exponential_", "Tensor")(_in_place(lambda dtype, lambd=1.0: exponential(lambd)))
+handles("random_", "Tensor")(_in_place(_all_integers))
+handles("log_normal_", "Tensor")(_in_place(lambda dtype, mean=1.0, std=2.0: lambda u: normal(mean, std)(u).exp()))
+handles("cauchy_", "Tensor")(
+    _in_place(lambda dtype, median=0.0, sigma=1.0: lambda u: torch.tan(math.pi * (u + 2.0**-54 - 0.5)) * sigma + median)
+)
+handles("geometric_", "Tensor")(
+    _in_place(lambda dtype, p: lambda u: (torch.log1p(-(u + 2.0**-54)) / math.log1p(-p)).ceil_().clamp_(min=1))
+)
+
+
+# -- draws with probabilities
+
+
+@handles("bernoulli bernoulli_", "torch Tensor")
+def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
+    x, *rest = args
+    _check_options(func, kwargs, "p", "generator")
+    if kwargs.get("generator") is not None:
+        raise ValueError(f"{func.__name__} of a global tensor takes no generator; it draws by torch.manual_seed")
+    writes = func.__name__.endswith("_")
+    p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
+    if type(x) is not GlobalTensor:
+        raise TypeError(
+            f"{func.__name__} would write what is drawn for a global tensor into a plain one; make it global"
+        )
+    layout, (_, odds) = aligned(x._context, (x, p), 0, func.__name__)
+    if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
+    draw = next_draw(x._context)
+    if isinstance(odds, torch.Tensor):
+        u = drawn(layout, draw, None, torch.float64, x.device)
+        ones = u < odds.detach()
+    else:
+        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device)
+    if not writes:
+        return GlobalTensor._of(ones.to(x.dtype), layout)
+    block_of(x).copy_(ones)
+    note_written(x, func.__name__)
+    return x
+
+
+@handles("rrelu rrelu_", "torch functional")
+def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A leaky ReLU whose slope is drawn for each element while training."""
+    in_place = func.__name__.endswith("_")
+
+    def run(
+        input: GlobalTensor,
+        lower: float = 0.125,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = in_place,
+    ) -> GlobalTensor:
+        if not training:
+            return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
+        slope = random_like(input, between(lower, upper, input.dtype))
+        block = block_of(input)
+        y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
+        return input.copy_(GlobalTensor._of(y, input._layout)) if inplace else GlobalTensor._of(y, input._layout)
+
+    return run(*args, **kwargs)
+
+
+@handles("gumbel_softmax", "functional")
+def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Softmax of logits with Gumbel noise."""
+
+    def run(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+        noise = GlobalTensor._of(random_like(logits, lambda u: -exponential()(u).log_()), logits._layout)
+        soft = ((logits + noise) / tau).softmax(dim)
+        if not hard:
+            return soft
+        index = soft.detach().max(dim, keepdim=True)[1]
+        return torch.zeros_like(soft.detach()).scatter_(dim, index, 1.0) - soft.detach() + soft
+
+    return run(*args, **kwargs)
+
+
+# -- beside global tensors
+
+
+def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A random function of a tensor that every worker has whole: each draws all of it, so they draw the same."""
+    found: dict[int, Replica] = {}
+
+    def own(one: torch.Tensor) -> torch.Tensor:
+        if type(one) is not Replica:
+            return one
+        context, plain = one._context, copy_of(one)
+        made = GlobalTensor._of(plain, context.whole(plain.shape, context.me))
+        found[id(made)] = one
+        return made
+
+    given, named = map_tensors((args, kwargs), own)
+    context = next(iter(found.values()))._context
+    return map_tensors(
+        TABLE[func](func, given, named),
+        lambda y: found.get(id(y)) or Replica._of(y._block if type(y) is GlobalTensor else y, context),
+    )
+
+
+for _function, _handler in list(TABLE.items()):
+    if getattr(_handler, "__module__", "") == __name__:
+        REPLICATED[_function] = of_replica
+
+
+def _check_options(func: Any, kwargs: dict[str, Any], *known: str) -> None:
+    for key in kwargs:
+        if key not in known:
+            raise TypeError(f"{func.__name__}() of a global tensor got an unexpected keyword argument {key!r}")

@@ -1,0 +1,161 @@
+"""Random functions: what they draw depends on no partition, and is repeated where a forward is recomputed."""
+
+import pytest
+import torch
+from launched import on_workers, split
+from same import noise
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+
+x43 = noise(4, 3, 5, 7)
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout, in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
+    "module": lambda x: torch.nn.Dropout2d(0.4)(x),
+    "dropout1d": lambda x: F.dropout1d(x.flatten(2), 0.4),
+    "dropout3d without batch": lambda x: F.dropout3d(x, 0.4),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "alpha of channels": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
+    "randint_like": lambda x: torch.randint_like(x, 2, 9),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 2),
+    "normal_": lambda x: torch.empty_like(x).normal_(1, 3),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "random_": lambda x: torch.empty_like(x).random_(7),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.25),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("name", DRAWS)
+def test_no_partition_changes_what_is_drawn(name):
+    found = []
+
+    def draw(grid):
+        x = split(x43, *grid).requires_grad_()
+        y = [DRAWS[name](x) for _ in range(2)]
+        gradient = None
+        if y[0].requires_grad:
+            (gradient,) = torch.autograd.grad((y[0] * noise(*y[0].shape).to(y[0].dtype)).sum(), x)
+            gradient = gradient.full_tensor()
+        found.append([*(one.detach().full_tensor() for one in y), gradient])
+
+    for workers, grid in ((1, (1, 1, 1, 1)), (2, (1, 2, 1, 1)), (5, (2, 1, 2, 1)), (3, (1, 1, 1, 2))):
+        distdl.run_workers(lambda grid=grid: draw(grid), workers)
+    first, second, gradient = found[0]
+    assert not torch.equal(first, second)
+    for one, two, other in found[1:]:
+        assert torch.equal(one, first) and torch.equal(two, second)
+        assert gradient is None or torch.allclose(other, gradient, rtol=1e-13, atol=1e-13)
+
+
+@on_workers
+def test_what_is_drawn_has_the_distribution_that_it_should():
+    x = split(torch.ones(100, 200, dtype=torch.float64), 1, 2)
+    kept = F.dropout(x, 0.3).full_tensor()
+    assert set(kept.unique().tolist()) == {0.0, 1 / 0.7}
+    assert abs(float((kept == 0).double().mean()) - 0.3) < 0.02
+    normal = torch.randn_like(x).full_tensor()
+    assert abs(float(normal.mean())) < 0.03 and abs(float(normal.std()) - 1) < 0.03
+    assert abs(float(torch.empty_like(x).exponential_(2.0).full_tensor().mean()) - 0.5) < 0.02
+    assert abs(float(torch.bernoulli(x * 0.2).full_tensor().mean()) - 0.2) < 0.02
+    whole = torch.randint_like(x, 2, 5).full_tensor()
+    assert set(whole.unique().tolist()) == {2.0, 3.0, 4.0}
+    waves = split(noise(1000, 8), 2, 1)
+    alpha = F.alpha_dropout(F.selu(waves), 0.2, training=True).full_tensor()
+    assert abs(float(alpha.mean())) < 0.1 and abs(float(alpha.std()) - 1) < 0.1
+    channels = F.dropout2d(split(torch.ones(8, 9, 4, 4), 1, 1, 2, 1), 0.5).full_tensor().flatten(2)
+    assert torch.equal(channels.amin(2), channels.amax(2)) and len(channels.unique()) == 2
+
+
+@on_workers
+def test_dropout_that_drops_nothing_is_the_identity():
+    x = split(x43)
+    assert F.dropout(x, 0.0) is x and F.dropout(x, 0.5, training=False) is x
+    assert float(F.dropout(x, 1.0).abs().sum()) == 0
+    with pytest.raises(ValueError, match="dropout probability"):
+        F.dropout(x, 1.5)
+
+
+@on_workers
+def test_stochastic_depth():
+    x = split(torch.ones(64, 3, 2), 2, 1, 1)
+    mask = torch.empty_like(x.sum((1, 2), keepdim=True)).bernoulli_(0.75).div_(0.75)
+    y = (x * mask).full_tensor()
+    rows = y.flatten(1)
+    assert torch.equal(rows.amin(1), rows.amax(1)) and 0.5 < float((rows[:, 0] > 0).double().mean()) < 0.95
+
+
+@on_workers
+def test_a_checkpoint_draws_the_same_again():
+    """Several times, nested, and in another order."""
+
+    def inner(a):
+        return F.dropout(a * 2, 0.5) + torch.rand_like(a) * a
+
+    def outer(a):
+        b = checkpoint(inner, F.dropout(a, 0.3), use_reentrant=False)
+        return checkpoint(inner, b * b, use_reentrant=False) + F.dropout(a, 0.2)
+
+    def run(wrapped):
+        distdl.globals.context.Context.of(distdl.world().comm).draws.__init__()
+        x = split(x43).requires_grad_()
+        y = wrapped(x) * wrapped(x + 1)
+        (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad(y.sum(), x)
+        return y.detach().full_tensor(), dx.full_tensor(), again.full_tensor()
+
+    ways = (
+        run(lambda a: checkpoint(outer, a, use_reentrant=False)),
+        run(outer),
+        run(lambda a: _plain(inner, a)),
+    )
+    y, dx, _ = ways[2]
+    for other, gradient, repeated in ways[:2]:
+        assert torch.equal(other, y)
+        assert torch.allclose(gradient, dx) and torch.allclose(repeated, dx)
+
+
+def _plain(inner, a):
+    b = inner(F.dropout(a, 0.3))
+    return inner(b * b) + F.dropout(a, 0.2)
+
+
+@on_workers
+def test_another_seed_draws_anew():
+    draws = []
+    for seed in (1, 2):
+        x = split(x43)
+        x._context.draws.seed = seed
+        draws.append(torch.rand_like(x).full_tensor())
+    assert not torch.equal(*draws)
+
+
+def test_dropout_of_parameters_is_the_same_on_all_workers():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.ones(5, 7, dtype=torch.float64))
+
+        def forward(self, x):
+            return x * F.dropout(self.table, 0.5)
+
+    found = []
+
+    def work(grid):
+        P = distdl.world().create_cartesian_topology_partition(grid)
+        model = distdl.distribute(Model(), P)
+        y = model(distdl.distribute_tensor(x43, P))
+        y.sum().backward()
+        found.append((y.detach().full_tensor(), model.table.grad))
+
+    for grid in ((1, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 3)):
+        distdl.run_workers(lambda grid=grid: work(grid), torch.Size(grid).numel())
+    for y, gradient in found[1:]:
+        assert torch.equal(y, found[0][0]) and torch.allclose(gradient, found[0][1])
