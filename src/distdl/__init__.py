@@ -2,7 +2,7 @@
 
 from distdl import backend, backends, nn, utilities
 from distdl.agreement import fixed_shapes
-from distdl.globals import GlobalTensor, distribute, distribute_tensor
+from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
@@ -24,8 +24,10 @@ __all__ = [
     "distribute_tensor",
     "fixed_shapes",
     "ledger",
+    "local_map",
     "name_layers",
     "nn",
+    "register",
     "run_workers",
     "utilities",
     "world",

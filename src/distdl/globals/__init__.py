@@ -16,6 +16,7 @@ from distdl.globals import (
     products,
     random,
     reductions,
+    register,
     resizing,
     scans,
     shapes,
@@ -23,6 +24,8 @@ from distdl.globals import (
 )
 from distdl.globals.distribute import distribute
 from distdl.globals.entry import distribute_tensor
+from distdl.globals.local_map import local_map
+from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
 
-__all__ = ["GlobalTensor", "distribute", "distribute_tensor"]
+__all__ = ["GlobalTensor", "distribute", "distribute_tensor", "local_map", "register"]

@@ -173,9 +173,10 @@ def _of_classes(
 
 
 def _places(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, KnownLayout]:
-    """Where targets lie, and the layout by which the op knows them: with one class."""
-    if probabilities:
-        return layout, layout
+    """Where targets lie, at the first place of the classes, and the layout by which the op knows them."""
     context, workers, (batch, _, *space) = layout.context, layout.partition.workers, layout.intervals
-    first = context.layout(context.array(workers[:, :1]), [batch, ((0, 1),), *space])
+    classes = layout.extents[1] if probabilities else 1
+    first = context.layout(context.array(workers[:, :1]), [batch, ((0, classes),), *space])
+    if probabilities:
+        return first, first
     return context.layout(context.array(workers[:, 0]), [batch, *space]), first

@@ -200,7 +200,8 @@ def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
     """A handler of a function that fills a tensor with what is drawn."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-        x, *numbers = args
+        x: GlobalTensor = args[0]
+        numbers = args[1:]
         if kwargs.pop("generator", None) is not None:
             raise ValueError(f"{func.__name__} of a global tensor takes no generator; it draws by torch.manual_seed")
         how = value(x.dtype, *numbers, **{"low" if key == "from" else key: one for key, one in kwargs.items()})
@@ -275,7 +276,7 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         upper: float = 1 / 3,
         training: bool = False,
         inplace: bool = in_place,
-    ) -> GlobalTensor:
+    ) -> Any:
         if not training:
             return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
         slope = random_like(input, between(lower, upper, input.dtype))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from distdl.exchange import Operator
+from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
 from distdl.globals.table import REPLICATED
 from distdl.plan.planners import all_sum
@@ -145,7 +146,8 @@ class _Sum:
         count = sum(map(prod, structure))
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
         self.context, self.shapes = context, structure[:-1]
-        self._operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, structure, structure)
+        self._packing = Packing(structure, (count,))
+        self._operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
     def of(cls, context: Context, tensors: Sequence[torch.Tensor]) -> _Sum:
@@ -159,7 +161,7 @@ class _Sum:
             torch.zeros(shape, dtype=dtype, device=device) if part is None else part
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
-        *totals, owners = self._operator.unpacked(self._operator.execute(self._operator.packed((*full, given))))
+        *totals, owners = self._packing.unpack(self._operator.execute(self._packing.pack((*full, given))))
         return [total if n else None for total, n in zip(totals, owners.real.tolist(), strict=True)]
 
 

@@ -1,0 +1,63 @@
+"""Functions of a user's own: how they enter the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import aligned
+from distdl.globals.pointwise import elementwise, result_of
+from distdl.globals.table import TABLE, Handler
+from distdl.globals.tensor import GlobalTensor
+
+
+def register(function: Any, handler: Handler | str | None = None) -> Any:
+    """Say what a function does to global tensors. Every worker says it, before it is called.
+
+    Args:
+        function: a function of torch, or of a library that passes tensor subclasses on as torch does
+            (``torch.overrides``); or a subclass of ``torch.autograd.Function``.
+        handler: ``handler(function, args, kwargs)``, which is called in its place where an argument is a global tensor,
+            on every worker. Or ``"elementwise"``: the function computes each element by itself, so it is applied to
+            blocks. Without a handler, this is a decorator of one.
+    Returns: the handler.
+    Raises: TypeError for another function or handler.
+    """
+    if handler is None:
+        return lambda given: register(function, given)
+    if handler != "elementwise" and not callable(handler):
+        raise TypeError(f'register needs a handler(function, args, kwargs), or "elementwise"; got {handler!r}')
+    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        _register_class(function, handler)
+    elif callable(function) and not isinstance(function, type):
+        TABLE[function] = elementwise if isinstance(handler, str) else handler
+    else:
+        raise TypeError(f"register needs a function, or a subclass of torch.autograd.Function; got {function!r}")
+    return handler
+
+
+def _register_class(function: type[torch.autograd.Function], handler: Handler | str) -> None:
+    """Let ``function.apply`` look for global tensors among its arguments."""
+    apply = function.__dict__.get("_applied_to_tensors")
+    if apply is None:
+        apply = function._applied_to_tensors = function.apply  # type: ignore[attr-defined]
+
+    def applied(*args: Any, **kwargs: Any) -> Any:
+        found = [one for one in args if type(one) is GlobalTensor]
+        if not found:
+            return apply(*args, **kwargs)
+        if not isinstance(handler, str):
+            return handler(apply, args, kwargs)
+        layout, blocks = aligned(found[0]._context, args, None, function.__name__)
+        return result_of(apply, found[0], apply(*blocks, **kwargs), found, layout)
+
+    function.apply = staticmethod(applied)  # type: ignore[method-assign]
+
+
+def unregister(function: Any) -> None:
+    """Forget what was said of a function."""
+    if isinstance(function, type):
+        function.apply = function._applied_to_tensors  # type: ignore[attr-defined]
+    else:
+        TABLE.pop(function, None)

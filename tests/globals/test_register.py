@@ -1,0 +1,134 @@
+"""Functions of a user's own, applied to global tensors."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import noise
+
+import distdl
+from distdl import GlobalTensor
+from distdl.globals.register import unregister
+
+x35, row = noise(3, 5), noise(5, seed=2)
+
+
+def scaled_sine():
+    """A new autograd function: y = sin(x) w."""
+
+    class ScaledSine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x.sin() * w
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensors
+            return dy * w * x.cos(), (dy * x.sin()).sum(0)
+
+    return ScaledSine
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+def test_an_autograd_function_of_elements(grid):
+    function = scaled_sine()
+    distdl.register(function, "elementwise")
+
+    @on_workers
+    def work():
+        found = []
+        for x, w in ((split(x35, *grid), row.clone()), (x35.clone(), row.clone())):
+            x.requires_grad_(), w.requires_grad_()
+            y = function.apply(x, w)
+            found.append((y, *torch.autograd.grad((y * y).sum(), (x, w))))
+        assert type(found[0][0]) is GlobalTensor
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs)
+
+    work()
+    unregister(function)
+    with pytest.raises(RuntimeError, match="was applied to a global tensor"):
+        work()
+
+
+def test_an_autograd_function_of_parameters_alone():
+    """The parameters of a distributed model are no global tensors; their gradients are summed all the same."""
+    function = scaled_sine()
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Parameter(x35[0].clone().reshape(1, 5))
+            self.b = torch.nn.Parameter(row.clone())
+
+        def forward(self, x):
+            return x * function.apply(self.a, self.b)
+
+    @on_workers
+    def work():
+        ours, theirs = Model(), Model()
+        distdl.distribute(ours, split(x35).layout.partition)
+        for model in (ours, theirs):
+            model(x35).pow(2).sum().backward()
+        assert_close(ours.a.grad, theirs.a.grad)
+        assert_close(ours.b.grad, theirs.b.grad)
+
+    work()
+
+
+def test_a_handler_of_ones_own():
+    @distdl.register(torch.special.bessel_j1)
+    def handler(function, args, kwargs):
+        (x,) = args
+        return GlobalTensor.from_local(function(x.to_local()), x.layout.partition)
+
+    @on_workers
+    def work():
+        assert_close(torch.special.bessel_j1(split(x35)), torch.special.bessel_j1(x35))
+
+    work()
+    unregister(torch.special.bessel_j1)
+
+
+@pytest.mark.parametrize("wrong", [(3, "elementwise"), (torch.exp, "fast"), (torch.nn.Linear, "elementwise")])
+def test_what_cannot_be_registered(wrong):
+    with pytest.raises(TypeError, match="register needs"):
+        distdl.register(*wrong)
+
+
+@on_workers
+def test_a_function_of_blocks():
+    """The result lies as the argument; the plain weight's gradient is added up."""
+    found = []
+    for x, w in ((split(noise(1, 5)), row.clone()), (noise(1, 5), row.clone())):
+        x.requires_grad_(), w.requires_grad_()
+        y = distdl.local_map(lambda a, b: torch.exp(a * b))(x, w)
+        found.append((y, *torch.autograd.grad((y * y).sum(), (x, w))))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@on_workers
+def test_results_of_other_layouts():
+    x = split(x35)
+    double = distdl.local_map(lambda a: torch.cat([a, a], 1), out=x.layout.partition)
+    for _ in range(2):
+        y = double(x)
+        assert_close(y, torch.cat([x35, x35], 1))
+    sums, means = distdl.local_map(lambda a: (a.sum(1), a), out=lambda layout: (split(x35[:, 0]).layout, layout))(x)
+    assert_close(sums, x35.sum(1))
+    assert_close(means, x35)
+    with pytest.raises(ValueError, match=r"local_map needs blocks.*on worker 0.* gave 2x1 instead of 2x5"):
+        distdl.local_map(lambda a: a[:, :1])(x)
+    with pytest.raises(ValueError, match="as many places as results"):
+        distdl.local_map(lambda a: (a, a), out=("same",))(x)
+
+
+@on_workers
+def test_second_derivatives_of_functions_of_blocks():
+    found = []
+    for x in (split(x35), x35.clone()):
+        x.requires_grad_()
+        (dx,) = torch.autograd.grad(distdl.local_map(lambda a: a**4)(x).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad((dx**2).sum(), x)[0])
+    assert_close(*found)
