@@ -1,7 +1,7 @@
 r"""Tensors that every worker has whole: how they meet the blocks of global tensors, and how their gradients add up.
 
-A plain tensor beside a global one is one variable, equal on all workers: a parameter, a table. Each worker computes with
-its own copy, so each gets a part of the gradient; the gradient of the variable is the sum of the parts:
+A plain tensor beside a global one is one variable, equal on all workers: a parameter, a table. Each worker computes
+with its own copy, so each gets a part of the gradient; the gradient of the variable is the sum of the parts:
 
 .. math:: w_t = w, \qquad \partial w = \sum_t \partial w_t
 
@@ -135,6 +135,57 @@ def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
         return tuple(tensors)
     copies: tuple[torch.Tensor, ...] = _Enter.apply(_Sum.of(context, tensors), *tensors)  # type: ignore[no-untyped-call]
     return copies
+
+
+def _plain_of(value: torch.Tensor) -> torch.Tensor:
+    return copy_of(value) if type(value) is Replica else value
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    """A copy as one variable, the same on every worker: of its gradient, one worker has all."""
+    if type(value) is not Replica:
+        return value
+    same: torch.Tensor = _Same.apply(copy_of(value), value._context.me == 0)  # type: ignore[no-untyped-call]
+    return same
+
+
+class _Same(torch.autograd.Function):
+    """From each worker's copy to the one variable. The gradient is one worker's part, and so counts once."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: torch.Tensor, first: bool) -> torch.Tensor:
+        ctx.first = first
+        alias: torch.Tensor = torch.ops.aten.alias(copy)
+        return alias
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        part: torch.Tensor = _Part.apply(dy, ctx.first)  # type: ignore[no-untyped-call]
+        return part, None
+
+
+class _Part(torch.autograd.Function):
+    """The adjoint: the gradient on one worker, zeros on the others."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: torch.Tensor, first: bool) -> torch.Tensor:
+        ctx.first = first
+        return dy.clone() if first else torch.zeros_like(dy)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        same: torch.Tensor = _Same.apply(cotangent, ctx.first)  # type: ignore[no-untyped-call]
+        return same, None
+
+
+def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differentiate what was computed of replicas alone."""
+    outputs, *rest = args
+    return func(map_tensors(outputs, _same), *map_tensors(rest, _plain_of), **map_tensors(kwargs, _plain_of))
+
+
+for _function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
+    REPLICATED[_function] = _differentiate
 
 
 class _Sum:
