@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -52,4 +52,22 @@ def is_differentiated_forward() -> bool:
 
 def is_checkpointed() -> bool:
     """Whether what is saved for backward now is kept by hooks, as inside an activation checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = saved_tensors_hooks()
+    return hooks is not None and not hasattr(hooks[0], KEEPS_TENSORS)
+
+
+KEEPS_TENSORS = "keeps_tensors"
+"""An attribute of hooks that keep what is saved: nothing is recomputed because of them."""
+
+
+def saved_tensors_hooks() -> Any:
+    """The hooks that keep what is saved for backward now, as a pair; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_recomputed() -> bool:
+    """Whether a backward is under way in which a graph is made: that of a forward that a checkpoint recomputes.
+
+    Or that of a derivative, which is differentiated again.
+    """
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()

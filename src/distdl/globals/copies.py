@@ -1,0 +1,103 @@
+"""The parameters of a distributed model: what its code reads in their places while its forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any, Protocol
+
+import torch
+
+from distdl.globals.context import Context
+from distdl.globals.replicas import Replica, enter
+from distdl.partition import Partition
+from distdl.tensors.derivatives import is_recomputed
+
+_BUCKET = 4 << 20
+"""Bytes of gradients that travel as one message, at most (of one tensor, as many as it has)."""
+
+
+class Copies(Protocol):
+    """How the parameters of a model come to where its forward computes with them.
+
+    Attributes:
+        P: the partition over which the model is distributed.
+        running: how many forwards of it run, one inside another.
+    """
+
+    P: Partition
+    running: int
+
+    def begin(self) -> None:
+        """A forward begins that is not inside another."""
+
+    def end(self) -> None:
+        """It has ended, or raised."""
+
+    def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
+        """What a forward reads in the place of a parameter of a module."""
+
+
+class Parameters(dict[str, Any]):
+    """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.
+
+    So does a forward that a checkpoint recomputes during backward. Optimisers, ``state_dict`` and all else that lists
+    parameters see the parameters themselves.
+    """
+
+    def __init__(self, copies: Copies, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.copies = copies
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is None or not (self.copies.running or is_recomputed()):
+            return parameter
+        return self.copies.of(self, parameter)
+
+
+class Replicas:
+    """Every worker has all parameters. They enter together at the begin of a forward, so their gradients leave so."""
+
+    def __init__(self, module: torch.nn.Module, P: Partition) -> None:
+        self.module, self.P = module, P
+        self.running = 0
+        self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
+
+    def begin(self) -> None:
+        self._copies = {}
+        if not torch.is_grad_enabled():
+            return
+        context = Context.of(self.P.comm)
+        for bucket in _buckets([one for one in self.module.parameters() if one.requires_grad]):
+            for parameter, copy in zip(bucket, enter(context, bucket), strict=True):
+                self._copies[id(parameter)] = Replica._of(copy, context)
+
+    def end(self) -> None:
+        """The copies stay: a checkpoint reads them in backward."""
+
+    def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
+        return self._copies.get(id(parameter), parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """Those of a copied model. Where a part of the model is copied by itself, its weights enter by themselves."""
+        if id(self.module) not in memo:
+            return self
+        made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
+        return made
+
+
+def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Parameters whose gradients travel together: those behind each other, of one dtype and device."""
+    bucket: list[torch.nn.Parameter] = []
+    nbytes = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
+        if bucket and (nbytes + size > _BUCKET or not alike):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(parameter)
+        nbytes += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,61 @@
+"""Equality of models: all workers begin with the same one."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import torch
+
+from distdl.globals.context import Context
+from distdl.partition import dims
+from distdl.partition.sharing import gather_values
+from distdl.tensors.dtypes import dtype_code
+
+
+def make_equal(module: torch.nn.Module, context: Context) -> None:
+    """Give a model on every worker the parameters and buffers of worker 0. Collective.
+
+    Nothing moves but a checksum if they are equal already.
+
+    Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes.
+    """
+    found = [*module.named_parameters(), *module.named_buffers()]
+    for name, one in found:
+        if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
+            raise ValueError(
+                f"distribute needs a model whose parameters have their shapes; {name} gets it in a forward"
+            )
+    described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
+    cells = [_bytes(one) for _, one in found]
+    checksum = 0
+    for one in cells:
+        checksum = crc32(one.numpy(), checksum)
+    context.comm.where = "distribute"
+    told = gather_values(context.comm, context.everyone, (described, checksum))
+    for worker, (theirs, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise ValueError(
+                f"distribute needs the same model on every worker; worker 0 has {_difference(told[0][0], theirs)} and "
+                f"worker {worker} {_difference(theirs, told[0][0])}"
+            )
+    if all(theirs == told[0][1] for _, theirs in told):
+        return
+    with torch.no_grad():
+        for (_, one), own in zip(found, cells, strict=True):
+            if own.numel():
+                context.comm.through.broadcast(context.everyone, own).wait()
+                one.copy_(own.view(one.dtype).reshape(one.shape))
+
+
+def _bytes(one: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, as a tensor of bytes by itself."""
+    return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _difference(one: tuple[tuple[str, tuple[int, ...], int], ...], other: object) -> str:
+    """The first parameter or buffer in which one model differs from another."""
+    assert isinstance(other, tuple)
+    for place, entry in enumerate(one):
+        if place >= len(other) or other[place] != entry:
+            return f"{entry[0]} of shape {dims(entry[1])}"
+    return "nothing more"

@@ -1,0 +1,455 @@
+"""A distributed model trains as the sequential one does: losses, gradients, weights, and what else belongs to it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from same import noise
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+
+WORKERS = 4
+GRIDS = [(3, 1), (2, 1, 2), (1, 1, 3)]  # (one worker, at least, holds no cells)
+
+
+class Net(nn.Module):
+    """Convolutions with everything that a parameter can be: used, frozen, unused, tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv1d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm1d(6)
+        self.inner = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.PReLU(6))
+        self.tied = nn.Conv1d(6, 6, 3, padding=1)
+        self.tied.weight = self.inner[0].weight
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(6, 1), requires_grad=False)
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.last = nn.Conv1d(6, 2, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.first(x)))
+        y = self.tied(self.inner(y)) * self.frozen + y
+        return self.last(y * self.scale.exp())
+
+
+def network(make=Net, seed=0):
+    """The model, with the same weights on every worker. (torch's generator is one for all threads.)"""
+    model = make().double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return model
+
+
+def partition(grid):
+    count = int(torch.Size(grid).numel())
+    return distdl.world().create_partition_inclusive(range(count)).create_cartesian_topology_partition(grid)
+
+
+def whole(x):
+    return x.detach().full_tensor() if isinstance(x, distdl.GlobalTensor) else x.detach()
+
+
+def assert_close(ours, theirs, what="", tolerance=1e-10):
+    ours, theirs = whole(ours), whole(theirs)
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"{what}: {(ours - theirs).abs().max()}"
+
+
+def assert_same_state(ours, theirs):
+    """Same names, weights, gradients and buffers."""
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert_close(p, q, name)
+        assert (p.grad is None) == (q.grad is None), name
+        if q.grad is not None:
+            assert_close(p.grad, q.grad, f"gradient of {name}")
+    for (name, p), q in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+        assert_close(p, q, name)
+    saved, expected = ours.state_dict(), theirs.state_dict()
+    assert list(saved) == list(expected)
+    for name, value in expected.items():
+        assert type(saved[name]) is torch.Tensor
+        assert_close(saved[name], value, name)
+
+
+def assert_identical(model):
+    """Weights, gradients and buffers are the same on every worker, to the last bit."""
+    P = distdl.world()
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        for value in (one, one.grad):
+            if value is None:
+                continue
+            block = value.detach().reshape(1, -1)
+            every = distdl.GlobalTensor.from_local(block, P.create_cartesian_topology_partition([P.comm.size, 1]))
+            assert bool((every.full_tensor() == block).all()), name
+
+
+def run(work, workers=WORKERS, *arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distdl.run_workers(lambda: work(*arguments), workers)
+
+
+def batch(step):
+    return noise(4, 3, 11, seed=step), noise(4, 2, 11, seed=100 + step)
+
+
+OPTIMISERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.02, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training(optimiser, set_to_none):
+    def work():
+        for grid in GRIDS if set_to_none else GRIDS[:1]:
+            sequential = network()
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
+            models = (model, sequential)
+            averages = [
+                torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+                for one in models
+            ]
+            optimisers = [OPTIMISERS[optimiser](one.parameters()) for one in models]
+            schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=6) for one in optimisers]
+            for step in range(5):
+                x, target = batch(step)
+                losses, norms = [], []
+                for one, steps, schedule, average in zip(models, optimisers, schedules, averages, strict=True):
+                    steps.zero_grad(set_to_none=set_to_none)
+                    loss = nn.functional.mse_loss(one(x), target)
+                    loss.backward()
+                    norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.5))
+                    steps.step()
+                    schedule.step()
+                    average.update_parameters(one)
+                    losses.append(loss)
+                assert_close(*losses)
+                assert_close(*norms)
+                assert_same_state(*models)
+            assert model.unused.weight.grad is None and model.frozen.grad is None
+            assert model.tied.weight is model.inner[0].weight
+            assert_identical(model)
+            assert_same_state(*(one.module for one in averages))
+            for one in models:
+                one.eval()
+            with torch.no_grad():
+                x, _ = batch(9)
+                assert_close(model(x), sequential(x))
+                assert_close(averages[0](x), averages[1](x))
+
+    run(work)
+
+
+def test_all_gradients_travel_in_one_message_and_weights_in_none():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Conv1d(3, 6, 1), nn.GELU(), nn.Conv1d(6, 6, 1), nn.PReLU(6), nn.Conv1d(6, 2, 1)
+            )
+            self.scale = nn.Parameter(torch.ones(2, 1))
+
+        def forward(self, x):
+            return self.layers(x) * self.scale.exp() + self.scale.mean()
+
+    def work():
+        model = distdl.distribute(network(Plain), partition((2, 1, 2)))
+        x, _ = batch(0)
+        y = model(x)
+        with distdl.ledger() as book:
+            y = model(x)
+        assert not book.entries, str(book)
+        loss = y.square().sum()
+        with distdl.ledger() as book:
+            loss.backward()
+        (weights,) = [one for one in book.entries if "gradients of replicated tensors" in one.layer]
+        assert weights.calls == 1
+        # the only other is that of the loss, which goes back from one worker to all
+        assert sum(one.calls for one in book.entries) == 2, str(book)
+
+    run(work)
+
+
+def test_several_forwards_before_one_backward():
+    def work():
+        sequential = network()
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        for one in (model, sequential):
+            loss = 0.0
+            for step in range(3):
+                x, target = batch(step)
+                loss = loss + (one(x) - target).abs().mean() / 3
+            loss.backward()
+            x, target = batch(4)
+            (one(x) - target).square().mean().backward()  # and it adds up over backwards
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_a_backward_may_run_twice_and_be_differentiated():
+    def work():
+        sequential = network()
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1, 1)), fallback="error")
+        for one in (model, sequential):
+            x, target = batch(0)
+            loss = (one(x) - target).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            used = [p for p in one.parameters() if p.requires_grad and p.grad is not None]
+            first = torch.autograd.grad(loss, used, create_graph=True)
+            penalty = sum(g.square().sum() for g in first)
+            penalty.backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+class Regularised(nn.Module):
+    """Its loss is made in its forward, and has terms in which there are only parameters."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 2, 3, padding=1)
+        self.gain = nn.Parameter(torch.ones(2, 1))
+        self.by = by
+
+    def forward(self, x, *, target):
+        y = self.conv(x) * self.gain
+        weights = self.conv.weight.square().sum() + self.gain.exp().sum()
+        if self.by == "inside":
+            return {"loss": (y - target).square().mean() + 0.1 * weights, "outputs": (y, [weights])}
+        if self.by == "list":
+            return {"loss": (y - target).square().mean() + 0.1 * sum(p.square().sum() for p in self.parameters())}
+        return {"loss": (y - target).square().mean(), "outputs": (y, [weights])}
+
+
+@pytest.mark.parametrize("by", ["inside", "list", "result", "outside", "alone", "gradient", "twice"])
+def test_losses_of_parameters(by):
+    def work():
+        sequential = network(lambda: Regularised(by))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        x, target = batch(0)
+        target = distdl.distribute_tensor(target, partition((2, 1, 2)))
+        losses = []
+        for one, wanted in ((model, target), (sequential, target.full_tensor())):
+            found = one(x, target=wanted)
+            loss = found["loss"]
+            if by == "result":
+                loss = loss + 0.1 * found["outputs"][1][0]
+            elif by == "outside":
+                loss = loss + 0.1 * sum(p.square().sum() for p in one.parameters())
+            elif by in ("alone", "gradient", "twice"):
+                loss = found["outputs"][1][0]
+            if by == "gradient":
+                listed = list(one.parameters())
+                for p, g in zip(listed, torch.autograd.grad(loss, listed, allow_unused=True), strict=True):
+                    p.grad = g
+            elif by == "twice":
+                used = [one.conv.weight, one.gain]
+                found = torch.autograd.grad(loss, used, create_graph=True)
+                sum(g.square().sum() for g in found).backward()
+            else:
+                loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU())
+        self.weight = nn.Parameter(torch.ones(6, 1))
+        self.last = nn.Conv1d(6, 2, 3, padding=1)
+        self.by = by
+
+    def _inner(self, x):
+        return self.body(x) * self.weight.exp() + self.last.bias.sum()
+
+    def forward(self, x):
+        for _ in range(1):
+            if self.by == "module":
+                y = checkpoint(self.body, x, use_reentrant=False) * self.weight.exp() + self.last.bias.sum()
+            elif self.by == "function":
+                y = checkpoint(self._inner, x, use_reentrant=False)
+            else:
+                y = checkpoint(lambda x: checkpoint(self._inner, x, use_reentrant=False).sin(), x, use_reentrant=False)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("by", ["module", "function", "nested"])
+def test_activation_checkpointing(by):
+    def work():
+        for grid in GRIDS:
+            sequential = network(lambda: Checkpointed(by))
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
+            for one in (model, sequential):
+                loss = 0.0
+                for step in range(2):
+                    x, target = batch(step)
+                    loss = loss + (one(x) - target).square().mean()
+                loss.backward()
+            assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_weights_that_are_computed():
+    def make():
+        model = nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.Tanh(), nn.Conv1d(6, 2, 3, padding=1))
+        with torch.no_grad():  # (what parametrisations begin with follows from these)
+            model[0].weight.copy_(noise(6, 3, 3))
+            model[2].weight.copy_(noise(2, 6, 3))
+        nn.utils.parametrizations.weight_norm(model[0])
+        nn.utils.parametrizations.orthogonal(model[2], orthogonal_map="cayley", use_trivialization=False)
+        return model
+
+    def work():
+        sequential = network(make)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        optimisers = [OPTIMISERS["adamw"](one.parameters()) for one in (model, sequential)]
+        for step in range(3):
+            x, target = batch(step)
+            for one, optimiser in zip((model, sequential), optimisers, strict=True):
+                optimiser.zero_grad()
+                (one(x) - target).square().mean().backward()
+                optimiser.step()
+            assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_checkpoints_are_those_of_the_sequential_model():
+    def work():
+        saved = network(seed=1).state_dict()
+        model = distdl.distribute(network(), partition((3, 1)), fallback="error")
+        model.load_state_dict(saved)
+        sequential = network()
+        sequential.load_state_dict(model.state_dict())
+        assert_same_state(model, sequential)
+        twin = copy.deepcopy(model)  # a model by itself
+        x, target = batch(0)
+        for one in (twin, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(twin, sequential)
+        assert model.first.weight.grad is None
+        assert twin.first.weight.data_ptr() != model.first.weight.data_ptr()
+
+    run(work)
+
+
+def test_gradient_scaling():
+    def work():
+        sequential = network()
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), fallback="error")
+        for one in (model, sequential):
+            optimiser = OPTIMISERS["sgd"](one.parameters())
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+            for step in range(4):
+                x, target = batch(step)
+                optimiser.zero_grad()
+                loss = (one(x) - target).square().mean()
+                if step == 1:
+                    loss = loss * float("inf")  # this step is left out
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimiser)
+                nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+                scaler.step(optimiser)
+                scaler.update()
+            one.scale_at_last = scaler.get_scale()
+        assert model.scale_at_last == sequential.scale_at_last
+        for (name, p), q in zip(model.named_parameters(), sequential.parameters(), strict=True):
+            assert_close(p, q, name)
+
+    run(work)
+
+
+def test_replicas_stay_the_same_for_a_thousand_steps():
+    def work():
+        model = distdl.distribute(network(lambda: nn.Conv1d(2, 2, 3, padding=1)), partition((1, 1, 2)))
+        optimiser = torch.optim.SGD(model.parameters(), 0.003, momentum=0.9)
+        x = noise(1, 2, 5)
+        first = last = None
+        for _ in range(1000):
+            optimiser.zero_grad()
+            loss = (model(x) - 1).square().sum()
+            loss.backward()
+            optimiser.step()
+            last = loss
+            first = loss if first is None else first
+        assert float(last) < 0.5 * float(first)
+        assert_identical(model)
+
+    run(work, 3)
+
+
+def test_all_workers_get_the_weights_and_buffers_of_the_first():
+    def work():
+        me = distdl.world().rank
+        model = network(seed=me)
+        model.norm.running_mean += me
+        if me == 0:
+            model.tied.bias.data = model.tied.bias.data.flip(0)  # (also not contiguous)
+        distdl.distribute(model, partition((3, 1)))
+        assert_identical(model)
+        expected = network(seed=0)
+        assert torch.equal(model.first.weight, expected.first.weight) and model.norm.running_mean.sum() == 0
+        assert torch.equal(model.tied.bias, expected.tied.bias.flip(0))
+
+    run(work)
+
+
+def test_workers_with_different_models():
+    def work():
+        model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Conv1d(3, 2 + (distdl.world().rank == 2), 1))
+        with pytest.raises(
+            ValueError, match=r"worker 0 has 1.weight of shape 2x3x1 and worker 2 1.weight of shape 3x3x1"
+        ):
+            distdl.distribute(model, partition((3, 1)))
+        with pytest.raises(ValueError, match="parameters have their shapes; weight gets it in a forward"):
+            distdl.distribute(nn.LazyLinear(3), partition((3, 1)))
+
+    run(work)
+
+
+def test_what_cannot_be_distributed():
+    def work():
+        P = partition((3, 1))
+        with pytest.raises(ValueError, match=r"weights to be one of .*replicated.*; got 'half'"):
+            distdl.distribute(network(), P, weights="half")
+        with pytest.raises(ValueError, match="fallback to be one of warn, error, silent; got 'maybe'"):
+            distdl.distribute(network(), P, fallback="maybe")
+        model = distdl.distribute(network(), P)
+        with pytest.raises(ValueError, match="Net is distributed already, over"):
+            distdl.distribute(model, P)
+        with pytest.raises(ValueError, match=r"its module 0 is distributed already, over"):
+            distdl.distribute(nn.Sequential(model), P)
+
+    run(work)
+
+
+def test_an_error_in_the_forward_leaves_the_model_as_it_was():
+    def work():
+        sequential = network()
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), fallback="error")
+        with pytest.raises(RuntimeError):
+            model(noise(4, 5, 11))  # (5 channels instead of 3)
+        x, target = batch(0)
+        for one in (model, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(model, sequential)
+
+    run(work)
