@@ -8,6 +8,7 @@ from distdl.globals import (
     fallback,
     foreach,
     indexing,
+    joining,
     lookups,
     losses,
     normalising,

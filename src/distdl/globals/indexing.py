@@ -265,7 +265,7 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def _is_plain(name: str) -> TypeError:
     return TypeError(
         f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker; make "
-        f"the tensor that is written global, by distdl.distribute_tensor, or as zeros_like or new_zeros of a global tensor"
+        f"the tensor that is written global, by distdl.distribute_tensor, or as zeros_like or new_zeros of a global one"
     )
 
 

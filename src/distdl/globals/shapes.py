@@ -14,6 +14,7 @@ from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.reductions import place
+from distdl.globals.spreading import pencils
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 
@@ -57,23 +58,6 @@ def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: boo
     elif "_moved_from" in x.__dict__:  # a view of what should have been a view
         y._moved_from = x._moved_from
     return y
-
-
-def pencils(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
-    """A layout in which the given dims are whole. Their places go to other dims, so that blocks stay as small."""
-    context = layout.context
-
-    def make() -> KnownLayout:
-        workers, intervals = layout.partition.workers, list(layout.intervals)
-        for dim in dims:
-            if workers.shape[dim] > 1:
-                others = [one for one in range(workers.ndim) if one not in dims]
-                workers, intervals = _relocate(workers, intervals, dim, others)
-        return context.layout(context.array(workers), intervals)
-
-    if all(len(layout.intervals[dim]) == 1 for dim in dims):
-        return layout
-    return context.keep(("pencils", layout, tuple(dims)), make)
 
 
 def _relocate(workers: Any, intervals: list[Intervals], dim: int, others: Sequence[int]) -> tuple[Any, list[Intervals]]:

@@ -1,0 +1,497 @@
+"""Tensors side by side, repeated, rolled, padded, made anew or sorted: functions that lay cells out along dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.geometry.borders import Border
+from distdl.geometry.boxes import Shape, balanced
+from distdl.globals.applying import apply
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.indexing import _brought, part
+from distdl.globals.operands import block_of
+from distdl.globals.shapes import Intervals, frozen, shape_of, view_of, whole_along
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.ops.padding import Padding
+from distdl.tensors.connection import zeros_on
+
+# -- side by side
+
+
+def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = None, name: str = "cat") -> GlobalTensor:
+    """Tensors one behind the other along a dim, split as the largest global one is.
+
+    Along a dim that is not split, nothing moves but what lies otherwise than that one. Along one that is split, the
+    result is split evenly, or as given.
+    """
+    lead = max((one for one in tensors if type(one) is GlobalTensor), key=lambda one: one.numel())
+    context, layout = lead._context, lead._layout
+    shapes = tuple(tuple(one.shape) for one in tensors)
+
+    def make() -> tuple[KnownLayout, list[KnownLayout]]:
+        total = sum(shape[dim] for shape in shapes)
+        intervals = list(layout.intervals)
+        intervals[dim] = balanced(total, len(intervals[dim])) if along is None else along
+        target = context.layout(layout.partition, intervals)
+        needs, start = [], 0
+        for shape in shapes:
+            n = shape[dim]
+            intervals[dim] = tuple(
+                (min(max(i - start, 0), n), min(max(j - start, 0), n)) for i, j in target.intervals[dim]
+            )
+            needs.append(context.layout(layout.partition, intervals))
+            start += n
+        return target, needs
+
+    target, needs = context.keep(("side by side", layout, dim, along, shapes), make)
+    parts = [_brought(one, need, name) for one, need in zip(tensors, needs, strict=True)]
+    return GlobalTensor._of(_joined(parts, dim, target.local), target)
+
+
+def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
+    """Blocks one behind the other; what has no cells stays connected, too. (torch.cat would cut it off.)"""
+    filled = [one for one in parts if one.numel()]
+    empty = [one for one in parts if not one.numel() and one.requires_grad]
+    dtype = parts[0].dtype
+    for one in parts[1:]:
+        dtype = torch.promote_types(dtype, one.dtype)
+    if not filled:
+        y = parts[0].new_zeros(shape, dtype=dtype)
+        for one in empty:
+            y = y + zeros_on(one, ()).to(dtype)
+        return y
+    if empty:
+        least = min(range(len(filled)), key=lambda place: filled[place].numel())
+        for one in empty:
+            filled[least] = filled[least] + zeros_on(one, ()).to(filled[least].dtype)
+    return filled[0].to(dtype, copy=True) if len(filled) == 1 else torch.cat(filled, dim).to(dtype)
+
+
+@handles("cat concat concatenate", "torch")
+def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(tensors: Any, dim: int = 0, *, axis: int | None = None, out: Any = None) -> GlobalTensor:
+        if out is not None:
+            raise TypeError("cat of global tensors has no out=; assign its result")
+        dim = dim if axis is None else axis
+        tensors = [one for one in tensors if tuple(one.shape) != (0,)] or list(tensors)  # (as torch ignores them)
+        known = next(one for one in tensors if type(one) is GlobalTensor)
+        shapes = tuple(one.shape for one in tensors)
+        known._context.keep(
+            ("cat", shapes, dim), lambda: torch.cat([torch.empty(shape, device="meta") for shape in shapes], dim).shape
+        )  # (for torch's error)
+        return side_by_side(tensors, dim % known.dim())
+
+    return run(*args, **kwargs)
+
+
+@handles("stack", "torch")
+def stack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(tensors: Any, dim: int = 0) -> GlobalTensor:
+        tensors = list(tensors)
+        shapes = tuple(one.shape for one in tensors)
+        if len(set(shapes)) > 1:
+            wrong = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
+            raise RuntimeError(
+                f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 and "
+                f"{list(shapes[wrong])} at entry {wrong}"
+            )
+        y: GlobalTensor = torch.cat([one.unsqueeze(dim) for one in tensors], dim)  # type: ignore[assignment]
+        return y
+
+    return run(*args, **kwargs)
+
+
+@handles("hstack vstack row_stack dstack", "torch")
+def stack_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    (tensors,) = (*args, *kwargs.values())
+    lift: Any = {"hstack": torch.atleast_1d, "dstack": torch.atleast_3d}.get(func.__name__, torch.atleast_2d)
+    lifted: list[Any] = [lift(one) for one in tensors]
+    dim = {"hstack": min(1, lifted[0].dim() - 1), "dstack": 2}.get(func.__name__, 0)
+    return torch.cat(lifted, dim)
+
+
+# -- again and again
+
+
+@handles("repeat", "Tensor")
+def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, *sizes = (*args, *kwargs.values())
+    shape_of(func, x, sizes, {})  # (for torch's error)
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = list(sizes[0])
+    times = [int(n) for n in sizes]
+    for _ in range(len(times) - x.dim()):
+        x = x.unsqueeze(0)
+    for dim, n in enumerate(times):
+        if n == 0:
+            x = part(x, [*[slice(None)] * dim, slice(0, 0)])
+        elif n > 1 and len(x._layout.intervals[dim]) > 1:
+            x = side_by_side([x] * n, dim, name="repeat")
+            times[dim] = 1
+    layout, context = _of(x)
+
+    def make() -> KnownLayout:
+        intervals = [
+            ((0, along[0][1] * n),) if n > 1 else along for along, n in zip(layout.intervals, times, strict=True)
+        ]
+        return context.layout(layout.partition, intervals)
+
+    target = context.keep(("repeat", layout, tuple(times)), make)
+    block = block_of(x)
+    if layout.active and times:
+        block = block.repeat([max(n, 1) for n in times])
+    return GlobalTensor._of(block.clone() if block is x._block else block, target)
+
+
+@handles("tile", "torch Tensor")
+def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, *sizes = (*args, *kwargs.values())
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        sizes = list(sizes[0])
+    return x.repeat([1] * (x.dim() - len(sizes)) + sizes)
+
+
+@handles("repeat_interleave", "torch Tensor")
+def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each cell several times: where it is, if all are repeated as often."""
+
+    def run(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+        if dim is None:
+            input, dim = input.reshape(-1), 0
+        dim %= input.dim()
+        if isinstance(repeats, torch.Tensor):
+            repeats = repeats.full_tensor() if type(repeats) is GlobalTensor else repeats
+            if repeats.numel() > 1:
+                cells = torch.repeat_interleave(torch.arange(input.shape[dim]), repeats, output_size=output_size)
+                return input.index_select(dim, cells)
+            repeats = int(repeats)
+        shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # (for torch's error)
+        layout, context = _of(input)
+
+        def make() -> KnownLayout:
+            intervals = list(layout.intervals)
+            intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
+            return context.layout(layout.partition, intervals)
+
+        target = context.keep(("repeat_interleave", layout, dim, repeats), make)
+        return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
+
+    return run(*args, **kwargs)
+
+
+@handles("roll", "torch Tensor")
+def roll(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cells that leave at one end come in at the other. Along a dim that is split, they go to other workers."""
+
+    def run(input: Any, shifts: Any, dims: Any = ()) -> Any:
+        shape_of(func, input, (shifts, dims), {})  # (for torch's error)
+        dims = (dims,) if isinstance(dims, int) else tuple(dims)
+        shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
+        if not dims:
+            return input.reshape(-1).roll(shifts, 0).reshape(input.shape)
+        x = input
+        unsplit: dict[int, int] = {}
+        for by, dim in zip(shifts, dims, strict=True):
+            dim, n = dim % x.dim(), x.shape[dim]
+            by = by % n if n else 0
+            if len(x._layout.intervals[dim]) == 1:
+                unsplit[dim] = unsplit.get(dim, 0) + by
+            elif by:
+                pieces = [part(x, [*[slice(None)] * dim, slice(*one)]) for one in ((n - by, n), (0, n - by))]
+                # (the pieces are split as x is: the longer one leads)
+                x = side_by_side(pieces, dim, x._layout.intervals[dim], "roll")
+        if unsplit and any(unsplit.values()):
+            return GlobalTensor._of(block_of(x).roll(tuple(unsplit.values()), tuple(unsplit)), x._layout)
+        return GlobalTensor._of(block_of(x).clone(), x._layout) if x is input else x
+
+    return run(*args, **kwargs)
+
+
+@handles("flip fliplr flipud", "torch Tensor")
+def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """The other way round: blocks stay where they are, and the partition is reversed."""
+    x, *rest = (*args, *kwargs.values())
+    shape_of(func, x, rest, {})  # (for torch's error)
+    given = {"fliplr": [1], "flipud": [0]}.get(func.__name__, rest)
+    if len(given) == 1 and isinstance(given[0], (tuple, list)):
+        given = list(given[0])
+    dims = tuple(dim % x.dim() for dim in given)
+    layout, context = _of(x)
+
+    def make() -> KnownLayout:
+        workers, intervals = layout.partition.workers, list(layout.intervals)
+        for dim in dims:
+            n = intervals[dim][-1][1]
+            intervals[dim] = tuple((n - j, n - i) for i, j in reversed(intervals[dim]))
+        turned = workers[tuple(slice(None, None, -1 if dim in dims else None) for dim in range(workers.ndim))]
+        return context.layout(context.array(turned), intervals)
+
+    return GlobalTensor._of(block_of(x).flip(dims), context.keep(("flip", layout, dims), make))
+
+
+def _of(x: GlobalTensor) -> tuple[KnownLayout, Context]:
+    return x._layout, x._context
+
+
+# -- between channels, windows and space
+
+
+@handles("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle", "torch functional")
+def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cells of channels become cells of space, the other way round, or change their order: by reshapes."""
+    x, n = (*args, *kwargs.values())
+    name = func.__name__
+    if name.endswith("channel_shuffle"):
+        b, c, *space = x.shape
+        if c % n:
+            raise RuntimeError(f"Number of channels must be divisible by groups. Got {c} channels and {n} groups.")
+        return x.reshape(b, n, c // n, *space).transpose(1, 2).reshape(x.shape)
+    shape = shape_of(func, x, (n,), {})
+    *batch, c, h, w = x.shape
+    k = len(batch)
+    if name == "pixel_shuffle":
+        y = x.reshape(*batch, c // n**2, n, n, h, w).permute(*range(k + 1), k + 3, k + 1, k + 4, k + 2)
+    else:
+        y = x.reshape(*batch, c, h // n, n, w // n, n).permute(*range(k + 1), k + 2, k + 4, k + 1, k + 3)
+    return y.reshape(shape)
+
+
+@handles("unfold", "Tensor")
+def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Windows along a dim. Where they overlap, the dim is whole."""
+
+    def run(self: Any, dimension: int, size: int, step: int) -> Any:
+        shape = shape_of(func, self, (dimension, size, step), {})
+        if not self.dim():
+            return TABLE[None](func, args, kwargs)
+        dim = dimension % self.dim()
+        count = shape[dim]
+        if size == step and len(self._layout.intervals[dim]) > 1:
+            kept: Any = part(self, [*[slice(None)] * dim, slice(0, count * size)])
+            return kept.unflatten(dim, (count, size)).movedim(dim + 1, -1)
+        x = whole_along(self, [dim], "unfold")
+        layout, context = _of(x)
+
+        def make() -> KnownLayout:
+            intervals = [*layout.intervals, ((0, size),)]
+            intervals[dim] = ((0, count),)
+            return context.layout(context.array(layout.partition.workers[..., None]), intervals)
+
+        target = context.keep(("windows", layout, dim, size, step), make)
+        block = block_of(x)
+        block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
+        return view_of(self, block, target, x is not self)
+
+    return run(*args, **kwargs)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+
+
+@handles("unfold", "functional")
+def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Windows as columns. Where they fit side by side, by reshapes; else the space is whole."""
+
+    def run(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
+        shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
+        if input.dim() == 3:
+            return run(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
+        kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
+        b, c, h, w = input.shape
+        if kernel == strides and dilated == (1, 1) and padded == (0, 0):
+            (k, m), i, j = kernel, h // kernel[0], w // kernel[1]
+            kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
+            return kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4).reshape(shape)
+        x = whole_along(input, [2, 3], "unfold")
+        layout, context = _of(x)
+        cells = kernel[0] * kernel[1]
+
+        def make() -> KnownLayout:
+            along = tuple((i * cells, j * cells) for i, j in layout.intervals[1])
+            grid = layout.partition.workers[..., 0]
+            return context.layout(context.array(grid), [layout.intervals[0], along, ((0, shape[2]),)])
+
+        target = context.keep(("im2col", layout, shape, cells), make)
+        block = block_of(x)
+        if block.numel():
+            return GlobalTensor._of(func(block, kernel, dilated, padded, strides), target)
+        return GlobalTensor._of(zeros_on(block, target.local), target)
+
+    return run(*args, **kwargs)
+
+
+@handles("fold", "functional")
+def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Columns as windows, which add up where they overlap."""
+
+    def run(
+        input: Any, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+    ) -> Any:
+        shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
+        if input.dim() == 2:
+            return run(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
+        kernel = _pair(kernel_size)
+        cells = kernel[0] * kernel[1]
+        b, _, count = input.shape
+        x: Any = whole_along(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
+        layout, context = _of(x)
+
+        def make() -> KnownLayout:
+            return context.layout(layout.partition, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
+
+        target = context.keep(("col2im", layout, shape), make)
+        block = block_of(x)
+        if not block.numel():
+            return GlobalTensor._of(zeros_on(block, target.local), target)
+        block = block.reshape(block.shape[0], -1, count)
+        return GlobalTensor._of(func(block, output_size, kernel_size, dilation, padding, stride), target)
+
+    return run(*args, **kwargs)
+
+
+@handles("tril triu", "torch Tensor")
+def triangle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """A triangle of the last two dims, the rest being zero."""
+
+    def run(input: Any, diagonal: int = 0) -> GlobalTensor:
+        shape_of(func, input, (diagonal,), {})  # (for torch's error)
+        layout = input._layout
+        (row, _), (column, _) = layout.box[-2:]
+        return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
+
+    return run(*args, **kwargs)
+
+
+@handles("pad", "functional")
+def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Cells around a tensor, or some less of it."""
+
+    def run(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+        widths = tuple(int(n) for n in pad)
+        shape = shape_of(func, input, (widths, mode), {})  # (for torch's error)
+        pairs = [(0, 0)] * input.dim()
+        for place in range(len(widths) // 2):
+            pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])
+        if mode == "constant" and all(n <= 0 for n in widths):
+            cut = [slice(-before, n + behind) for (before, behind), n in zip(pairs, input.shape, strict=True)]
+            return part(input, cut).clone()
+        if not input.numel() and torch.Size(shape).numel():
+            return input.new_full(shape, value or 0)  # (there is no cell to start from)
+        padded = tuple(dim for dim, pair in enumerate(pairs) if pair != (0, 0))
+        border = Border(mode, tuple(pairs))
+        fill = 0.0 if value is None else value
+        return apply(lambda: Padding(border, fill, padded), (border, fill, padded), input, "pad")
+
+    y: GlobalTensor = run(*args, **kwargs)
+    return y
+
+
+# -- new ones
+
+
+def layout_like(layout: KnownLayout, shape: Sequence[int]) -> KnownLayout | None:
+    """How a new tensor is split that belongs to another one: as that is, if it has as many dims; else it is plain."""
+    shape = tuple(shape)
+    if len(shape) != len(layout.rulers):
+        return None
+
+    def make() -> KnownLayout:
+        intervals = [
+            along if along[-1][1] == n else balanced(n, len(along))
+            for along, n in zip(layout.intervals, shape, strict=True)
+        ]
+        return layout.context.layout(layout.partition, intervals)
+
+    return layout.context.keep(("like", layout, shape), make)
+
+
+@handles("new_zeros new_ones new_full new_empty", "Tensor")
+def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A tensor of the dtype of another one; split like it if it has as many dims, else the same on every worker."""
+    x, *rest = args
+    size, more = (kwargs["size"], rest) if "size" in kwargs else (rest[0], rest[1:]) if rest else ((), [])
+    if not isinstance(size, (tuple, list)):
+        size, more = [one for one in rest if isinstance(one, int)], []
+    size = tuple(int(n) for n in size)
+    named = {name: value for name, value in kwargs.items() if name != "size"}
+    layout = layout_like(x._layout, size)
+    if layout is None or not size:
+        plain: torch.Tensor = func(x._block.detach(), size, *more, **named)
+        return plain
+    return GlobalTensor._of(func(x._block.detach(), layout.local, *more, **named), layout)
+
+
+@handles("new_tensor", "Tensor")
+def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    x, *rest = args
+    if type(x) is not GlobalTensor or any(type(one) is GlobalTensor for one in (*rest, *kwargs.values())):
+        plain: torch.Tensor = TABLE[None](func, args, kwargs)
+        return plain
+    made: torch.Tensor = x._block.detach().new_tensor(*rest, **kwargs)
+    return made
+
+
+@handles("one_hot", "functional")
+def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(tensor: Any, num_classes: int = -1) -> GlobalTensor:
+        if num_classes < 1:
+            num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
+        layout, context = _of(tensor)
+
+        def make() -> KnownLayout:
+            return context.layout(
+                context.array(layout.partition.workers[..., None]), [*layout.intervals, ((0, num_classes),)]
+            )
+
+        target = context.keep(("one_hot", layout, num_classes), make)
+        block = block_of(tensor)
+        return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)
+
+    return run(*args, **kwargs)
+
+
+# -- in order
+
+
+@handles("sort argsort topk msort", "torch Tensor")
+def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cells in order along a dim, which is whole."""
+    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
+    kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+    if not x.dim():
+        return TABLE[None](func, args, kwargs)
+
+    def describe() -> tuple[int, int, Any]:
+        name = func.__name__
+        y = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *rest, **kwargs)
+        at = 1 if name == "topk" else 0
+        dim = 0 if name == "msort" else kwargs.get("dim", next((n for n in rest[at:] if type(n) is int), -1))
+        first = y if isinstance(y, torch.Tensor) else y[0]
+        return dim % x.dim(), first.shape[dim], None if isinstance(y, torch.Tensor) else type(y)
+
+    key = ("sort", func, x.shape, x.dtype, frozen(rest), frozen(kwargs))
+    dim, count, kind = x._context.keep(key, describe)
+    z: Any = whole_along(x, [dim], func.__name__)
+    layout, context = _of(z)
+
+    def make() -> KnownLayout:
+        intervals = list(layout.intervals)
+        intervals[dim] = ((0, count),)
+        return context.layout(layout.partition, intervals)
+
+    target = context.keep(("sorted", layout, dim, count), make)
+    block = block_of(z)
+    found: Any
+    if not block.numel():
+        values, cells = zeros_on(block, target.local), block.new_zeros(target.local, dtype=torch.int64)
+        found = (values, cells) if kind is not None else cells if func.__name__ == "argsort" else values
+    else:
+        found = func(block, *rest, **kwargs)
+    if kind is None:
+        return GlobalTensor._of(found, target)
+    return kind(GlobalTensor._of(one, target) for one in found)
