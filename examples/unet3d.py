@@ -32,7 +32,7 @@ import distdl
 from distdl.workers.footprint import Footprint
 
 SIZE = (40, 36, 28)  # cells of the volume; nothing has to be divisible by anything
-LIMIT = 14 << 20  # bytes that one worker may hold
+LIMIT = 10 << 20  # bytes that one worker may hold
 STEPS = 4
 CLASSES = 3  # grain, pore, clay
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.keeping import keeping
 from distdl.globals.operands import block_of, derivatives_of, signature_of
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -45,7 +46,13 @@ def ready(
 def run(made: Ready, *tensors: Any) -> Any:
     """Make the three steps; each result becomes a global tensor."""
     setup = made.setup
-    y = setup.move_out(setup.local(*setup.move_in(*tensors)))
+    moved = setup.move_in(*tensors)
+    if isinstance(moved[0], torch.Tensor):
+        with keeping(setup.move_in.operators, tensors[0], moved[0]):
+            y = setup.local(*moved)
+    else:
+        y = setup.local(*moved)
+    y = setup.move_out(y)
     if isinstance(y, tuple):
         return tuple(as_global(one, layout) for one, layout in zip(y, made.results, strict=True))
     return as_global(y, made.results[0])

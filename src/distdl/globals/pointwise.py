@@ -106,6 +106,8 @@ def _enter_names() -> None:
                 TABLE[function] = elementwise
         except LookupError:
             continue  # (another version of torch)
+        if not name.endswith("_") and hasattr(torch.Tensor, f"{name}_"):
+            TABLE.setdefault(getattr(torch.Tensor, f"{name}_"), elementwise)
     for attribute in ("real", "imag"):
         TABLE[getattr(torch.Tensor, attribute).__get__] = elementwise
 

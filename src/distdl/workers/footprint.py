@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 class Footprint(TorchDispatchMode):
     """Counts the memory of all tensors that torch's operators meet on this worker's thread, while it is open.
 
-    Each memory counts once, however many tensors view it, from the first operator that meets it until it is freed.
-    Workers that are threads of one process are counted apart.
+    Each memory counts once, however many tensors view it, from the first operator that meets it until it is freed. Of
+    workers that are threads of one process, each opens its own: memory counts for the one that meets it first, and not
+    for others that read it as a message.
 
     >>> with Footprint() as footprint:
     ...     x = torch.zeros(1000, dtype=torch.float32)
@@ -25,6 +26,8 @@ class Footprint(TorchDispatchMode):
     Attributes:
         peak: the most bytes that were held at once.
     """
+
+    _owners: ClassVar[dict[int, tuple[StorageWeakRef, Footprint]]] = {}  # of all threads
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,15 +49,22 @@ class Footprint(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def _note(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.is_meta:
             return
         try:
             storage = value.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # a tensor without memory
-        known = self._alive.get(storage._cdata)
-        if known is None or known[0].expired():
-            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        owner = self._owners.get(storage._cdata)
+        if owner is None or owner[0].expired():
+            reference = StorageWeakRef(storage)
+            self._owners[storage._cdata] = (reference, self)
+            self._alive[storage._cdata] = (reference, storage.nbytes())
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for key in self._alive:
+            self._owners.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

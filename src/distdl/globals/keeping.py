@@ -1,0 +1,79 @@
+"""What a window keeps for backward: its margins, for the rest of it is the block that it was made of.
+
+A convolution saves its input for backward. Where that is a window (a block, and around it cells of other workers), it would
+be a second copy of the block, which is saved already by what computed it::
+
+    window   [ m | block | m ]      saved: the margins m, and the block itself; put together again in backward
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.geometry.boxes import around, slices, volume, whole
+from distdl.tensors.derivatives import is_checkpointed
+
+_WORTH = 1 << 14  # bytes from which two copies cost more than what keeps one
+
+
+def keeping(operators: Any, block: torch.Tensor, window: torch.Tensor) -> AbstractContextManager[Any]:
+    """Inside, what autograd saves of a window is kept as its margins and the block."""
+    if window is block or not torch.is_grad_enabled() or window.nbytes < _WORTH or is_checkpointed():
+        return nullcontext()
+    place = _place(operators, block, window)
+    if place is None:
+        return nullcontext()
+    kept = _Kept(block.detach(), block, window, *place)
+    return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
+
+
+def _place(operators: Any, block: torch.Tensor, window: torch.Tensor) -> tuple[Any, Any] | None:
+    """Which box of the block is which box of the window; None if less than half of it."""
+    moving: list[Operator] = [op for op in operators if not op.still]
+    if len(moving) != 1 or block.dim() != window.dim():
+        return None
+    operator, me = moving[0], moving[0].comm.rank
+    if operator.plan.outputs.get(me) != tuple(window.shape) or operator.plan.inputs.get(me) != tuple(block.shape):
+        return None
+    own = [move for move in operator.plan.moves if move.source == me == move.target]
+    if len(own) != 1 or 2 * volume(own[0].dst) < window.numel():
+        return None
+    return own[0].src, own[0].dst
+
+
+class _Kept:
+    def __init__(self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any) -> None:
+        self._block, self._written, self._version = block, written, written._version
+        self._shape, self._strides = window.shape, window.stride()
+        self._memory = window.untyped_storage()._cdata
+        self._source, self._target = slices(source), slices(target)
+        self._boxes = [slices(box) for box in around(target, whole(window.shape))]
+        self._margins: list[torch.Tensor] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage()._cdata != self._memory or tensor.shape != self._shape:
+            return tensor
+        if self._margins is None:
+            self._margins = [tensor[box].clone() for box in self._boxes]
+        return self
+
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if saved is not self:
+            found: torch.Tensor = saved
+            return found
+        if self._written._version != self._version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a block of "
+                f"shape {list(self._block.shape)} is at version {self._written._version}; expected version {self._version} "
+                f"instead"
+            )
+        assert self._margins is not None
+        window = torch.empty_strided(self._shape, self._strides, dtype=self._block.dtype, device=self._block.device)
+        window[self._target] = self._block[self._source]
+        for box, margin in zip(self._boxes, self._margins, strict=True):
+            window[box] = margin
+        return window
