@@ -7,6 +7,7 @@ from distdl.globals import (
     extremes,
     fallback,
     foreach,
+    fourier,
     indexing,
     joining,
     lookups,

@@ -1,0 +1,114 @@
+"""Fourier transforms of global tensors: a dim that is transformed is whole, and other dims are split instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from distdl.globals.operands import moved
+from distdl.globals.spreading import checked, pencils
+from distdl.globals.table import SPACES, TABLE
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import local
+
+# which transform the last of several dims takes, whether it comes first, and what the others take
+_SEVERAL = {
+    "fft": ("fft", True, "fft"), "ifft": ("ifft", True, "ifft"), "rfft": ("rfft", True, "fft"),
+    "irfft": ("irfft", False, "ifft"), "hfft": ("hfft", False, "fft"), "ihfft": ("ihfft", True, "ifft"),
+}  # fmt: skip
+
+
+def along_dims(
+    x: Any, dims: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor], extents: Sequence[int], name: str
+) -> GlobalTensor:
+    """Apply a function to blocks in which some dims are whole.
+
+    Args:
+        extents: what those dims have in the result.
+    """
+    layout = pencils(x._layout, dims)
+    context = layout.context
+    least = tuple(n if dim in dims else 1 for dim, n in enumerate(layout.extents))
+    after = dict(zip(dims, extents, strict=True))
+    target = context.keep(
+        ("along", layout, tuple(after.items())),
+        lambda: context.layout(
+            layout.partition,
+            [((0, after[dim]),) if dim in after else along for dim, along in enumerate(layout.intervals)],
+        ),
+    )
+    return GlobalTensor._of(local(change, target.local, (moved(x, layout, name), least)), target)
+
+
+def _one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> GlobalTensor:
+    """One transform along one dim."""
+    transform = getattr(torch.fft, kind)
+    extent = x.shape[dim]
+    length = n
+    if n is None:
+        length = 2 * (extent - 1) if kind in ("irfft", "hfft") else extent
+    after = length // 2 + 1 if kind in ("rfft", "ihfft") else length  # type: ignore[operator]
+    return along_dims(x, [dim], lambda block: transform(block, length, dim, norm), [int(after or 0)], kind)
+
+
+def _several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:
+    """The transform along several dims: those that are whole first, as far as it may choose."""
+    last, first, others = _SEVERAL[kind]
+    lengths = [None if one == -1 else one for one in (s if s is not None else [None] * len(dims))]
+    steps = list(zip(dims, lengths, strict=True))
+    final = [(*steps[-1], last)]
+    rest = [(*step, others) for step in steps[:-1]]
+
+    def walk(todo: list[tuple[int, int | None, str]]) -> None:
+        nonlocal x
+        while todo:
+            places = x._layout.partition.workers.shape
+            step = next((one for one in todo if places[one[0]] == 1), todo[0])
+            todo.remove(step)
+            x = _one(x, step[2], step[1], step[0], norm)
+
+    for steps_now in (final, rest) if first else (rest, final):
+        walk(list(steps_now))
+    return x  # type: ignore[no-any-return]
+
+
+def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func.__name__.removeprefix("fft_")
+    kind = name.rstrip("2n") if name[-1] in "2n" else name
+
+    def along_one(input: Any, n: int | None = None, dim: int = -1, norm: str | None = None) -> Any:
+        checked(func, [input], n, dim, norm)
+        return _one(input, kind, n, dim % input.dim(), norm)
+
+    def along_several(input: Any, s: Any = None, dim: Any = None, norm: str | None = None) -> Any:
+        dim = (-2, -1) if dim is None and name.endswith("2") else dim
+        if dim is None:
+            dim = range(-len(s) if s is not None else -input.dim(), 0)
+        dim = [dim] if isinstance(dim, int) else list(dim)
+        s = (s,) if isinstance(s, int) else None if s is None else tuple(s)
+        checked(func, [input], s, tuple(dim), norm)
+        dims = [one % input.dim() for one in dim]
+        return _several(input, kind, s, dims, norm) if dims else input + 0
+
+    run = along_one if kind == name else along_several
+    return run(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+
+
+def _shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: Any = None) -> Any:
+        dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+        y = input
+        for one in dims:
+            y = along_dims(y, [one % input.dim()], partial(func, dim=one), [input.shape[one]], func.__name__)
+        return y
+
+    return run(*args, **kwargs)
+
+
+for _kind in _SEVERAL:
+    for _end in ("", "2", "n"):
+        TABLE[getattr(SPACES["fft"], _kind + _end)] = _transform
+TABLE[torch.fft.fftshift] = TABLE[torch.fft.ifftshift] = _shift

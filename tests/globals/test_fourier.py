@@ -1,0 +1,59 @@
+"""Fourier transforms along dims that may be split."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+
+x4 = noise(2, 3, 6, 5)
+z4 = torch.complex(x4, noise(2, 3, 6, 5, seed=1))
+GRIDS = [(1, 1, 2, 2), (2, 1, 2, 1), (1, 1, 4, 1), (1, 3, 1, 1)]
+
+
+@pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+def test_one_dim(kind):
+    transform = getattr(torch.fft, kind)
+    x = x4 if kind in ("rfft", "ihfft") else z4
+
+    def function(x):
+        return (
+            transform(x),
+            transform(x, dim=2, norm="forward"),
+            transform(x, 4, 2),
+            transform(x, n=7, dim=1, norm="ortho"),
+        )
+
+    assert_same(function, Global(x), grids=GRIDS[:3])
+
+
+@pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+def test_several_dims(kind):
+    several, two = getattr(torch.fft, kind + "n"), getattr(torch.fft, kind + "2")
+    x = x4 if kind in ("rfft", "ihfft") else z4
+
+    def function(x):
+        return (
+            several(x), several(x, dim=(-2, -1), norm="forward"), several(x, s=(7, 4), dim=(2, 3)), two(x),
+            several(x, dim=[-3, -2, -1], norm="ortho"), several(x, s=[4, -1]),
+        )  # fmt: skip
+
+    assert_same(function, Global(x), grids=GRIDS)
+
+
+def test_shifts():
+    assert_same(
+        lambda x: (torch.fft.fftshift(x, dim=[-2]), torch.fft.ifftshift(x, (2, 3)), torch.fft.fftshift(x)),
+        Global(z4),
+        grids=GRIDS,
+    )
+
+
+def test_there_and_back():
+    def spectral(x):
+        modes = torch.fft.rfftn(x, dim=(-2, -1), norm="forward")
+        return torch.fft.irfftn(modes * 2, s=x.shape[-2:], dim=(-2, -1), norm="forward")
+
+    assert_same(spectral, Global(x4), grids=GRIDS, twice=True)
+
+
+def test_one_dim_alone():
+    assert_same(lambda x: (torch.fft.fft(x), torch.fft.rfft(x)), Global(noise(7)))
