@@ -47,17 +47,21 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         checked(func, [one for one in (input, weight, bias) if one is not None])
         if weight.dim() == 1:
             y = contract(
-                functional.linear, [input, weight], [(*_batch(input, 1), "k"), ("k",)], _batch(input, 1), "linear"
+                functional.linear,
+                [input, weight],
+                [(*batch_labels(input, 1), "k"), ("k",)],
+                batch_labels(input, 1),
+                "linear",
             )
         else:
-            lead = _batch(input, 1)
+            lead = batch_labels(input, 1)
             y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
         return y if bias is None else y + bias
 
     return run(*args, **kwargs)
 
 
-def _batch(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable, ...]:
+def batch_labels(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable, ...]:
     """Labels of all dims but the last ones, which count from behind, as in broadcasting."""
     return tuple((name, place) for place in range(x.dim() - last, 0, -1))
 
@@ -75,16 +79,16 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run_on(operator: Any, a: Any, b: Any) -> Any:
         checked(operator, [a, b])
         if operator in (torch.inner,) and a.dim() and b.dim():
-            i, j = _batch(a, 1, "i"), _batch(b, 1, "j")
+            i, j = batch_labels(a, 1, "i"), batch_labels(b, 1, "j")
             return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
         if operator is torch.inner:
             return a * b
         if operator is torch.linalg.vecdot:
-            both = max(_batch(a, 1), _batch(b, 1), key=len)
-            return contract(operator, [a, b], [(*_batch(a, 1), "k"), (*_batch(b, 1), "k")], both, "vecdot")
-        left: tuple[Hashable, ...] = (*_batch(a, 2), "i", "k") if a.dim() > 1 else ("k",)
-        right: tuple[Hashable, ...] = (*_batch(b, 2), "k", "j") if b.dim() > 1 else ("k",)
-        both = max(_batch(a, 2), _batch(b, 2), key=len)
+            both = max(batch_labels(a, 1), batch_labels(b, 1), key=len)
+            return contract(operator, [a, b], [(*batch_labels(a, 1), "k"), (*batch_labels(b, 1), "k")], both, "vecdot")
+        left: tuple[Hashable, ...] = (*batch_labels(a, 2), "i", "k") if a.dim() > 1 else ("k",)
+        right: tuple[Hashable, ...] = (*batch_labels(b, 2), "k", "j") if b.dim() > 1 else ("k",)
+        both = max(batch_labels(a, 2), batch_labels(b, 2), key=len)
         out = (*both, *(("i",) if a.dim() > 1 else ()), *(("j",) if b.dim() > 1 else ()))
         return contract(operator, [a, b], [left, right], out, "matmul")
 
@@ -138,7 +142,7 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTen
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
         checked(functional.bilinear, [input1, input2, weight])
-        lead = _batch(input1, 1)
+        lead = batch_labels(input1, 1)
         y = contract(
             lambda a, b, w: torch.einsum("...i,oij,...j->...o", a, w, b), [input1, input2, weight],
             [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
@@ -235,9 +239,12 @@ def _from_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary") -> Any:
         checked(torch.cdist, [x1, x2])
-        both = max(_batch(x1, 2), _batch(x2, 2), key=len)
+        both = max(batch_labels(x1, 2), batch_labels(x2, 2), key=len)
         work = work_on(
-            [x1, x2], [(*_batch(x1, 2), "i", "m"), (*_batch(x2, 2), "j", "m")], (*both, "i", "j"), adds=False
+            [x1, x2],
+            [(*batch_labels(x1, 2), "i", "m"), (*batch_labels(x2, 2), "j", "m")],
+            (*both, "i", "j"),
+            adds=False,
         )
         return work(lambda a, b: torch.cdist(a, b, p, compute_mode), [x1, x2], "cdist")
 

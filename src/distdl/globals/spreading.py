@@ -226,7 +226,7 @@ class Work:
             spread, kept = min(ways, key=cost) if len(ways) > 1 else ways[0]
             if kept:
                 summed.append(label)
-        self.spread = spread
+        self.out = tuple(out)
         self.needs = needs(spread)
         entries = replace(
             spread,
@@ -256,6 +256,10 @@ class Work:
     @property
     def result_blank(self) -> Shape:
         return (0,) * max(len(self.result.rulers), 1)
+
+    def mine(self, label: Hashable) -> Interval:
+        """Which cells along a label of the result this worker computes; none where it computes nothing."""
+        return self.entries.box[self.summed + self.out.index(label)]
 
     def parts(self, operands: Sequence[Any], name: str) -> list[torch.Tensor]:
         """What this worker needs of each operand."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -59,3 +60,12 @@ def handles_property(*names: str) -> Callable[[Handler], Handler]:
         return handler
 
     return enter
+
+
+def composite(func: Any) -> Callable[..., Any]:
+    """A function that torch has written in Python, rebuilt so that the functions that it calls are handled, not it."""
+    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    own = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    rebuilt = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+    rebuilt.__kwdefaults__ = func.__kwdefaults__
+    return rebuilt

@@ -1,0 +1,72 @@
+"""Attention over queries that are split in any way."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+
+q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
+attend = F.scaled_dot_product_attention
+GRIDS = [(2, 1, 2, 1), (1, 3, 1, 1), (1, 1, 4, 1), (1, 1, 2, 2), (1, 2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    "key, value", [(Global(k), Global(v)), (Global(k, (1, 1, 3, 1)), Global(v, (1, 2, 1, 2))), (k, v)]
+)
+def test_attention(key, value):
+    assert_same(attend, Global(q), key, value, grids=GRIDS)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [noise(5, 7), noise(2, 1, 5, 7) > -1, Global(noise(2, 3, 5, 7)), Global(noise(2, 1, 1, 7) > -1), noise(1, 7) > -1],
+)
+def test_masks(mask):
+    assert_same(attend, Global(q), Global(k), Global(v), mask, grids=GRIDS)
+
+
+def test_causal_masks_know_where_the_queries_are():
+    assert_same(
+        lambda q, k, v: attend(q, k, v, is_causal=True, scale=0.3), Global(q), Global(k), Global(v), grids=GRIDS
+    )
+
+
+def test_heads_that_share_keys():
+    queries = noise(2, 6, 5, 4)
+    grids = [(1, 4, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2)]
+    for causal in (False, True):
+        assert_same(
+            lambda q, k, v, causal=causal: attend(q, k, v, is_causal=causal, enable_gqa=True),
+            Global(queries), Global(k), Global(v), grids=grids,
+        )  # fmt: skip
+
+
+def test_queries_that_every_worker_has():
+    assert_same(lambda k, q: attend(q, k, k), Global(k), q, grids=GRIDS)
+    assert_same(lambda k, q: attend(q, k, k), Global(k), noise(2, 3, 1, 4), grids=GRIDS)
+
+
+def test_fewer_dims():
+    assert_same(attend, Global(noise(3, 5, 4)), Global(noise(3, 7, 4)), Global(noise(3, 7, 2)))
+
+
+def test_second_derivatives():
+    def function(q, k, v):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return attend(q, k, v).tanh()
+
+    assert_same(function, Global(q), Global(k), Global(v), grids=GRIDS[:1], twice=True)
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multi_head_attention(weights):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
+
+    def function(x, w, b):
+        with torch.no_grad():
+            assert layer.in_proj_weight.shape == w.shape
+        named = {"in_proj_weight": w, "in_proj_bias": b}
+        return torch.func.functional_call(layer, named, (x, x, x), {"need_weights": weights})
+
+    assert_same(function, Global(noise(2, 5, 6)), noise(18, 6), noise(18), grids=[(2, 2, 1), (1, 3, 1), (1, 1, 2)])
