@@ -1,5 +1,7 @@
 """Attention over queries that are split in any way."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from same import Global, assert_same, noise
@@ -64,9 +66,8 @@ def test_multi_head_attention(weights):
     layer = torch.nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
 
     def function(x, w, b):
-        with torch.no_grad():
-            assert layer.in_proj_weight.shape == w.shape
+        own = deepcopy(layer)  # (the workers are threads)
         named = {"in_proj_weight": w, "in_proj_bias": b}
-        return torch.func.functional_call(layer, named, (x, x, x), {"need_weights": weights})
+        return torch.func.functional_call(own, named, (x, x, x), {"need_weights": weights})
 
     assert_same(function, Global(noise(2, 5, 6)), noise(18, 6), noise(18), grids=[(2, 2, 1), (1, 3, 1), (1, 1, 2)])

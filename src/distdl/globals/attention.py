@@ -63,15 +63,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
             return y
 
-        if work.partial and 0 in work.partial:  # one head, one query and one key do, whatever the sizes
-            least = [(one, (1,) * max(one.dim(), 2)) for one in (q, k, v, *masks)]
-            y = local(
-                lambda *one: attend(*one[:3]) + (one[3].sum() if one[3:] and one[3].requires_grad else 0),
-                work.partial,
-                *least,
-            )
-        else:
-            y = local(attend, work.partial, *((one, (1,) * one.dim()) for one in (q, k, v, *masks)))
+        y = local(attend, work.partial, *((one, (1,) * one.dim()) for one in (q, k, v, *masks)))
         return work.finish(y, "scaled_dot_product_attention")
 
     return run(*args, **kwargs)
@@ -100,7 +92,8 @@ def _of_mask(mask: Any) -> tuple[Hashable, ...]:
 def _groups(work: Work, query: Any, key: Any) -> torch.Tensor:
     """Which head of the keys each of this worker's heads of the queries reads."""
     start, stop = work.mine(batch_labels(query, 2)[-1])
-    return torch.arange(start, stop) // (query.shape[-3] // key.shape[-3])
+    heads: torch.Tensor = torch.arange(start, stop) // (query.shape[-3] // key.shape[-3])
+    return heads
 
 
 def _causal(rows: Interval, keys: int, device: torch.device) -> torch.Tensor:
