@@ -7,6 +7,8 @@ import torch
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
+import distdl
+
 q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
 attend = F.scaled_dot_product_attention
 GRIDS = [(2, 1, 2, 1), (1, 3, 1, 1), (1, 1, 4, 1), (1, 1, 2, 2), (1, 2, 1, 2)]
@@ -71,3 +73,21 @@ def test_multi_head_attention(weights):
         return torch.func.functional_call(own, named, (x, x, x), {"need_weights": weights})
 
     assert_same(function, Global(noise(2, 5, 6)), noise(18, 6), noise(18), grids=[(2, 2, 1), (1, 3, 1), (1, 1, 2)])
+
+
+def test_dropout_is_the_same_over_any_partition():
+    found = []
+
+    def draw(grid):
+        P = distdl.world().create_partition_inclusive(range(int(torch.Size(grid).numel())))
+        x = distdl.distribute_tensor(q, P.create_cartesian_topology_partition(grid))
+        y = attend(x, k, v, dropout_p=0.4, is_causal=True).full_tensor()
+        if P.comm.rank == 0:
+            found.append(y)
+
+    torch.manual_seed(3)
+    for grid in [(1, 1, 1, 1), *GRIDS]:
+        distdl.run_workers(lambda grid=grid: draw(grid), 5)
+    assert not torch.allclose(found[0], attend(q, k, v, is_causal=True))
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], rtol=1e-12, atol=1e-12)
