@@ -5,6 +5,8 @@ import torch
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
+import distdl
+
 x3 = noise(3, 5, 7)
 ties = noise(3, 5, 7).round()
 holes = noise(3, 5, 7).masked_fill(noise(3, 5, 7, seed=4) > 0.5, torch.nan)
@@ -139,3 +141,26 @@ def test_a_loss_over_classes_that_are_split():
         return 1 - (2 * overlap / (p.sum((0, 2)) + y.sum((0, 2)))).mean()
 
     assert_same(dice, Global(x3), Global(noise(3, 5, 7, seed=3).abs()), grids=[(1, 2, 2), (2, 2, 1)], twice=True)
+
+
+def test_few_digits():
+    def function(x):
+        y = x.half()
+        return y.softmax(1), y.log_softmax(0), y.var(1), F.softmin(y, 2)
+
+    assert_same(function, Global(x3), grids=GRIDS, tolerance=2e-3)
+
+
+def test_nothing_to_reduce():
+    def function(x):
+        return x.softmax(0), x.softmax(1), x.logsumexp(1), x.sum(0), x.mean(), x.cumsum(0), x.norm(dim=1)
+
+    assert_same(function, Global(noise(0, 6)), grids=[(2, 2), (1, 4)])
+
+    def work():
+        x = distdl.distribute_tensor(noise(0, 6), distdl.world().create_cartesian_topology_partition((2, 2)))
+        for reduce in (torch.max, torch.amax, torch.argmax, lambda x: x.max(0), lambda x: x.amin(0)):
+            with pytest.raises(IndexError, match="reduction dim"):
+                reduce(x)
+
+    distdl.run_workers(work, 4)

@@ -61,10 +61,12 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = -x
         dims, layout = dims_of(x, dim), x._layout
         own = torch.log_softmax if name == "log_softmax" else torch.softmax
-        if not split_along(layout, dims):
+        if not split_along(layout, dims) or not x.numel():
             at = dims[0] if dims else 0
             block = block_of(x)
             return GlobalTensor._of(own(block, at), layout)
+        if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
+            return own(x.float(), dim).to(x.dtype)
         top, sums = _mass(x, dims, name, everywhere=True)
         block = block_of(x)
         if not layout.active:

@@ -16,6 +16,7 @@ from distdl.globals.reductions import (
     reduced_shape,
     split_along,
     summed,
+    total,
     without_dims,
 )
 from distdl.globals.table import TABLE, handles
@@ -29,11 +30,18 @@ def moments(
     """Variance and mean over dims. Mean and squared deviations of the blocks are merged, which loses no digits."""
     if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError("std and var only support floating point and complex dtypes")
+    if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
+        wide: Any = x.float()
+        var, mean = moments(wide, dim, keepdim, unbiased, correction)
+        return var.to(x.dtype), mean.to(x.dtype)  # type: ignore[return-value]
     dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
     least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
     target = reduced_layout(layout, dims)
     count = prod(x.shape[one] for one in dims)
+    if not count:
+        nothing: Any = total(x, dims, keepdim) * torch.nan
+        return nothing.real if x.is_complex() else nothing, nothing
 
     def measure(one: torch.Tensor) -> torch.Tensor:
         mean = one.mean(dims, keepdim=True) if dims else one.clone()
@@ -48,21 +56,13 @@ def moments(
         if target.active:
             mean, squares = states
             n = n.to(states.device, states.dtype)
-            merged = (mean * n).sum(dims, keepdim=True) / count if count else mean.sum(dims, keepdim=True)
+            merged = (mean * n).sum(dims, keepdim=True) / count
             away = mean - merged
             states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
         else:
             states = states.reshape((2, *target.local))
     mean, squares = states
-    if not count:
-        mean = mean + torch.nan
-    var = (
-        (squares.real if x.is_complex() else squares) / max(count - less, 0)
-        if count > less
-        else squares.real * torch.nan
-    )
-    if count <= less and count:
-        var = squares.real / 0 if count else var
+    var = (squares.real if x.is_complex() else squares) / max(count - less, 0)
     found = GlobalTensor._of(var, target), GlobalTensor._of(mean, target)
     return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
 
