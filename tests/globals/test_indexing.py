@@ -183,3 +183,24 @@ def test_torch_raises_the_same(function):
             function(x2)
 
     distdl.run_workers(work, 3)
+
+
+def test_what_requires_no_gradient_is_written_with_what_does():
+    def shifted(x):
+        y = torch.zeros_like(x)
+        y[:, 1:] = x[:, :-1]
+        y[0] = x[1] * x[2]
+        return y * y
+
+    assert_same(shifted, Global(x2), twice=True)
+    assert_same(shifted, Global(x2), grids=[(4, 1), (1, 4)])
+
+
+def test_views_that_are_written_in_place_twice_differentiable():
+    def function(x):
+        y = x * x
+        y[:, 2:].mul_(x[:, :1])
+        y[:, :3].add_(x[:1, 2:5])
+        return y.sin()
+
+    assert_same(function, Global(x2), grids=[(4, 1), (2, 1)], twice=True)
