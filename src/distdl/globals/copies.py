@@ -10,6 +10,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.replicas import Replica, enter
+from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_recomputed
 
@@ -56,6 +57,12 @@ class Parameters(dict[str, Any]):
         return self.copies.of(self, parameter)
 
 
+def replicated(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that every worker has whole: all but those of modules of ``distdl.nn``, which live on some."""
+    own = {id(p) for child in module.modules() if isinstance(child, Module) for p in child.parameters()}
+    return (p for p in module.parameters() if p.requires_grad and id(p) not in own)
+
+
 class Replicas:
     """Every worker has all parameters. They enter together at the begin of a forward, so their gradients leave so."""
 
@@ -69,7 +76,7 @@ class Replicas:
         if not torch.is_grad_enabled():
             return
         context = Context.of(self.P.comm)
-        for bucket in _buckets([one for one in self.module.parameters() if one.requires_grad]):
+        for bucket in _buckets(list(replicated(self.module))):
             for parameter, copy in zip(bucket, enter(context, bucket), strict=True):
                 self._copies[id(parameter)] = Replica._of(copy, context)
 

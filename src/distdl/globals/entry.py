@@ -14,6 +14,7 @@ from distdl.globals.random import seed
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
+from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
 
 
@@ -93,7 +94,10 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     if not layout.active:
         wants = any(told[worker][2] for worker in members)
         device = block.device if isinstance(block, torch.Tensor) else None
-        block = torch.zeros(layout.local, dtype=DTYPES[code], device=device, requires_grad=wants)
+        if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # (what made it takes part in backward)
+            block = zeros_on(block.to(DTYPES[code]), layout.local)
+        else:
+            block = torch.zeros(layout.local, dtype=DTYPES[code], device=device, requires_grad=wants)
     return GlobalTensor._of(block, layout)
 
 

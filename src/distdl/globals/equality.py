@@ -7,6 +7,7 @@ from zlib import crc32
 import torch
 
 from distdl.globals.context import Context
+from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 from distdl.tensors.dtypes import dtype_code
@@ -19,7 +20,10 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
 
     Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes.
     """
-    found = [*module.named_parameters(), *module.named_buffers()]
+    others = [child for child in module.modules() if isinstance(child, Module)]  # which live on some workers
+    apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
+    listed = [*module.named_parameters(), *module.named_buffers()]
+    found = [(name, one) for name, one in listed if id(one) not in apart]
     for name, one in found:
         if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
             raise ValueError(

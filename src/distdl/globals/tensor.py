@@ -163,6 +163,13 @@ class GlobalTensor(torch.Tensor):
 
         return redistribute(self, to)
 
+    @staticmethod
+    def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of ``distdl.nn`` does with arguments of which one is global."""
+        from distdl.globals.modules import call_module
+
+        return call_module(module, call, args, kwargs)
+
     def __copy__(self) -> GlobalTensor:
         check_usable(self)
         return GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)

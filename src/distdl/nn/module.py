@@ -24,6 +24,14 @@ class Module(torch.nn.Module):
         if "forward" in cls.__dict__:
             leave_uncompiled(cls.__dict__["forward"])
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it with this worker's tensors; or with tensors that know of which they are blocks, which call it."""
+        for one in args:
+            take_over = getattr(type(one), "_call_module", None)
+            if take_over is not None:
+                return take_over(self, super().__call__, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""
         options = {

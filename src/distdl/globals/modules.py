@@ -1,0 +1,93 @@
+"""Modules of ``distdl.nn`` that are called with global tensors: they get blocks, and global tensors come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from distdl import nn
+from distdl.globals.autograd import part_of
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.tensor import GlobalTensor
+from distdl.partition import Layout, Partition
+from distdl.partition.sharing import gather_values
+from distdl.tensors.connection import zeros_on
+
+# their results overlap, or are parts of sums
+_OF_BLOCKS = (
+    nn.Broadcast, nn.SumReduce, nn.AllSumReduce, nn.AllGather, nn.ReduceScatter, nn.HaloExchange, nn.Interpolate,
+)  # fmt: skip
+_OF_CLASSES = (nn.DistributedNLLLoss, nn.DistributedCrossEntropyLoss)
+
+
+def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module with this worker's blocks of global tensors, over its ``P_x``, and make its result global.
+
+    Where a tensor lies in another way, it is redistributed. The result lies over ``P_y``, or ``P_x`` where there is
+    none; a loss on the first worker of ``P_x``.
+
+    Raises: TypeError for a module whose results are no blocks of a tensor; ValueError for one of another world.
+    """
+    kind = type(module).__name__
+    if isinstance(module, _OF_BLOCKS):
+        raise TypeError(
+            f"{kind} works on blocks, and its results do not tile a tensor: call it with x.to_local(), or use "
+            f"distdl.local_map. A global tensor moves by x.redistribute(P)"
+        )
+    if not hasattr(module, "P_x"):  # (what it is made of takes them)
+        return call(*args, **kwargs)
+    P_x: Partition = module.P_x
+    first = next(one for one in args if type(one) is GlobalTensor)
+    context = first._context
+    if Context.of(P_x.comm) is not context:
+        raise ValueError(f"{kind} needs tensors of the world of its partitions; got one of another")
+    if P_x.workers.ndim != first.dim():
+        raise ValueError(f"{kind} needs a tensor with a dim for each axis of P_x ({P_x}); got {tuple(first.shape)}")
+    layout = first._layout
+    if layout.partition.workers.tolist() != P_x.workers.tolist():
+        layout = context.balanced(P_x, first.shape)
+    places = [
+        None if not isinstance(one, torch.Tensor) else layout if one is first else _place(module, one, layout)
+        for one in args
+    ]
+    blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
+    return _global(context, module, tuple(places), call(*blocks, **kwargs))
+
+
+def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> KnownLayout:
+    """Where a module takes an argument, given where it takes the first. Targets of classes are not split by class."""
+    if not isinstance(module, _OF_CLASSES) or len(first.rulers) < 2:
+        return first
+    context, workers = first.context, first.partition.workers
+    batch, _, *space = first.intervals
+    if one.dim() == len(first.rulers) - 1:
+        return context.layout(context.array(workers[:, 0]), [batch, *space])
+    return context.layout(context.array(workers[:, :1]), [batch, ((0, first.extents[1]),), *space])
+
+
+def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: torch.Tensor) -> Any:
+    """The result. Where its blocks lie, the workers tell each other once for each way in which the arguments lay."""
+    kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep(("modules",), WeakKeyDictionary)
+    known = kept.setdefault(module, {})
+    if places not in known:
+        told = gather_values(context.comm, context.everyone, tuple(y.shape))
+        known[places] = _result(context, module, told)
+    layout = known[places]
+    if context.me not in layout.partition:
+        y = zeros_on(y, layout.local)
+    return GlobalTensor._of(y, layout)
+
+
+def _result(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
+    P: Partition = getattr(module, "P_y", None) or module.P_x
+    worker = int(P.workers.flat[0])
+    rank = len(shapes[worker])
+    if not rank:
+        return context.whole((), worker)
+    workers = P.workers[:, 0] if rank == P.workers.ndim - 1 and isinstance(module, _OF_CLASSES) else P.workers
+    grid = context.array(workers)
+    blocks = torch.tensor([shapes[one] for one in workers.ravel().tolist()], dtype=torch.int64)
+    return context.known(Layout.tiled(grid, blocks.reshape(*workers.shape, rank).numpy(), "the result"))

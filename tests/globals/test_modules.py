@@ -1,0 +1,110 @@
+"""Modules of distdl.nn between functions of global tensors."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import noise
+from torch.nn import functional as F
+
+import distdl
+from distdl import nn
+
+x = noise(4, 3, 7, 5)
+
+
+def grid(*extents):
+    P = distdl.world().create_partition_inclusive(range(torch.Size(extents).numel()))
+    return P.create_cartesian_topology_partition(extents)
+
+
+@pytest.mark.parametrize("place", [(2, 1, 1, 1), (1, 1, 2, 1), (1, 2, 1, 1)])
+@on_workers
+def test_a_mixed_network(place):
+    """Convolution and losses of nn, activations of torch; the input comes split in any way."""
+    P = grid(1, 1, 2, 1)
+    conv = nn.DistributedConv2d(P, in_channels=3, out_channels=4, kernel_size=3, padding=1).double()
+    norm = nn.DistributedGroupNorm(P, 2, 4).double()
+    weight, bias = torch.nn.Parameter(noise(4, 3, 3, 3)), torch.nn.Parameter(noise(4))
+    me = distdl.world().comm.rank
+    with torch.no_grad():
+        if me == 0:
+            conv.weight.copy_(weight), conv.bias.copy_(bias)
+    ours, theirs = split(x, *place).requires_grad_(), x.clone().requires_grad_()
+    y = norm(F.gelu(conv(ours)) * 2)
+    z = F.group_norm(F.gelu(F.conv2d(theirs, weight, bias, padding=1)) * 2, 2)
+    assert type(y) is distdl.GlobalTensor
+    assert_close(y, z)
+    loss, expected = nn.DistributedMSELoss(P)(y, noise(4, 4, 7, 5)), F.mse_loss(z, noise(4, 4, 7, 5))
+    assert loss.shape == () and loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    (loss * 3).backward()
+    (expected * 3).backward()
+    assert_close(ours.grad, theirs.grad)
+    if me == 0:
+        assert_close(conv.weight.grad, weight.grad)
+
+
+@on_workers
+def test_losses_of_classes():
+    P = grid(1, 2, 1, 1)
+    numbers = (noise(4, 7, 5) * 5).long().abs() % 3
+    odds = noise(4, 3, 7, 5).softmax(1)
+    for target in (numbers, split(numbers, 1, 2, 1), odds, split(odds, 2, 1, 1, 1)):
+        ours, theirs = split(x, 1, 1, 1, 2).requires_grad_(), x.clone().requires_grad_()
+        loss = nn.DistributedCrossEntropyLoss(P)(ours, target)
+        plain = target.full_tensor() if isinstance(target, distdl.GlobalTensor) else target
+        expected = F.cross_entropy(theirs, plain)
+        loss.backward()
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        assert_close(ours.grad, theirs.grad)
+    each = nn.DistributedCrossEntropyLoss(P, reduction="none")(split(x, 1, 2, 1, 1), numbers)
+    assert_close(each, F.cross_entropy(x, numbers, reduction="none"))
+
+
+@on_workers
+def test_linear_layers_and_other_partitions():
+    P_x, P_y, P_w = grid(1, 2), grid(1, 1), grid(1, 2)
+    layer = nn.DistributedLinear(P_x, P_y, P_w, in_features=6, out_features=3, bias=False).double()
+    rows = noise(4, 6)
+    ours = split(rows, 2, 1).requires_grad_()
+    y = layer(ours)
+    assert y.shape == (4, 3) and y.layout.partition.workers.tolist() == [[0]]
+    y.pow(2).sum().backward()
+    weights = [
+        one.full_tensor() for one in (distdl.GlobalTensor.from_local(layer.sublinear.weight.detach(), P_w), y.detach())
+    ]
+    assert_close(weights[1], rows @ weights[0].T)
+    assert_close(ours.grad, 2 * weights[1] @ weights[0])
+
+
+@on_workers
+def test_repartition_is_a_redistribution():
+    moved = nn.Repartition(grid(2, 1, 1, 1), grid(1, 1, 2, 1))(split(x, 1, 2, 1, 1))
+    assert_close(moved, x)
+    assert moved.layout.partition.workers.shape == (1, 1, 2, 1)
+
+
+@on_workers
+def test_a_module_of_nn_in_a_distributed_model():
+    """Its parameters are its own: they neither enter nor are they summed over all workers."""
+    P = grid(1, 1, 2, 1)
+    conv = nn.DistributedConv2d(P, in_channels=3, out_channels=3, kernel_size=1).double()
+    if distdl.world().comm.rank == 0:
+        with torch.no_grad():
+            conv.weight.copy_(noise(3, 3, 1, 1)), conv.bias.copy_(noise(3))
+    model = distdl.distribute(torch.nn.Sequential(torch.nn.GELU(), conv), P)
+    model(x).sum().backward()
+    w, b = noise(3, 3, 1, 1).requires_grad_(), noise(3).requires_grad_()
+    F.conv2d(F.gelu(x), w, b).sum().backward()
+    if distdl.world().comm.rank == 0:
+        assert_close(conv.weight.grad, w.grad)
+        assert_close(conv.bias.grad, b.grad)
+
+
+@on_workers
+def test_what_works_on_blocks_says_so():
+    P = grid(1, 2, 1, 1)
+    with pytest.raises(TypeError, match="AllSumReduce works on blocks"):
+        nn.AllSumReduce(P, (1,))(split(x, 1, 2, 1, 1))
+    with pytest.raises(ValueError, match="a dim for each axis of P_x"):
+        nn.DistributedDropout(P)(split(noise(3, 5), 2, 1))
