@@ -174,7 +174,10 @@ class Operator:
             x = readable(x)  # transports read memory
         layout = x.shape, x.stride(), x.is_cpu
         program = self._programs.get(layout) or self._program(layout, x)
-        self.comm.where = self.label
+        comm = self.comm
+        comm.where = self.label
+        if comm.watch is not None:
+            comm.watch(self.label, self.members, self.dtype)
         calls = self._calls
         calls.number += 1
         # the tag of its messages follows from how many exchanges the members have begun, and from the layer

@@ -11,6 +11,7 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
+from distdl.globals import debug
 from distdl.ops import Op, Setup, Site
 from distdl.partition import CartesianPartition, Layout, Partition, Signature
 from distdl.partition.layout import Ruler
@@ -111,6 +112,8 @@ class Context:
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
+            if debug.wanted():
+                debug.watch(comm)
         return found
 
     @cached_property

@@ -43,7 +43,7 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
             if isinstance(x, torch.Tensor)
             else type(x).__name__
         )
-    context.comm.where = "distribute_tensor"
+    _begin(context, "distribute_tensor")
     told = broadcast_value(context.comm, (src, *(w for w in context.everyone if w != src)), mine)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
@@ -64,7 +64,7 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     if not isinstance(P, Partition):
         raise TypeError(f"GlobalTensor.from_local needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
-    context.comm.where = "GlobalTensor.from_local"
+    _begin(context, "GlobalTensor.from_local")
     mine: Any = type(block).__name__
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
         mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled(), seed())
@@ -137,6 +137,12 @@ def _split(context: Context, P: Partition, extents: Sequence[int], what: str) ->
             f"the partition {P}"
         )
     return context.balanced(P, extents)
+
+
+def _begin(context: Context, what: str) -> None:
+    context.comm.where = what
+    if context.comm.watch is not None:
+        context.comm.watch(what, context.everyone)
 
 
 def _check_worker(context: Context, worker: int) -> None:

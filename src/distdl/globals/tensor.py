@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE
 
@@ -61,6 +62,8 @@ class GlobalTensor(torch.Tensor):
         handler = TABLE.get(func)
         if handler is None:
             handler = TABLE[None]  # the fallback
+        if debug.on:
+            return debug.noted(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
 
     @classmethod

@@ -138,6 +138,7 @@ class Communicator(ABC):
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
         kept: what others keep for as long as this communicator lives, under keys of their own.
+        watch: called before each exchange of an operator, with its label, members and dtype; may raise.
         recorder: the communicator that records what goes through this one, and passes it on; None if nothing does.
     """
 
@@ -146,6 +147,7 @@ class Communicator(ABC):
     absent: int = -1
     released: bool = False
     started_alone: bool = False
+    watch: Callable[..., None] | None = None
     recorder: Communicator | None = None
     where: object = "an exchange"
 
