@@ -1,0 +1,111 @@
+"""Where tensors become global, and plain again."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import noise
+
+import distdl
+from distdl import GlobalTensor
+
+x35 = noise(3, 5)
+
+
+def grid(*extents, first=0):
+    P = distdl.world().create_partition_inclusive(range(first, first + torch.Size(extents).numel()))
+    return P.create_cartesian_topology_partition(extents)
+
+
+def me():
+    return distdl.world().comm.rank
+
+
+@on_workers
+def test_a_tensor_that_one_worker_has():
+    for source in (0, 2):
+        for x in (x35, torch.arange(15).reshape(3, 5), x35.bool(), x35.bfloat16(), x35 + 1j, noise(2, 3, 4, 5)):
+            found = distdl.distribute_tensor(x if me() == source else None, grid(2, 1), src=source)
+            assert found.dtype == x.dtype and found.shape == x.shape
+            assert torch.equal(found.full_tensor(), x)
+            on_one = found.full_tensor(on=1)
+            assert torch.equal(on_one, x) if me() == 1 else on_one.numel() == 0
+    leaf = x35.clone().requires_grad_(me() == 1)
+    y = distdl.distribute_tensor(leaf, grid(1, 2), src=1)
+    assert y.requires_grad
+    (y * y).sum().backward()
+    if me() == 1:
+        assert_close(leaf.grad, 2 * x35)
+
+
+@on_workers
+def test_blocks_of_any_sizes():
+    """Worker 2 has no part; what it passes is not read."""
+    block = noise(2 + me(), 3, seed=me()).requires_grad_() if me() < 2 else None
+    x = GlobalTensor.from_local(block, grid(2, 1))
+    whole = torch.cat([noise(2, 3), noise(3, 3, seed=1)])
+    assert x.shape == (5, 3) and x.layout.intervals == (((0, 2), (2, 5)), ((0, 3),))
+    assert_close(x, whole)
+    assert x.to_local() is block or me() == 2
+    (x * x).sum().backward()
+    x.full_tensor().pow(2).sum().backward()  # on each worker the same number: not added up
+    if me() < 2:
+        assert_close(block.grad, 4 * block)
+
+
+@on_workers
+def test_redistribution():
+    x = split(x35).requires_grad_()
+    for P in (grid(1, 3), grid(1, 1, first=2), grid(2, 1, first=1), grid(3, 1)):
+        y = x.redistribute(P)
+        assert y.layout.partition.workers.tolist() == P.workers.tolist()
+        assert_close(y, x35)
+        (dx,) = torch.autograd.grad((y * x35).sum(), x)
+        assert_close(dx, x35)
+    assert x.redistribute(x.layout) is x
+    total = split(x35).sum()
+    assert_close(total.redistribute(total.layout), x35.sum())
+
+
+@on_workers
+def test_values_come_to_every_worker():
+    x, total = split(x35), split(x35).sum()
+    value = float(x35.sum())
+    for found in (total.item(), float(total), total.tolist(), total.numpy().item(), float(f"{total:.12f}")):
+        assert found == pytest.approx(value, abs=1e-11)
+    assert bool(total > 0) == (value > 0) and int(total * 100) == int(value * 100)
+    assert x.tolist() == x35.tolist()
+    assert "GlobalTensor(" in repr(total) and f"{value:.4f}" in repr(total)
+    held = {0: "worker 0 holds [0:2, 0:5]", 1: "worker 1 holds [2:3, 0:5]", 2: "worker 2 holds nothing"}
+    assert "shape=(3, 5), dtype=torch.float64, over 2x1" in repr(x) and held[me()] in repr(x)
+    for wrong in (x.item, lambda: bool(x), lambda: float(x)):
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            wrong()
+
+
+WRONG = {
+    "no tensor": lambda P: distdl.distribute_tensor(None, P),
+    "fewer dims than axes": lambda P: distdl.distribute_tensor(noise(3), P),
+    "no such worker": lambda P: distdl.distribute_tensor(x35, P, src=7),
+    "no partition": lambda P: distdl.distribute_tensor(x35, None),
+    "no grid": lambda P: GlobalTensor.from_local(noise(me() + 1, 3 + me()), P),
+    "dtypes": lambda P: GlobalTensor.from_local(x35.float() if me() else x35, P),
+    "ranks": lambda P: GlobalTensor.from_local(x35[0] if me() else x35, P),
+    "one without tensor": lambda P: GlobalTensor.from_local(None if me() == 1 else x35, P),
+    "a layout of another shape": lambda P: split(x35).redistribute(split(noise(3, 4)).layout),
+    "a number": lambda P: split(x35).redistribute(3),
+    "too many axes": lambda P: split(x35).redistribute(grid(1, 1, 2)),
+    "not there": lambda P: split(x35).full_tensor(on=9),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_errors_are_the_same_on_every_worker(what):
+    told = {}
+
+    def work():
+        with pytest.raises((ValueError, TypeError)) as error:
+            WRONG[what](grid(2, 1))
+        told[me()] = str(error.value)
+
+    distdl.run_workers(work, 3)
+    assert told[0] == told[1] == told[2]
