@@ -51,7 +51,8 @@ def test_no_partition_changes_what_is_drawn(name):
     first, second, gradient = found[0]
     assert not torch.equal(first, second)
     for one, two, other in found[1:]:
-        assert torch.equal(one, first) and torch.equal(two, second)
+        for ours, theirs in ((one, first), (two, second)):  # (a softmax of a split dim adds up in another order)
+            torch.testing.assert_close(ours, theirs, rtol=1e-13 if name == "gumbel_softmax" else 0, atol=0)
         assert gradient is None or torch.allclose(other, gradient, rtol=1e-13, atol=1e-13)
 
 
