@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op
 from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
-_NO_BATCHES = torch.zeros(())
+
+@cache
+def _no_batches(device: torch.device) -> torch.Tensor:
+    """Stands for a count of batches, which the functional form does not have; on a tensor's device."""
+    return torch.zeros((), device=device)
 
 
 def _normalised(
@@ -36,6 +41,10 @@ def _normalised(
     return run(made, block_of(x), *weights, *running)
 
 
+def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if mean is None or variance is None else [mean, variance, _no_batches(mean.device)]
+
+
 @handles("batch_norm", "torch functional")
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch and space together; running statistics stay equal on every worker, to the last bit."""
@@ -52,7 +61,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
-        running = [] if running_mean is None or running_var is None else [running_mean, running_var, _NO_BATCHES]
+        running = _running(running_mean, running_var)
         if not training and not running:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
         key = (momentum, eps, bool(running), bool(training))
@@ -80,7 +89,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        running = [] if running_mean is None or running_var is None else [running_mean, running_var, _NO_BATCHES]
+        running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
         channels = input.shape[1]
         return _normalised(
