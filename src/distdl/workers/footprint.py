@@ -23,33 +23,41 @@ class Footprint(TorchDispatchMode):
     >>> footprint.peak
     8004
 
+    Args:
+        meta: whether tensors without memory are counted, on the device "meta", and no others.
     Attributes:
         peak: the most bytes that were held at once.
     """
 
     _owners: ClassVar[dict[int, tuple[StorageWeakRef, Footprint]]] = {}  # of all threads
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, meta: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
+        self._meta = meta
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._noted = 0  # bytes of those, also of those that have been freed since they were last looked at
 
     @property
     def now(self) -> int:
         """Bytes that are held now."""
         freed = [key for key, (reference, _) in self._alive.items() if reference.expired()]
         for key in freed:
-            del self._alive[key]
-        return sum(nbytes for _, nbytes in self._alive.values())
+            self._noted -= self._alive.pop(key)[1]
+        return self._noted
 
     def count(self, *tensors: torch.Tensor) -> None:
         """Count tensors that were made before."""
         for tensor in tensors:
             self._note(tensor)
-        self.peak = max(self.peak, self.now)
+        self._look()
+
+    def _look(self) -> None:
+        if self._noted > self.peak:  # (else there is no new peak, whatever has been freed)
+            self.peak = max(self.peak, self.now)
 
     def _note(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.is_meta:
+        if not isinstance(value, torch.Tensor) or value.is_meta is not self._meta:
             return
         try:
             storage = value.untyped_storage()
@@ -57,6 +65,8 @@ class Footprint(TorchDispatchMode):
             return  # a tensor without memory
         owner = self._owners.get(storage._cdata)
         if owner is None or owner[0].expired():
+            known = self._alive.get(storage._cdata)
+            self._noted += storage.nbytes() - (0 if known is None else known[1])
             reference = StorageWeakRef(storage)
             self._owners[storage._cdata] = (reference, self)
             self._alive[storage._cdata] = (reference, storage.nbytes())
@@ -70,5 +80,5 @@ class Footprint(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, result)):
             self._note(value)
-        self.peak = max(self.peak, self.now)
+        self._look()
         return result
