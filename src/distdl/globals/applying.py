@@ -105,7 +105,8 @@ def joined(*derivatives: Derivatives) -> Derivatives:
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype in which torch computes products of a tensor on its device, if its autocast is on."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    known = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
+    return torch.get_autocast_dtype(kind) if known else None
 
 
 def numbers(value: Any) -> Any:

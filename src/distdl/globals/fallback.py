@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
@@ -69,7 +70,10 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             mine = _describe(result, [gathered[id(one)] for one in found], before)
         except Exception as error:
             mine = {"error": str(error), "type": type(error).__name__}
-    told = broadcast_value(context.comm, (worker, *(w for w in context.everyone if w != worker)), mine)
+    if context.comm.imagined:
+        told = mine or _imagine(func, args, kwargs, found)
+    else:
+        told = broadcast_value(context.comm, (worker, *(w for w in context.everyone if w != worker)), mine)
     if "error" in told:
         kinds: dict[str, type[Exception]] = {
             one.__name__: one for one in (ValueError, TypeError, IndexError, NotImplementedError)
@@ -91,6 +95,26 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         value = gathered[id(found[place])] if context.me == worker else None
         _spread({**description, "written": place}, value, worker, found, beside, grid, context, name)
     return y
+
+
+def _imagine(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[GlobalTensor]
+) -> dict[str, Any]:
+    """What the worker that runs a function would tell the others, where it is not there."""
+
+    def whole(one: torch.Tensor) -> torch.Tensor:
+        if type(one) is not GlobalTensor:
+            return one._plain if type(one) is Replica else one
+        return inputs[id(one)]
+
+    with _disable_current_modes():
+        inputs = {
+            id(one): torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad).clone()
+            for one in found
+        }
+        before = [inputs[id(one)]._version for one in found]
+        given, named = map_tensors((args, kwargs), whole)
+        return _describe(func(*given, **named), [inputs[id(one)] for one in found], before)
 
 
 def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:

@@ -31,8 +31,8 @@ def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     """
     if not y._is_view():
         return y
-    storage = y.untyped_storage().data_ptr()
-    if not y.numel() or any(x is not None and x.untyped_storage().data_ptr() == storage for x in inputs):
+    storage = y.untyped_storage()._cdata  # (not the address of its memory: meta tensors have none)
+    if not y.numel() or any(x is not None and x.untyped_storage()._cdata == storage for x in inputs):
         return y.clone()
     own: torch.Tensor = _Whole.apply(y)  # type: ignore[no-untyped-call]
     return own

@@ -135,6 +135,7 @@ class Communicator(ABC):
         absent: the ``rank`` that a partition reports where this worker is not a member.
         timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
         released: whether :meth:`release` has left it unusable.
+        imagined: whether the other workers are not there, and nothing is sent (see ``distdl.summary``).
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
         kept: what others keep for as long as this communicator lives, under keys of their own.
@@ -146,6 +147,7 @@ class Communicator(ABC):
     size: int
     absent: int = -1
     released: bool = False
+    imagined: bool = False
     started_alone: bool = False
     watch: Callable[..., None] | None = None
     recorder: Communicator | None = None
