@@ -2,7 +2,7 @@
 
 from distdl import backend, backends, nn, utilities
 from distdl.agreement import fixed_shapes
-from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register
+from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register, suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
@@ -29,6 +29,8 @@ __all__ = [
     "nn",
     "register",
     "run_workers",
+    "suggest",
+    "summary",
     "utilities",
     "world",
 ]

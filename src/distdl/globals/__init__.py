@@ -29,6 +29,7 @@ from distdl.globals.distribute import distribute
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.local_map import local_map
 from distdl.globals.register import register
+from distdl.globals.summary import suggest, summary
 from distdl.globals.tensor import GlobalTensor
 
-__all__ = ["GlobalTensor", "distribute", "distribute_tensor", "local_map", "register"]
+__all__ = ["GlobalTensor", "distribute", "distribute_tensor", "local_map", "register", "suggest", "summary"]

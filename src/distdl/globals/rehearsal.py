@@ -1,0 +1,292 @@
+"""Rehearsal: forward and backward of a distributed model as one worker would see them, without memory or messages.
+
+The tensors are meta tensors, which have shapes only, and the communicator sends nothing and takes note of what it would
+have sent. All else is what really runs: the same handlers, operators and autograd nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.distribute import distribute
+from distdl.globals.paths import Entering, Leaving, current_path
+from distdl.globals.replicas import map_tensors
+from distdl.globals.tensor import GlobalTensor
+from distdl.partition import CartesianPartition
+from distdl.transport import Communicator
+from distdl.transport.communicator import Message, Pending
+from distdl.transport.recording import Call, Recording
+from distdl.workers.footprint import Footprint
+
+GRADIENTS = "(gradients of weights)"
+
+
+class Imagined(Communicator):
+    """The link of one worker to others that are not there: it sends nothing, and what it receives is not written."""
+
+    imagined = True
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        return Pending()
+
+
+@dataclass
+class Part:
+    """What one module does by itself, without the modules in it, on one worker.
+
+    Attributes:
+        path: in the model.
+        kind: its class.
+        calls: how often it is called.
+        layout: of its first result, in its last call; None if this is no global tensor.
+        activations: bytes of tensors that it is the first to save for backward.
+        weights: bytes of its parameters and buffers.
+        forward, backward: messages sent, and bytes in them.
+        moves: for each torch function for which something is sent in forward, how many bytes.
+        redistributes: functions whose result lies on another grid of workers than their first argument.
+        falls_back: for each torch function that runs on one worker, bytes of the whole tensors that come there.
+    """
+
+    path: str
+    kind: str
+    calls: int = 0
+    layout: KnownLayout | None = None
+    activations: int = 0
+    weights: int = 0
+    forward: Counter[str] = field(default_factory=Counter)
+    backward: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)
+    redistributes: dict[str, str] = field(default_factory=dict)
+    falls_back: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def works(self) -> bool:
+        """Whether it has done anything by itself."""
+        return bool(self.weights or self.activations or self.moves or self.backward or self.falls_back)
+
+
+@dataclass
+class Rehearsal:
+    """What was noted on one worker.
+
+    Attributes:
+        parts: the modules, by their paths; behind them the sum of the gradients of weights that all workers have.
+        peak: the most bytes of tensors that the worker holds at once: weights, activations, gradients and messages.
+    """
+
+    parts: dict[str, Part]
+    peak: int
+
+
+Inputs = Sequence[torch.Tensor]
+
+
+def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
+    """Run a model on meta tensors, as torch would on one worker."""
+    own = on_meta(model)
+    for path, module in own.named_modules():
+        module.register_forward_pre_hook(Entering(path))
+        module.register_forward_hook(Leaving(path), always_call=True)
+    return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
+
+
+def rehearse(
+    model: torch.nn.Module, workers: NDArray[Any], size: int, me: int, inputs: Inputs, backward: bool, **options: Any
+) -> Rehearsal:
+    """Run a model as one of many workers.
+
+    Args:
+        workers: those of the partition, as an array; size: how many there are in the world; me: this one's number.
+        inputs: tensors of the global shapes, of which only shape and dtype are read.
+        options: of ``distribute``.
+    """
+    comm = Imagined(me, size)
+    P, context = CartesianPartition(comm, workers), Context.of(comm)
+    own = distribute(on_meta(model), P, fallback="silent", **options)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < workers.ndim:
+            return x.to("meta")
+        layout = context.balanced(P, x.shape)
+        return GlobalTensor._of(torch.empty(layout.local, dtype=x.dtype, device="meta"), layout)
+
+    return _Watch(own, comm).run([split(one) for one in inputs], backward)
+
+
+def on_meta(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model whose tensors have no memory. (Nor are its weights copied on the way.)"""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for own in (module._parameters, module._buffers, module.__dict__):
+            for tensor in own.values():
+                if isinstance(tensor, torch.nn.Parameter):
+                    memo[id(tensor)] = torch.nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
+                elif isinstance(tensor, torch.Tensor):
+                    memo[id(tensor)] = tensor.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class _Watch(TorchFunctionMode):
+    """Takes note of what a model does: which function of which module, what is saved, and what is sent."""
+
+    def __init__(self, model: torch.nn.Module, comm: Imagined | None) -> None:
+        super().__init__()
+        self._model, self._comm = model, comm
+        self._parts: dict[str, Part] = {}
+        self._functions: list[str] = []
+        self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
+        self._weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+        self._saved: dict[int, StorageWeakRef] = {}
+        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+
+    def run(self, inputs: Sequence[torch.Tensor], backward: bool) -> Rehearsal:
+        """Forward and, if asked for, backward, from gradients of ones."""
+        for path, module in self._model.named_modules():
+            module.register_forward_hook(self._returns(path))
+        blocks = [one._block if type(one) is GlobalTensor else one for one in inputs]
+        if self._comm is not None:
+            self._comm.recorder = Recording(self._comm, ended=self._note_call)
+        gradients = backward and any(one.requires_grad for one in self._model.parameters())
+        with Footprint() as footprint, torch.set_grad_enabled(gradients):
+            footprint.count(*self._model.parameters(), *self._model.buffers(), *blocks)
+            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
+                y = self._forward(inputs)
+            if gradients:
+                self._backward(y)
+        self._weigh()
+        order = [path for path in (*self._kinds, GRADIENTS) if path in self._parts]
+        return Rehearsal({path: self._parts[path] for path in order}, footprint.peak)
+
+    def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
+        with self:
+            return self._model(*inputs)
+
+    def _backward(self, y: Any) -> None:
+        ends: list[torch.Tensor] = []
+
+        def collect(one: torch.Tensor) -> None:
+            block = one._block if type(one) is GlobalTensor else one
+            if block.requires_grad:
+                ends.append(block)
+
+        map_tensors(y if isinstance(y, (torch.Tensor, tuple, list, dict)) else vars(y), collect)
+        del y
+        seeds = [torch.ones_like(end) for end in ends]
+        torch.autograd.backward(ends, seeds)
+
+    # -- what is noted
+
+    def _part(self, path: str) -> Part:
+        found = self._parts.get(path)
+        if found is None:
+            found = self._parts[path] = Part(path, self._kinds.get(path, ""))
+        return found
+
+    def _returns(self, path: str) -> Callable[..., None]:
+        def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
+            part = self._part(path)
+            part.calls += 1
+            found: list[torch.Tensor] = []
+            map_tensors(result, found.append)
+            layouts = [one._layout for one in found if type(one) is GlobalTensor]
+            part.layout = layouts[0] if layouts else None
+
+        return note
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            return func(*args, **kwargs)
+        found: list[torch.Tensor] = []
+        map_tensors((args, kwargs), found.append)
+        first = next((one for one in found if type(one) is GlobalTensor), None)
+        if any(one.is_meta for one in found):  # a table that the model made on the way
+            args, kwargs = map_tensors((args, kwargs), lambda one: one if one.is_meta else one.to("meta"))
+        if first is not None and current_path() != self._marks[-1][1]:
+            self._marks.append((_next_node(), current_path()))
+        self._functions.append(name)
+        try:
+            y = func(*args, **kwargs)
+        finally:
+            self._functions.pop()
+        if first is not None:
+            self._note_function(name, first, y)
+        return y
+
+    def _note_function(self, name: str, x: GlobalTensor, y: Any) -> None:
+        part, fallbacks = self._part(current_path()), x._context.fallbacks
+        for one in fallbacks.values():
+            part.falls_back[one.function] += one.nbytes
+        if fallbacks:
+            fallbacks.clear()  # (another call at the same place is another one)
+            return
+        results = y if isinstance(y, (tuple, list)) else [y]
+        other = next((one for one in results if type(one) is GlobalTensor), None)
+        if name in part.moves and other is not None:
+            grids = [_grid(one._layout) for one in (x, other)]
+            if [n for n in grids[0] if n > 1] != [n for n in grids[1] if n > 1]:
+                part.redistributes[name] = f"{_show(grids[0])} -> {_show(grids[1])}"
+
+    def _note_call(self, call: Call) -> None:
+        messages, nbytes = len(call.sends), sum(nbytes for _, nbytes in call.sends)
+        if not messages:
+            return
+        node = torch._C._current_autograd_node()
+        if node is None:
+            part = self._part(current_path())
+            part.moves[self._functions[-1] if self._functions else "forward"] += nbytes
+            counted = part.forward
+        else:
+            place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
+            counted = self._part(self._marks[place][1]).backward
+        counted["messages"] += messages
+        counted["bytes"] += nbytes
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        known = self._saved.get(storage._cdata)
+        if storage._cdata not in self._weights and (known is None or known.expired()):
+            self._part(current_path()).activations += storage.nbytes()
+            self._saved[storage._cdata] = StorageWeakRef(storage)
+        return tensor.detach()
+
+    def _weigh(self) -> None:
+        seen: set[int] = set()
+        for path, module in self._model.named_modules():
+            for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if id(own) not in seen:
+                    seen.add(id(own))
+                    self._part(path).weights += own.nbytes
+
+
+def _next_node() -> int:
+    """A number between those of the autograd nodes that were made before and those that come."""
+    with torch.enable_grad():
+        node = torch.ops.aten.alias(torch.empty(0, device="meta", requires_grad=True)).grad_fn
+    return int(node._sequence_nr())
+
+
+def _grid(layout: KnownLayout) -> tuple[int, ...]:
+    return tuple(layout.partition.workers.shape)
+
+
+def _show(grid: Sequence[int]) -> str:
+    return "x".join(map(str, grid)) or "one worker"

@@ -1,0 +1,243 @@
+"""Summaries against what really runs: messages, bytes and memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import distdl
+from distdl.globals.rehearsal import GRADIENTS, on_meta
+from distdl.globals.summary import Summary
+from distdl.testing import Silent
+from distdl.workers.footprint import Footprint
+
+
+class UNet(nn.Module):
+    """Two levels, with every kind of layer of such networks, and a function that has no op."""
+
+    def __init__(self, channels: int = 6, odd: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(2, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
+        )
+        self.deep = nn.Sequential(
+            nn.MaxPool2d(2), nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.InstanceNorm2d(2 * channels), nn.ReLU()
+        )
+        self.up = nn.ConvTranspose2d(2 * channels, channels, 2, stride=2)
+        self.head = nn.Conv2d(channels, 3, 1)
+        self.odd = odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = x + self.up(self.deep(x))
+        if self.odd:
+            y = torch.sort(y, dim=2)[0]
+        return self.head(y)
+
+
+class Own(Footprint):
+    """Memory of one worker among threads: not of what it reads from others, which between processes would be theirs."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count(*(one for one in tree_leaves(result) if isinstance(one, torch.Tensor)))
+        return result
+
+
+SHAPE = (3, 2, 22, 26)
+
+
+def really(model: nn.Module, grid: tuple[int, ...], workers: int) -> list[dict[str, object]]:
+    """What each worker of a real run has sent, forward and backward, and held at once."""
+
+    def work() -> dict[str, object]:
+        root = distdl.world()
+        P = root.create_partition_inclusive(range(torch.Size(grid).numel())).create_cartesian_topology_partition(grid)
+        own = distdl.distribute(copy.deepcopy(model), P, fallback="silent")
+        x = distdl.distribute_tensor(torch.ones(SHAPE), P)
+        sent = []
+        with Own() as footprint:
+            footprint.count(*own.parameters(), *own.buffers(), x.to_local())
+            with distdl.ledger(comm=root.comm) as book:
+                y = own(x).to_local()
+            sent.append(_sum(book))
+            with distdl.ledger(comm=root.comm) as book:
+                y.backward(torch.ones_like(y))
+            sent.append(_sum(book))
+        return {"forward": sent[0], "backward": sent[1], "peak": footprint.peak}
+
+    return distdl.run_workers(work, workers)
+
+
+def _sum(book: distdl.ledger) -> tuple[int, int]:
+    return sum(one.messages for one in book.entries), sum(one.sent for one in book.entries)
+
+
+@pytest.mark.parametrize(
+    ("grid", "odd"), [((1, 1, 2, 2), False), ((2, 1, 2, 1), False), ((1, 2, 1, 2), False), ((1, 1, 3, 1), True)]
+)
+def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd):
+    model = UNet(odd=odd)
+    size = 5  # one worker is idle, at least
+    for worker, real in enumerate(really(model, grid, size)):
+        told = told_of(model, grid, size, worker).totals
+        if not odd:  # (what runs on one worker tells the others the shape of its result, too)
+            assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
+        # (when a thread lets go of what another has sent depends on which is faster: real peaks differ from run to run)
+        assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
+
+
+def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int) -> Summary:
+    """The summary, from a world in which every message is an error."""
+    root = distdl.Partition(Silent(worker, size))
+    P = root.create_partition_inclusive(range(torch.Size(grid).numel())).create_cartesian_topology_partition(grid)
+    return distdl.summary(model, P, SHAPE, worker=worker)
+
+
+def test_rows_are_modules():
+    told = distdl.summary(UNet(odd=True), (1, 1, 2, 2), SHAPE)
+    rows = {row.path: row for row in told.rows}
+    assert {"", "first.0", "first.1", "deep.1", "up", "head", GRADIENTS} <= set(rows)
+    conv = rows["first.0"]
+    assert (conv.kind, conv.shape, conv.split, conv.block) == ("Conv2d", (3, 6, 22, 26), (1, 1, 2, 2), (3, 6, 11, 13))
+    assert conv.weights == 4 * (6 * 2 * 9 + 6)
+    # a convolution saves x with the cells around the block, or zeros at the border; the halo goes to three neighbours
+    assert conv.activations == 4 * 3 * 2 * 13 * 15
+    assert conv.forward == (3, 4 * 3 * 2 * (11 + 13 + 1))
+    assert conv.backward == (0, 0)  # the input needs no gradient
+    assert rows["deep.1"].forward[0] == rows["deep.1"].backward[0] == 3
+    assert [row.path for row in told.falls_back] == [""]
+    assert rows[""].notes[0] == "sort runs on one worker (40.2 KiB): no op"
+    assert not any("sort" in note for row in told.rows for note in row.notes if row.path)
+    assert sum(row.weights for row in told.rows) == told.totals.weights == told.sequential.weights
+    # each of four workers adds up a quarter of the gradients, or sends all of them to each other one if they are short
+    assert rows[GRADIENTS].backward[0] == 3
+
+
+def test_a_later_worker_sends_what_its_place_asks_for():
+    first, second = (distdl.summary(UNet(), (1, 1, 3, 1), SHAPE, worker=worker) for worker in (0, 1))
+    halo = [next(row for row in told.rows if row.path == "first.0").forward[0] for told in (first, second)]
+    assert halo == [1, 2]
+
+
+def test_the_sequential_model_is_that_of_torch():
+    model = UNet()
+    with Own() as footprint:
+        x = torch.ones(SHAPE)
+        footprint.count(*model.parameters(), *model.buffers(), x)
+        y = model(x)
+        y.backward(torch.ones_like(y))
+    told = distdl.summary(model, (1, 1, 2, 2), SHAPE)
+    assert abs(told.sequential.peak - footprint.peak) <= 0.02 * footprint.peak
+    assert told.sequential.forward == told.sequential.backward == (0, 0)
+    assert told.totals.peak < 0.5 * told.sequential.peak
+
+
+def test_the_text_is_a_table():
+    lines = str(distdl.summary(UNet(), (1, 1, 2, 2), SHAPE)).splitlines()
+    assert lines[0].split() == [
+        "module", "output", "split", "block", "activations", "weights", "forward", "backward",
+    ]  # fmt: skip
+    conv = next(line for line in lines if line.startswith("first.0 Conv2d"))
+    assert conv.split()[2:5] == ["3x6x22x26", "1x1x2x2", "3x6x11x13"]
+    assert lines[-2].startswith("worker 0, peak ") and lines[-1].startswith("sequential, peak ")
+
+
+def test_nothing_is_allocated_or_changed():
+    model = UNet()
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    distdl.summary(model, (1, 1, 2, 2), SHAPE)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert value is before[name][0] and torch.equal(value, before[name][1]) and value.grad is None
+    assert type(model) is UNet and "forward" not in model.__dict__
+    assert all(not module._forward_hooks for module in model.modules())
+    # nobody has 16 TiB
+    told = distdl.summary(nn.Conv3d(64, 64, 3, padding=1), (1, 1, 2, 2, 2), (64, 64, 1024, 1024, 1024))
+    assert told.totals.peak > 2**41 and told.sequential.peak > 2**44
+
+
+def test_tables_that_a_model_keeps_or_makes_become_meta_tensors_too():
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.arange(8.0)  # neither parameter nor buffer
+            self.weight = nn.Parameter(torch.ones(4, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.table) * self.weight + torch.ones(8)
+
+    model = Positions()
+    told = distdl.summary(model, (2, 1, 2), (3, 4, 8))
+    assert model.table.device.type == "cpu" and on_meta(model).table.is_meta
+    assert next(row for row in told.rows if row.path == "").block == (2, 4, 4)
+
+
+def test_several_inputs_and_integers():
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 6)
+
+        def forward(self, tokens: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": self.embedding(tokens) * scale}
+
+    told = distdl.summary(Tokens(), (2, 2), [torch.empty(3, 5, dtype=torch.int64), (3, 5, 1)])
+    row = next(row for row in told.rows if row.path == "embedding")
+    assert row.shape == (3, 5, 6) and row.block == (2, 3, 6)
+
+
+def test_without_backward():
+    told = distdl.summary(UNet(), (1, 1, 2, 2), SHAPE, backward=False)
+    assert told.totals.backward == (0, 0) and told.totals.activations == 0
+    assert told.totals.forward == distdl.summary(UNet(), (1, 1, 2, 2), SHAPE).totals.forward
+    model = UNet().eval().requires_grad_(False)
+    assert distdl.summary(model, (1, 1, 2, 2), SHAPE).totals.activations == 0
+
+
+def test_wrong_workers():
+    with pytest.raises(ValueError, match="a worker from 0 to 3; got 4"):
+        distdl.summary(UNet(), (1, 1, 2, 2), SHAPE, worker=4)
+    with pytest.raises(RuntimeError, match="to have 2 channels, but got 4"):
+        distdl.summary(UNet(), (1, 1, 2, 2), (3, 4, 22, 26))
+
+
+def test_suggest_ranks_by_memory():
+    found = distdl.suggest(UNet(), 4, SHAPE)
+    assert len(found) == 8  # of ten ways, two need a batch of four samples, or four channels
+    assert {one.grid for one in found} >= {(1, 1, 2, 2), (1, 1, 4, 1), (1, 2, 2, 1), (2, 1, 2, 1)}
+    assert [one.peak for one in found] == sorted(one.peak for one in found)
+    best = distdl.summary(UNet(), found[0].grid, SHAPE)
+    assert found[0].peak >= best.totals.peak and found[0].peak < found[-1].peak
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["split", "peak", "sent"] and lines[1].split()[0] == "x".join(map(str, found[0].grid))
+
+
+def test_suggest_names_what_runs_on_one_worker_and_what_cannot_be():
+    assert all(one.falls_back == ("sort",) for one in distdl.suggest(UNet(odd=True), 2, SHAPE))
+
+    class Whole(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.to_local().shape[1] < x.shape[1]:
+                raise ValueError("needs all channels")
+            return x
+
+    found = distdl.suggest(Whole(), 2, (2, 4))
+    assert [one.grid for one in found] == [(2, 1), (1, 2)]
+    assert found[1].error == "ValueError: needs all channels" and found[1].error in str(found)
+    with pytest.raises(ValueError, match="no grid of 7 workers for an input of 2x4"):
+        distdl.suggest(Whole(), 7, (2, 4))
+
+
+def test_footprint_forgets_what_is_freed():
+    with Footprint() as footprint:
+        for _ in range(3):
+            x = torch.zeros(1000)
+            del x
+        y = torch.zeros(500) + 1
+    assert (footprint.peak, footprint.now) == (4000, 2000)
+    assert y.sum() == 500
