@@ -36,6 +36,7 @@ DRAWS = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_no_partition_changes_what_is_drawn(name):
     found = []
+    torch.manual_seed(1)  # (of few channels, two draws may be equal)
 
     def draw(grid):
         x = split(x43, *grid).requires_grad_()
