@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.table import TABLE, handles, handles_property
+from distdl.globals.table import TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
 
@@ -89,7 +88,9 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         materialize_grads: bool = False,
     ) -> tuple[Any, ...]:
         if is_grads_batched:
-            raise ValueError("torch.autograd.grad of a global tensor has no is_grads_batched; call it for each gradient")
+            raise ValueError(
+                "torch.autograd.grad of a global tensor has no is_grads_batched; call it for each gradient"
+            )
         outputs = _listed(outputs)
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
@@ -118,27 +119,37 @@ def _plain(x: Any) -> Any:
     return block_of(x) if type(x) is GlobalTensor else x
 
 
-def _on_block(read: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
-    return lambda func, args, kwargs: read(args[0]._block, *args[1:], **kwargs)
+_READ = """
+grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
+is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia
+"""
+_CALLED = """
+retain_grad element_size is_contiguous is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
+is_distributed is_coalesced
+"""
 
 
-for _name in ("grad_fn", "is_leaf", "retains_grad", "_version", "output_nr", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-              "is_quantized", "is_nested", "itemsize", "is_mkldnn", "is_xpu", "is_mps", "names", "_backward_hooks",
-              "is_sparse_csr", "is_vulkan", "is_ipu", "is_xla", "is_maia", "is_mtia", "_is_view_of_nothing"):  # fmt: skip
+def _attribute(name: str) -> Handler:
+    return lambda func, args, kwargs: getattr(args[0]._block, name)
+
+
+def _method(name: str) -> Handler:
+    return lambda func, args, kwargs: getattr(args[0]._block, name)(*args[1:], **kwargs)
+
+
+for _name in _READ.split():
     if hasattr(torch.Tensor, _name):
-        TABLE[getattr(torch.Tensor, _name).__get__] = _on_block(lambda block, *_, _n=_name: getattr(block, _n))
-for _name in ("retain_grad", "element_size", "is_contiguous", "is_signed", "is_conj", "is_neg", "is_inference", "get_device",
-              "is_pinned", "_is_view", "is_shared", "is_distributed", "is_coalesced"):  # fmt: skip
-    TABLE[getattr(torch.Tensor, _name)] = lambda func, args, kwargs, _n=_name: getattr(args[0]._block, _n)(
-        *args[1:], **kwargs
-    )
-for _function in (torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_conj, torch.is_neg):
-    TABLE[_function] = lambda func, args, kwargs: func(args[0]._block)
+        TABLE[getattr(torch.Tensor, _name).__get__] = _attribute(_name)
+for _name in _CALLED.split():
+    TABLE[getattr(torch.Tensor, _name)] = _method(_name)
+for _name in ("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg"):
+    TABLE[getattr(torch, _name)] = _method(_name)
 
 
 @handles_property("shape")
 def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
-    return args[0].layout.size
+    size: torch.Size = args[0].layout.size
+    return size
 
 
 @handles("size dim numel nelement ndimension __len__ is_floating_point is_complex stride", "Tensor")
@@ -157,7 +168,7 @@ def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 @handles("requires_grad_", "Tensor")
-def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     x._block.requires_grad_(*rest, **kwargs)
     note_written(x, "requires_grad_")
@@ -165,7 +176,7 @@ def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 @handles("detach_", "torch Tensor")
-def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     block_of(x).detach_()
     note_written(x, "detach_")
@@ -200,8 +211,8 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
     if value.shape != x.shape or value.dtype != x.dtype:
         raise RuntimeError(
-            f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} and "
-            f"{x.dtype}"
+            f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} "
+            f"and {x.dtype}"
         )
     part = part_of(value, x._layout, "grad")
     x._block.grad = part.clone() if type(value) is not GlobalTensor else part
@@ -211,8 +222,9 @@ def delete_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args[0]._block.grad = None
 
 
-TABLE[torch.Tensor.grad.__set__] = write_gradient  # type: ignore[attr-defined]
-TABLE[torch.Tensor.grad.__delete__] = delete_gradient  # type: ignore[attr-defined]
+_gradient: Any = torch.Tensor.grad  # (an attribute that is computed, whose type says what it gives)
+TABLE[_gradient.__set__] = write_gradient
+TABLE[_gradient.__delete__] = delete_gradient
 
 
 @handles_property("data")
@@ -224,7 +236,7 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     x, value = args
     if type(value) is not GlobalTensor or value.shape != x.shape:
         raise TypeError(f"x.data of a global tensor takes a global tensor of its shape {tuple(x.shape)}")
-    x._block.data = moved(value.detach(), x._layout, "data")
+    x._block.data = moved(value, x._layout, "data").detach()
 
 
 TABLE[torch.Tensor.data.__set__] = write_data  # type: ignore[attr-defined]

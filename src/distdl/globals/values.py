@@ -26,13 +26,18 @@ def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.detach().full_tensor() if type(value) is GlobalTensor else value
+    if type(value) is not GlobalTensor:
+        return value
+    detached: Any = value.detach()
+    return detached.full_tensor()
 
 
 @handles("result_type is_same_size", "torch")
 def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What follows from shapes and dtypes."""
-    return func(*(torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args))
+    return func(
+        *(torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args)
+    )
 
 
 @handles("__repr__", "Tensor")
@@ -46,16 +51,14 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     cells = ", ".join(f"{start}:{stop}" for start, stop in x._layout.box)
     gradient = ", requires_grad=True" if x.requires_grad else ""
     held = f"worker {me} holds [{cells}]:\n{x._block.detach()!r}" if x._layout.active else f"worker {me} holds nothing"
-    return (
-        f"GlobalTensor(shape={tuple(x.shape)}, dtype={x.dtype}, over {x._layout.partition}{gradient}; {held})"
-    )
+    return f"GlobalTensor(shape={tuple(x.shape)}, dtype={x.dtype}, over {x._layout.partition}{gradient}; {held})"
 
 
-
-
-@handles("data_ptr untyped_storage storage _typed_storage set_ share_memory_ __dlpack__ __cuda_array_interface__", "Tensor")
+@handles(
+    "data_ptr untyped_storage storage _typed_storage set_ share_memory_ __dlpack__ __cuda_array_interface__", "Tensor"
+)
 def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise TypeError(
-        f"{func.__name__} asks for the memory of a global tensor, of which each worker has a block; ask x.to_local() or "
-        f"x.full_tensor() for it"
+        f"{func.__name__} asks for the memory of a global tensor, of which each worker has a block; ask x.to_local() "
+        f"or x.full_tensor() for it"
     )
