@@ -41,7 +41,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         if input.dim() == space + 1:
-            return run(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+            return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
         if input.dim() != space + 2:
             raise RuntimeError(
                 f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of size: "
@@ -87,7 +87,7 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         if input.dim() == space + 1:
-            y = run(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
+            y = func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
             return y.squeeze(0)
         if weight.shape[0] != input.shape[1]:
             raise RuntimeError(

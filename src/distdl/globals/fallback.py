@@ -82,15 +82,11 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         raise kind(f"{name} of a global tensor, on worker {worker}: {told['error']}")
     values = iter(_tensors(result)) if context.me == worker else None
 
-    def build(description: Any) -> Any:
-        if isinstance(description, dict) and "shape" in description:
-            value = next(values) if values is not None else None
-            return _spread(description, value, worker, found, beside, grid, context, name)
-        if isinstance(description, (tuple, list)):
-            return type(description)(map(build, description))
-        return description
+    def spread(description: dict[str, Any]) -> GlobalTensor:
+        value = next(values) if values is not None else None
+        return _spread(description, value, worker, found, beside, grid, context, name)
 
-    y = build(told["result"])
+    y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
         value = gathered[id(found[place])] if context.me == worker else None
         _spread({**description, "written": place}, value, worker, found, beside, grid, context, name)
@@ -117,25 +113,37 @@ def _imagine(
         return _describe(func(*given, **named), [inputs[id(one)] for one in found], before)
 
 
-def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:
-    def describe(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            written = next((place for place, one in enumerate(inputs) if one is value), -1)
-            return {
-                "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
-                "written": written,
-            }  # fmt: skip
-        if isinstance(value, (tuple, list)):
-            return [describe(one) for one in value] if isinstance(value, list) else tuple(map(describe, value))
-        return value
+def _built(description: Any, spread: Callable[[dict[str, Any]], Any]) -> Any:
+    """A result from its description."""
+    if isinstance(description, dict) and "shape" in description:
+        return spread(description)
+    if isinstance(description, (tuple, list)):
+        return type(description)(_built(one, spread) for one in description)
+    return description
 
+
+def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:
     returned = set(map(id, _tensors(result)))
     written = [
-        (place, describe(one))
+        (place, _described(one, inputs))
         for place, (one, version) in enumerate(zip(inputs, before, strict=True))
         if one._version != version and id(one) not in returned
     ]
-    return {"result": describe(result), "written": written}
+    return {"result": _described(result, inputs), "written": written}
+
+
+def _described(value: Any, inputs: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        written = next((place for place, one in enumerate(inputs) if one is value), -1)
+        return {
+            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
+            "written": written,
+        }  # fmt: skip
+    if isinstance(value, list):
+        return [_described(one, inputs) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_described(one, inputs) for one in value)
+    return value
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

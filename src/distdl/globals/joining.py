@@ -300,7 +300,7 @@ def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     def run(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
         shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
         if input.dim() == 3:
-            return run(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
+            return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
         kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
         b, c, h, w = input.shape
         if kernel == strides and dilated == (1, 1) and padded == (0, 0):
@@ -334,7 +334,7 @@ def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     ) -> Any:
         shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
         if input.dim() == 2:
-            return run(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
+            return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
         kernel = _pair(kernel_size)
         cells = kernel[0] * kernel[1]
         b, _, count = input.shape
