@@ -14,10 +14,11 @@ from distdl.globals.equality import make_equal
 from distdl.globals.operands import taken
 from distdl.globals.paths import Entering, Leaving
 from distdl.globals.replicas import map_tensors
+from distdl.globals.sharding import Shares
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 
-WEIGHTS = ("replicated",)
+WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")
 
 
@@ -35,7 +36,10 @@ def distribute(
         module: any torch module.
         P: how tensors are split: its axes are their dims (batch, channel, space...).
         weights: ``"replicated"``: every worker has all parameters. The gradients of one backward travel in few
-            messages, and are the same on every worker to the last bit.
+            messages, and are the same on every worker to the last bit. ``"sharded"``: every parameter becomes a global
+            tensor that is split over all workers of the world, and so are its gradient and what an optimiser keeps of
+            it; so make the optimiser after this call. A module's weights come together when its forward begins to use
+            them, and once more in backward. ``state_dict()`` gives whole tensors, and is collective.
         fallback: what is done about a torch function that has no op for global tensors: ``"warn"`` (it runs on one
             worker, and says so once for each place that calls it), ``"silent"`` (it does not say so) or ``"error"``.
     Returns: the module itself.
@@ -50,7 +54,7 @@ def distribute(
             where = f"its module {path}" if path else type(module).__name__
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     make_equal(module, Context.of(P.comm))
-    copies = Replicas(module, P)
+    copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     for path, child in module.named_modules():
         child._parameters = Parameters(copies, child._parameters)
         # (each says what is done about fallbacks: a checkpoint recomputes one of them alone)

@@ -25,7 +25,7 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
     listed = [*module.named_parameters(), *module.named_buffers()]
     found = [(name, one) for name, one in listed if id(one) not in apart]
     for name, one in found:
-        if isinstance(one, torch.nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(one):
             raise ValueError(
                 f"distribute needs a model whose parameters have their shapes; {name} gets it in a forward"
             )
@@ -33,7 +33,7 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
     cells = [_bytes(one) for _, one in found]
     checksum = 0
     for one in cells:
-        checksum = crc32(one.numpy(), checksum)
+        checksum = crc32(one.numpy().data, checksum)
     context.comm.where = "distribute"
     told = gather_values(context.comm, context.everyone, (described, checksum))
     for worker, (theirs, _) in enumerate(told):

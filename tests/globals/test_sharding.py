@@ -1,0 +1,319 @@
+"""Weights of which every worker stores a share: the same training as with whole weights, in a share of the memory."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from same import noise
+from test_distribute import (
+    GRIDS,
+    OPTIMISERS,
+    Checkpointed,
+    Regularised,
+    assert_close,
+    assert_same_state,
+    batch,
+    network,
+    partition,
+    run,
+)
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+from distdl.globals.sharding import Gathering
+
+
+def sharded(model, grid, fallback="error"):
+    return distdl.distribute(copy.deepcopy(model), partition(grid), weights="sharded", fallback=fallback)
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_training(optimiser):
+    def work():
+        for grid in GRIDS[:2]:
+            sequential = network()
+            model = sharded(sequential, grid)
+            models = (model, sequential)
+            averages = [
+                torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+                for one in models
+            ]
+            optimisers = [OPTIMISERS[optimiser](one.parameters()) for one in models]
+            schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=6) for one in optimisers]
+            for step in range(4):
+                x, target = batch(step)
+                losses, norms = [], []
+                for one, steps, schedule, average in zip(models, optimisers, schedules, averages, strict=True):
+                    steps.zero_grad(set_to_none=step % 2 == 0)
+                    loss = nn.functional.mse_loss(one(x), target)
+                    loss.backward()
+                    norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.5))
+                    steps.step()
+                    schedule.step()
+                    average.update_parameters(one)
+                    losses.append(loss)
+                assert_close(*losses)
+                assert_close(*norms)
+                assert_same_state(*models)
+            assert model.unused.weight.grad is None and model.frozen.grad is None
+            assert model.tied.weight is model.inner[0].weight
+            assert_same_state(*(one.module for one in averages))
+            for one in models:
+                one.eval()
+            with torch.no_grad():
+                x, _ = batch(9)
+                assert_close(model(x), sequential(x))
+                assert_close(averages[0](x), averages[1](x))
+
+    run(work)
+
+
+def test_parameters_are_global_and_stored_in_shares():
+    """No worker stores more than its share of weights, gradients and the optimiser's state."""
+
+    def make():
+        return nn.Sequential(
+            nn.Conv2d(3, 24, 3, padding=1), nn.GroupNorm(3, 24), nn.ReLU(), nn.Conv2d(24, 10, 5, padding=2), nn.PReLU()
+        )
+
+    def work():
+        workers = distdl.world().comm.size
+        sequential = network(make)
+        model = sharded(sequential, (2, 1, 2))
+        optimiser = torch.optim.AdamW(model.parameters(), 0.01)
+        for step in range(2):
+            optimiser.zero_grad()
+            model(noise(3, 3, 7, 6, seed=step)).square().mean().backward()
+            optimiser.step()
+        total = sum(one.numel() for one in sequential.parameters())
+        for one in model.parameters():
+            assert isinstance(one, nn.Parameter) and isinstance(one, distdl.GlobalTensor) and one.is_leaf
+            assert isinstance(one.grad, distdl.GlobalTensor) and one.grad.layout is one.layout
+            assert one.to_local().untyped_storage().nbytes() == one.to_local().numel() * 8
+        stored = [
+            [one.to_local() for one in model.parameters()],
+            [one.grad.to_local() for one in model.parameters()],
+            *([state[key].to_local() for state in optimiser.state.values()] for key in ("exp_avg", "exp_avg_sq")),
+        ]
+        for blocks in stored:
+            assert sum(one.numel() for one in blocks) <= total / workers + len(blocks)
+
+    run(work, 5)
+
+
+def test_what_does_not_divide_goes_to_different_workers():
+    def work():
+        model = sharded(nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(8)]), (2, 2))
+        assert sum(one.to_local().numel() for one in model.parameters()) == 2
+        model = sharded(nn.ParameterList([nn.Parameter(torch.ones(5, 1, 3)) for _ in range(4)]), (2, 2))
+        assert 14 <= sum(one.to_local().numel() for one in model.parameters()) <= 16
+
+    run(work)
+
+
+def weights_in(book):
+    return [one for one in book.entries if one.layer.startswith("weights")]
+
+
+def test_weights_come_together_once_for_each_module_and_once_more_in_backward():
+    def work():
+        model = sharded(network(), (2, 1, 2))
+        x, target = batch(0)
+        modules = 6 + 1 + 1  # (those with weights, the model's own, and its frozen one, which moves by itself)
+        for _ in range(2):
+            with distdl.ledger() as book:
+                loss = nn.functional.mse_loss(model(x), target)
+            assert sum(one.calls for one in weights_in(book)) == modules, str(book)
+            with distdl.ledger() as book:
+                loss.backward()
+            # all again, and back go the gradients of all that has some
+            assert sum(one.calls for one in weights_in(book)) == modules + modules - 1, str(book)
+
+    run(work)
+
+
+def test_autograd_keeps_no_whole_weight(monkeypatch):
+    """There is no whole weight between modules, and in backward those of one module at a time."""
+    made = threading.local()
+    gather = Gathering.gather
+
+    def noted(self, blocks):
+        wholes = gather(self, blocks)
+        made.storages += [StorageWeakRef(one.untyped_storage()) for one in wholes]
+        return wholes
+
+    def alive():
+        return sum(not one.expired() for one in made.storages)
+
+    monkeypatch.setattr(Gathering, "gather", noted)
+
+    def work():
+        made.storages = []
+        model = sharded(network(lambda: nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(6)))), (1, 1, 2))
+        between, backward = [], []
+
+        def note(module, inputs, result):
+            between.append(alive())
+            if result.requires_grad:
+                result.register_hook(lambda _: backward.append(alive()))
+
+        for layer in model:
+            layer.register_forward_hook(note)
+        y = model(noise(1, 4, 7))
+        assert between == [0] * 6 and len(made.storages) == 12 and alive() == 0
+        y.square().sum().backward()
+        assert len(made.storages) == 24 and alive() == 0
+        assert len(backward) == 6 and max(backward) <= 4  # (weight and bias of one, and of the one before)
+        with torch.no_grad():
+            model(noise(1, 4, 7))
+        assert alive() == 0
+
+    run(work, 3)
+
+
+@pytest.mark.parametrize("by", ["module", "function", "nested", "whole"])
+def test_activation_checkpointing(by):
+    def work():
+        for grid in GRIDS:
+            sequential = network(lambda: Checkpointed(by))
+            model = sharded(sequential, grid)
+            for one in (model, sequential):
+                loss = 0.0
+                for step in range(2):
+                    x, target = batch(step)
+                    y = checkpoint(one, x, use_reentrant=False) if by == "whole" else one(x)
+                    loss = loss + (y - target).square().mean()
+                loss.backward()
+            assert_same_state(model, sequential)
+
+    run(work)
+
+
+@pytest.mark.parametrize("by", ["inside", "list", "result", "outside", "alone", "twice"])
+def test_losses_of_parameters(by):
+    def work():
+        sequential = network(lambda: Regularised(by))
+        model = sharded(sequential, (2, 1, 2))
+        x, target = batch(0)
+        for one in (model, sequential):
+            found = one(x, target=target)
+            loss = found["loss"]
+            if by == "result":
+                loss = loss + 0.1 * found["outputs"][1][0]
+            elif by == "outside":
+                loss = loss + 0.1 * sum(p.square().sum() for p in one.parameters())
+            elif by in ("alone", "twice"):
+                loss = found["outputs"][1][0]
+            if by == "twice":
+                used = [one.conv.weight, one.gain]
+                found = torch.autograd.grad(loss, used, create_graph=True)
+                sum(g.square().sum() for g in found).backward()
+            else:
+                loss.backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_a_backward_may_run_twice_and_be_differentiated():
+    def work():
+        sequential = network()
+        model = sharded(sequential, (3, 1, 1))
+        for one in (model, sequential):
+            x, target = batch(0)
+            loss = (one(x) - target).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            used = [p for p in one.parameters() if p.requires_grad and p.grad is not None]
+            first = torch.autograd.grad(loss, used, create_graph=True)
+            sum(g.square().sum() for g in first).backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_weights_that_are_computed():
+    def make():
+        model = nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.Tanh(), nn.Conv1d(6, 2, 3, padding=1))
+        nn.utils.parametrizations.weight_norm(model[0])
+        nn.utils.parametrizations.spectral_norm(model[2]).eval()
+        return model
+
+    def work():
+        sequential = network(make)
+        distdl.distribute(sequential, partition((1, 1)))  # (only so that buffers are the same on all workers)
+        model = sharded(network(make), (2, 1, 2))
+        model.load_state_dict(sequential.state_dict())
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                (one(x) - target).square().mean().backward()
+            assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_checkpoints_are_those_of_the_sequential_model():
+    def work():
+        saved = network(seed=1).state_dict()
+        model = sharded(network(), (3, 1))
+        model.load_state_dict(saved)
+        sequential = network()
+        sequential.load_state_dict(model.state_dict())
+        assert_same_state(model, sequential)
+        part = model.inner.state_dict()
+        assert all(torch.equal(part[name], value) for name, value in sequential.inner.state_dict().items())
+        twin = copy.deepcopy(model)
+        x, target = batch(0)
+        for one in (twin, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(twin, sequential)
+        assert model.first.weight.grad is None and isinstance(twin.first.weight, nn.Parameter)
+
+    run(work)
+
+
+def test_writing_what_backward_needs_is_an_error():
+    def work():
+        model = sharded(network(lambda: nn.Conv1d(3, 2, 3)), (2, 1))
+        x, _ = batch(0)
+        x.requires_grad_()
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            model.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        y = model(x)
+        z = y.exp()
+        z += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+    run(work)
+
+
+def test_gradient_scaling():
+    def work():
+        sequential = network()
+        model = sharded(sequential, (2, 1, 2))
+        for one in (model, sequential):
+            optimiser = OPTIMISERS["sgd"](one.parameters())
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+            for step in range(4):
+                x, target = batch(step)
+                optimiser.zero_grad()
+                loss = (one(x) - target).square().mean()
+                if step == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimiser)
+                scaler.update()
+            one.scale_at_last = scaler.get_scale()
+        assert model.scale_at_last == sequential.scale_at_last
+        for (name, p), q in zip(model.named_parameters(), sequential.parameters(), strict=True):
+            assert_close(p, q, name)
+
+    run(work)
