@@ -15,11 +15,11 @@ from distdl.globals.table import TABLE
 
 HEAD = """# What is native, what falls back
 
-This page is made from the table of functions. *Native* functions compute on blocks, for any split of any dim, and exchange
-only the cells that they need. All others *fall back*: the tensor comes together on one worker, torch's function runs there,
-and the result is split again. That is right, but it is not parallel: it warns, {func}`distdl.summary` lists it, and
-`distdl.distribute(model, P, fallback="error")` refuses it. A native function may fall back for an option that it does not
-have; it warns then, too. {func}`distdl.register` enters an op of your own.
+This page is made from the table of functions. *Native* functions compute on blocks, for any split of any dim, and
+exchange only the cells that they need. All others *fall back*: the tensor comes together on one worker, torch's
+function runs there, and the result is split again. That is right, but it is not parallel: it warns,
+{func}`distdl.summary` lists it, and `distdl.distribute(model, P, fallback="error")` refuses it. A native function may
+fall back for an option that it does not have; it warns then, too. {func}`distdl.register` enters an op of your own.
 """
 SPACES = {torch: "torch", torch.Tensor: "Tensor", torch.nn.functional: "functional"}
 

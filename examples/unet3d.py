@@ -16,10 +16,10 @@ volume::
             |     |     |/
             +-----+-----+
 
-The volume is a rock as a micro-tomograph sees it: excursion sets of Gaussian random fields, which are the standard model of
-porous media (Quiblier, J. Colloid Interface Sci. 98, 1984), with the structure of a sandstone: grains, pores between them
-that connect over many grain sizes, and clay that coats the grains. The scanner adds blur, noise and a trend of brightness, so
-that no threshold separates the three, and a network has to look at shapes.
+The volume is a rock as a micro-tomograph sees it: excursion sets of Gaussian random fields, which are the standard
+model of porous media (Quiblier, J. Colloid Interface Sci. 98, 1984), with the structure of a sandstone: grains, pores
+between them that connect over many grain sizes, and clay that coats the grains. The scanner adds blur, noise and a
+trend of brightness, so that no threshold separates the three, and a network has to look at shapes.
 
 It prints what each worker holds at most, beside the sequential run, and stops if a worker needs more than the limit.
 """
@@ -143,7 +143,10 @@ def main():
     if P.rank == 0:
         print("loss, sequential: ", *(f"{loss:.6f}" for loss in alone))
         print("loss, distributed:", *(f"{loss:.6f}" for loss in losses))
-        print(f"sequential holds at most {sequential.peak / 2**20:.1f} MiB, more than the limit of {LIMIT / 2**20:.0f} MiB")
+        print(
+            f"sequential holds at most {sequential.peak / 2**20:.1f} MiB, more than the limit of "
+            f"{LIMIT / 2**20:.0f} MiB"
+        )
         for worker, peak in enumerate(peaks[:4]):
             print(f"worker {worker} holds at most   {peak / 2**20:.1f} MiB")
         assert sequential.peak > LIMIT >= max(peaks), "a worker holds more than the limit"

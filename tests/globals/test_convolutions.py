@@ -10,8 +10,8 @@ x3, x4, x5 = noise(2, 4, 11), noise(2, 4, 9, 7), noise(2, 4, 6, 5, 7)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"padding": 1}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2, "padding": (2, 1)}, {"groups": 2},
-     {"stride": (3, 2), "padding": 1, "groups": 4}],
+    [{}, {"padding": 1}, {"stride": 2, "padding": 1}, {"padding": "same"}, {"dilation": 2, "padding": (2, 1)},
+     {"groups": 2}, {"stride": (3, 2), "padding": 1, "groups": 4}],
 )  # fmt: skip
 def test_convolution(options):
     w, b = noise(8, 4 // options.get("groups", 1), 3, 3, seed=1), noise(8, seed=2)
@@ -27,8 +27,12 @@ def test_other_kernels_and_dims():
 
 
 def test_empty_blocks():
-    assert_same(lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(1, 1, 4, 1)])
-    assert_same(lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(4, 1, 1, 1)])
+    assert_same(
+        lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(1, 1, 4, 1)]
+    )
+    assert_same(
+        lambda x, w: F.conv2d(x, w, padding=1), Global(noise(1, 2, 3, 3)), noise(3, 2, 3, 3), grids=[(4, 1, 1, 1)]
+    )
 
 
 def test_a_kernel_that_is_global():

@@ -50,5 +50,7 @@ def test_other_normalisations():
 
 
 def test_empty_blocks_and_second_derivatives():
-    assert_same(lambda x: F.batch_norm(x, None, None, None, None, True), Global(noise(2, 3, 3)), grids=[(1, 1, 4), (4, 1, 1)])
+    assert_same(
+        lambda x: F.batch_norm(x, None, None, None, None, True), Global(noise(2, 3, 3)), grids=[(1, 1, 4), (4, 1, 1)]
+    )
     assert_same(lambda x, w, b: F.layer_norm(x, (6,), w, b), Global(x2), w, b, twice=True, tolerance=1e-10)

@@ -9,9 +9,12 @@ x4, y4 = noise(3, 5, 7, 2), noise(3, 5, 7, 2, seed=1)
 row = noise(5, 1, 1, seed=2)
 UNARY = [
     torch.exp, torch.tanh, torch.relu, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.hardswish, F.softplus, F.hardtanh,
-    torch.neg, torch.sin, lambda x: x**2, lambda x: 2 / (x + 9), lambda x: x.clamp(-0.5, 0.5), lambda x: x.to(torch.float32),
-    lambda x: (x > 0).to(x.dtype) * x, lambda x: F.relu(x, inplace=True) + 1, lambda x: x.mul_(2).add_(1), torch.Tensor.clone,
-    lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.masked_fill(x > 0, 1.5), torch.zeros_like, lambda x: -x + 1 - x,
+    torch.neg, torch.sin, lambda x: x**2, lambda x: 2 / (x + 9), lambda x: x.clamp(-0.5, 0.5),
+    lambda x: x.to(torch.float32),
+    lambda x: (x > 0).to(x.dtype) * x, lambda x: F.relu(x, inplace=True) + 1, lambda x: x.mul_(2).add_(1),
+    torch.Tensor.clone,
+    lambda x: torch.where(x > 0, x, 0.1 * x), lambda x: x.masked_fill(x > 0, 1.5), torch.zeros_like,
+    lambda x: -x + 1 - x,
 ]  # fmt: skip
 
 
@@ -24,7 +27,8 @@ def test_one_operand(function):
 @pytest.mark.parametrize(
     "other",
     [
-        Global(y4), Global(y4, (1, 1, 3, 1)), Global(row), Global(row, (1, 1, 1)), Global(noise(1, 5, 1, 2), (1, 3, 1, 1)),
+        Global(y4), Global(y4, (1, 1, 3, 1)), Global(row), Global(row, (1, 1, 1)),
+        Global(noise(1, 5, 1, 2), (1, 3, 1, 1)),
         Global(torch.tensor(2.5, dtype=torch.float64)), y4, row, torch.tensor(2.0), Global(noise(5, 7, 2, seed=3)),
     ],
 )  # fmt: skip

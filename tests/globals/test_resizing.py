@@ -11,13 +11,16 @@ x3, x4, x5 = noise(2, 3, 11), noise(2, 3, 9, 7), noise(2, 3, 6, 5, 7)
     "function",
     [
         lambda x: F.max_pool2d(x, 2), lambda x: F.max_pool2d(x, 3, 2, 1), lambda x: F.max_pool2d(x, 2, ceil_mode=True),
-        lambda x: F.max_pool2d(x, (3, 2), (1, 2), dilation=(2, 1)), lambda x: F.max_pool2d(x, 2, return_indices=True)[1],
-        lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 2, 2, 0, True, False), lambda x: F.lp_pool2d(x**2, 2.0, 2),
+        lambda x: F.max_pool2d(x, (3, 2), (1, 2), dilation=(2, 1)),
+        lambda x: F.max_pool2d(x, 2, return_indices=True)[1],
+        lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 2, 2, 0, True, False),
+        lambda x: F.lp_pool2d(x**2, 2.0, 2),
         lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.adaptive_avg_pool2d(x, (5, 3)),
         lambda x: F.adaptive_avg_pool2d(x, (None, 4)), lambda x: F.adaptive_max_pool2d(x, (4, 3)),
         lambda x: F.interpolate(x, scale_factor=2), lambda x: F.interpolate(x, size=(13, 5), mode="bilinear"),
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
-        lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"), lambda x: F.interpolate(x, size=(4, 3), mode="area"),
+        lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"),
+        lambda x: F.interpolate(x, size=(4, 3), mode="area"),
         lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
     ],
 )  # fmt: skip
@@ -34,7 +37,8 @@ def test_along_a_line(function):
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: F.max_pool3d(x, 2), lambda x: F.adaptive_avg_pool3d(x, 2), lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")],
+    [lambda x: F.max_pool3d(x, 2), lambda x: F.adaptive_avg_pool3d(x, 2),
+     lambda x: F.interpolate(x, scale_factor=2, mode="trilinear")],
 )  # fmt: skip
 def test_in_a_volume(function):
     assert_same(function, Global(x5))

@@ -26,7 +26,11 @@ class Ready(NamedTuple):
 
 
 def ready(
-    context: Context, key: Hashable, choose: Callable[[], tuple[Op, Partition]], name: str, *signatures: Signature | None
+    context: Context,
+    key: Hashable,
+    choose: Callable[[], tuple[Op, Partition]],
+    name: str,
+    *signatures: Signature | None,
 ) -> Ready:
     """The setup of an op, made once.
 

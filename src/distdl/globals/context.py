@@ -186,6 +186,4 @@ class Context:
 
     def setup(self, op: Op, work: Partition, name: str, *signatures: Signature) -> Setup:
         """The setup of an op on tensors of these signatures."""
-        return self.keep(
-            (op, work, *signatures), lambda: op.setup(Site(work, self.everyone, Label(name)), *signatures)
-        )
+        return self.keep((op, work, *signatures), lambda: op.setup(Site(work, self.everyone, Label(name)), *signatures))

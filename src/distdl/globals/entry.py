@@ -82,7 +82,8 @@ def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
     if len(ranks) > 1 or len(codes) > 1 or min(ranks) < P.workers.ndim:
         listed = "; ".join(f"worker {w}: {dims(told[w][0])} {DTYPES[told[w][1]]}" for w in members)
         raise ValueError(
-            f"GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the partition "
+            "GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the "
+            "partition "
             f"{P} has axes; got {listed}"
         )
     (rank,), (code,) = ranks, codes
@@ -133,7 +134,8 @@ def redistribute(x: GlobalTensor, to: Partition | Layout) -> GlobalTensor:
 def _split(context: Context, P: Partition, extents: Sequence[int], what: str) -> KnownLayout:
     if P.workers.ndim > len(extents):
         raise ValueError(
-            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is {dims(extents)} and "
+            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is "
+            f"{dims(extents)} and "
             f"the partition {P}"
         )
     return context.balanced(P, extents)
@@ -151,7 +153,7 @@ def _check_worker(context: Context, worker: int) -> None:
 
 
 class _Whole(torch.autograd.Function):
-    """From blocks to the whole tensor on every worker, where it is one variable: each block's gradient is cut from it."""
+    """From blocks to the whole tensor, one variable of all workers: a block's gradient is cut from its gradient."""
 
     @staticmethod
     def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a window keeps for backward: its margins, for the rest of it is the block that it was made of.
 
-A convolution saves its input for backward. Where that is a window (a block, and around it cells of other workers), it would
-be a second copy of the block, which is saved already by what computed it::
+A convolution saves its input for backward. Where that is a window (a block, and around it cells of other workers), it
+would be a second copy of the block, which is saved already by what computed it::
 
     window   [ m | block | m ]      saved: the margins m, and the block itself; put together again in backward
 """
@@ -46,7 +46,9 @@ def _place(operators: Any, block: torch.Tensor, window: torch.Tensor) -> tuple[A
 
 
 class _Kept:
-    def __init__(self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any) -> None:
+    def __init__(
+        self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any
+    ) -> None:
         self._block, self._written, self._version = block, written, written._version
         self._shape, self._strides = window.shape, window.stride()
         self._memory = window.untyped_storage()._cdata
@@ -67,8 +69,10 @@ class _Kept:
             return found
         if self._written._version != self._version:
             raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: a block of "
-                f"shape {list(self._block.shape)} is at version {self._written._version}; expected version {self._version} "
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                "block of "
+                f"shape {list(self._block.shape)} is at version {self._written._version}; expected version "
+                f"{self._version} "
                 f"instead"
             )
         assert self._margins is not None

@@ -70,7 +70,8 @@ def _check_shapes(func: Any, given: dict[str, Any]) -> None:
     x, target = given["input"], given.get("target")
     if "binary_cross_entropy" in func.__name__ and isinstance(target, torch.Tensor) and x.shape != target.shape:
         raise ValueError(
-            f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. Please "
+            f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. "
+            "Please "
             f"ensure they have the same size."
         )
 

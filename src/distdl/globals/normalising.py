@@ -164,7 +164,8 @@ def _last(x: GlobalTensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, 
     extents = tuple(normalized_shape)
     if not extents or tuple(x.shape[-len(extents) :]) != extents:
         raise RuntimeError(
-            f"Given normalized_shape={list(extents)}, expected input with shape [*, {', '.join(map(str, extents))}], but got "
+            f"Given normalized_shape={list(extents)}, expected input with shape [*, "
+            f"{', '.join(map(str, extents))}], but got "
             f"input of size{list(x.shape)}"
         )
     first = x.dim() - len(extents)

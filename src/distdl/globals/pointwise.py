@@ -25,15 +25,15 @@ softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh
 clone contiguous zeros_like ones_like full_like empty_like float double half bfloat16 bool int long short byte char
 cfloat cdouble to type type_as cpu cuda detach
 add_ addcdiv_ addcmul_ sub_ mul_ div_ pow_ neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_
-abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ masked_fill_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_ fmod_
-remainder_ logical_and_ logical_or_ logical_not_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_ eq_ ne_
-lt_ le_ gt_ ge_ true_divide_ multiply_ subtract_ divide_ floor_divide_ expm1_ log1p_ log2_ log10_ nan_to_num_ where_
-leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ relu6_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_ tan_
-__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
+abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ masked_fill_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_
+fmod_ remainder_ logical_and_ logical_or_ logical_not_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_
+eq_ ne_ lt_ le_ gt_ ge_ true_divide_ multiply_ subtract_ divide_ floor_divide_ expm1_ log1p_ log2_ log10_ nan_to_num_
+where_ leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ relu6_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_
+tan_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
 __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
-__neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__
-__lshift__ __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
-entr erfcx i0e i1 i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
+__neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__
+__rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ entr erfcx i0e i1
+i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
 """
 
 
@@ -72,9 +72,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return result_of(func, whole[0], y, whole, target)
 
 
-def result_of(
-    func: Callable[..., Any], like: GlobalTensor, y: Any, operands: Any, layout: Any = None
-) -> Any:
+def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: Any, layout: Any = None) -> Any:
     """The global tensor of a block; the operand itself, if that was written in place."""
     for one in operands:
         if y is one._block:

@@ -34,7 +34,14 @@ def _batched(space: int, input: GlobalTensor, pool: Callable[[GlobalTensor], Any
 
 
 def _pooled(
-    func: Any, input: GlobalTensor, reduction: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    func: Any,
+    input: GlobalTensor,
+    reduction: Any,
+    kernel: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
 ) -> Any:
     space, name = _space_of(func), func.__name__
     stride = kernel if stride is None or stride == [] or stride == () else stride
@@ -109,7 +116,9 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, output_size: Any) -> Any:
         extents = _extents(_space_of(func), output_size)
-        return _batched(len(extents), input, lambda x: apply(lambda: AdaptiveAverage(extents), extents, x, func.__name__))
+        return _batched(
+            len(extents), input, lambda x: apply(lambda: AdaptiveAverage(extents), extents, x, func.__name__)
+        )
 
     return run(*args, **kwargs)
 
@@ -125,7 +134,9 @@ def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         indices = return_indices or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
         extents = _extents(_space_of(func), output_size)
         return _batched(
-            len(extents), input, lambda x: apply(lambda: AdaptiveMaximum(extents, indices), (extents, indices), x, func.__name__)
+            len(extents),
+            input,
+            lambda x: apply(lambda: AdaptiveMaximum(extents, indices), (extents, indices), x, func.__name__),
         )
 
     return run(*args, **kwargs)

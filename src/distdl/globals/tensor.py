@@ -22,9 +22,9 @@ _raw_requires = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-d
 class GlobalTensor(torch.Tensor):
     """A tensor of a global shape that is split over a partition. Each worker has its block of it.
 
-    Shape, size and dims are those of the whole tensor. Every torch function of a global tensor is a function of the whole
-    tensor, and gives what torch would give on one worker. Every worker calls it, also those that hold no cell. The
-    autograd graph is that of the blocks.
+    Shape, size and dims are those of the whole tensor. Every torch function of a global tensor is a function of the
+    whole tensor, and gives what torch would give on one worker. Every worker calls it, also those that hold no cell.
+    The autograd graph is that of the blocks.
 
     Made by :func:`distdl.distribute_tensor` and :meth:`from_local`.
 
@@ -71,8 +71,10 @@ class GlobalTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
         raise RuntimeError(
-            f"{func} has reached a global tensor without passing through its table of functions (as scripted functions, "
-            f"and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or x.full_tensor(), "
+            f"{func} has reached a global tensor without passing through its table of functions (as scripted "
+            "functions, "
+            "and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
+            "x.full_tensor(), "
             f"or through distdl.local_map"
         )
 
@@ -135,8 +137,8 @@ class GlobalTensor(torch.Tensor):
         """The global tensor whose blocks are given, one on each worker of ``P``. Collective; the workers agree once.
 
         Args:
-            block: this worker's block, in as many dims as ``P`` has axes, or more (which are not split). Blocks may differ
-                in size, as long as they form a grid. What a worker outside ``P`` passes is not read.
+            block: this worker's block, in as many dims as ``P`` has axes, or more (which are not split). Blocks may
+                differ in size, as long as they form a grid. What a worker outside ``P`` passes is not read.
         Returns: the tensor; differentiable with respect to the block.
         Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype or rank.
         """
@@ -191,8 +193,10 @@ def note_written(x: GlobalTensor, name: str) -> None:
     base = x.__dict__.get("_moved_from")
     if base is not None and base() is not None:
         base()._outdated = (
-            f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to other "
-            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone before it"
+            f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to "
+            "other "
+            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
+            "before it"
         )
 
 
@@ -209,7 +213,8 @@ def check_usable(x: GlobalTensor) -> None:
             x._block = x._block.detach().requires_grad_()
         if node is not None:
             raise RuntimeError(
-                f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global tensor; it "
+                f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global "
+                "tensor; it "
                 f"computes on the whole tensor, but its gradient would be lost. If it works element by element, call "
                 f"distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
             )
