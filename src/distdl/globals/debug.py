@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,20 +73,19 @@ def _fingerprint(label: object, dtype: torch.dtype | None) -> str:
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    found: list[str] = []
-
-    def describe(value: Any) -> None:
-        if isinstance(value, (tuple, list)):
-            for one in value:
-                describe(one)
-        elif isinstance(value, dict):
-            describe(list(value.values()))
-        elif isinstance(value, torch.Tensor):
-            layout = value.__dict__.get("_layout")
-            found.append(_plain(value) if layout is None else _split(value, layout))
-
-    describe((args, kwargs))
+    found = [_plain(one) if layout is None else _split(one, layout) for one, layout in _tensors((args, kwargs))]
     return f"{getattr(func, '__name__', func)}({'; '.join(found)})"
+
+
+def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """The tensors in nested arguments, with their layouts."""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, torch.Tensor):
+        yield value, value.__dict__.get("_layout")
 
 
 def _plain(x: torch.Tensor) -> str:
