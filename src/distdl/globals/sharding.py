@@ -28,6 +28,7 @@ from distdl.globals.copies import Parameters
 from distdl.globals.entry import full_tensor
 from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import NONE, saved_tensors_hooks
 
@@ -155,9 +156,10 @@ def split_parameters(module: torch.nn.Module, context: Context) -> None:
     """Make every parameter of a module a global tensor that is split over all workers. Its names stay."""
     loads = dict.fromkeys(context.everyone, 0)  # cells that each worker has got
     made: dict[int, torch.nn.Parameter] = {}
+    apart = {id(one) for child in module.modules() if isinstance(child, Module) for one in child.parameters()}
     for child in module.modules():
         for name, parameter in list(child._parameters.items()):
-            if parameter is None:
+            if parameter is None or id(parameter) in apart:  # (those of distdl.nn live on some workers as it is)
                 continue
             if id(parameter) not in made:
                 layout = share_layout(context, tuple(parameter.shape), loads)
