@@ -20,7 +20,8 @@ ALIASES = {
     "nn.conv_general", "nn.mixins", "nn.mixins.conv_mixin", "nn.mixins.halo_mixin", "nn.mixins.pooling_mixin",
 }  # fmt: skip
 TOP = {"", "testing", "__main__"}
-LAZY = {"workers.worlds", "backends.mpi"}  # they import a back-end when a world of its kind is opened
+# they import a back-end when a world of its kind is opened; methods that are functions of files that need the class
+LAZY = {"workers.worlds", "backends.mpi", "globals.tensor"}
 
 
 def path_of(module: str) -> Path:

@@ -15,19 +15,22 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import around, slices, volume, whole
-from distdl.tensors.derivatives import is_checkpointed
 
 _WORTH = 1 << 14  # bytes from which two copies cost more than what keeps one
 
 
 def keeping(operators: Any, block: torch.Tensor, window: torch.Tensor) -> AbstractContextManager[Any]:
     """Inside, what autograd saves of a window is kept as its margins and the block."""
-    if window is block or not torch.is_grad_enabled() or window.nbytes < _WORTH or is_checkpointed():
+    if window is block or not torch.is_grad_enabled() or window.nbytes < _WORTH:
         return nullcontext()
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    counts = None if hooks is None else getattr(hooks[0], "counts", None)
+    if hooks is not None and counts is None:
+        return nullcontext()  # a checkpoint, which keeps nothing
     place = _place(operators, block, window)
     if place is None:
         return nullcontext()
-    kept = _Kept(block.detach(), block, window, *place)
+    kept = _Kept(block.detach(), block, window, *place, counts)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
 
 
@@ -47,8 +50,9 @@ def _place(operators: Any, block: torch.Tensor, window: torch.Tensor) -> tuple[A
 
 class _Kept:
     def __init__(
-        self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any
+        self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any, counts: Any
     ) -> None:
+        self._counts = counts
         self._block, self._written, self._version = block, written, written._version
         self._shape, self._strides = window.shape, window.stride()
         self._memory = window.untyped_storage()._cdata
@@ -61,6 +65,8 @@ class _Kept:
             return tensor
         if self._margins is None:
             self._margins = [tensor[box].clone() for box in self._boxes]
+            for one in (self._block, *self._margins) if self._counts is not None else ():
+                self._counts(one)
         return self
 
     def unpack(self, saved: Any) -> torch.Tensor:

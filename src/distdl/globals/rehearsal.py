@@ -162,9 +162,9 @@ class _Watch(TorchFunctionMode):
         if self._comm is not None:
             self._comm.recorder = Recording(self._comm, ended=self._note_call)
         gradients = backward and any(one.requires_grad for one in self._model.parameters())
-        with Footprint() as footprint, torch.set_grad_enabled(gradients):
+        with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
             footprint.count(*self._model.parameters(), *self._model.buffers(), *blocks)
-            with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
+            with torch.autograd.graph.saved_tensors_hooks(_Saving(self._save), lambda saved: saved):
                 y = self._forward(inputs)
             if gradients:
                 self._backward(y)
@@ -275,6 +275,20 @@ class _Watch(TorchFunctionMode):
                 if id(own) not in seen:
                     seen.add(id(own))
                     self._part(path).weights += own.nbytes
+
+
+class _Saving:
+    """A hook that only counts what is saved.
+
+    Attributes:
+        counts: for what other hooks keep in its place (see ``distdl.globals.keeping``).
+    """
+
+    def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.counts = counts
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.counts(tensor)
 
 
 def _next_node() -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE
-
-if TYPE_CHECKING:
-    from distdl.partition import Layout, Partition
+from distdl.partition import Layout, Partition
 
 _raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
 _raw_wants = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
