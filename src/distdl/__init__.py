@@ -1,6 +1,6 @@
 """distdl: model-parallel deep learning for PyTorch, done as linear algebra."""
 
-from distdl import backend, backends, nn, utilities
+from distdl import backend, backends, data, nn, utilities
 from distdl.agreement import fixed_shapes
 from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register, suggest, summary
 from distdl.nn.checking import check
@@ -20,6 +20,7 @@ __all__ = [
     "backend",
     "backends",
     "check",
+    "data",
     "distribute",
     "distribute_tensor",
     "fixed_shapes",

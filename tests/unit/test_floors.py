@@ -10,8 +10,7 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 FOLDERS = [
     "geometry", "tensors", "transport", "partition", "plan", "agreement", "exchange", "backends", "workers", "ops",
-    "nn",
-    "nn", "globals",
+    "nn", "globals", "data",
 ]  # fmt: skip
 # published names that nothing in the core imports: folders, and files that stand in a folder of the core
 PUBLISHED = {"utilities", "backend"}

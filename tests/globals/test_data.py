@@ -1,0 +1,235 @@
+"""Batches of blocks that are read from files, against whole batches that are split."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import distdl
+from distdl.data import BlockDataset, Blocks, DataLoader, collate
+from distdl.testing import Silent
+
+SAMPLES = 7
+IMAGES = np.random.default_rng(0).normal(size=(SAMPLES, 2, 5, 9))
+MASKS = np.random.default_rng(1).integers(0, 3, (SAMPLES, 5, 9))
+LABELS = np.arange(SAMPLES) % 4
+
+
+class Recorded:
+    """An array that takes note of what is read of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.read: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self.array[index]
+        self.read.append((index, found.size))
+        return found
+
+
+def grid_of(grid: tuple[int, ...], root: Any = None) -> Any:
+    root = root or distdl.world()
+    return root.create_partition_inclusive(range(int(np.prod(grid)))).create_cartesian_topology_partition(grid)
+
+
+def on_worker(worker: int, grid: tuple[int, ...], size: int = 5) -> Any:
+    """A partition as one of its workers sees it, without the others; a message is an error."""
+    return grid_of(grid, distdl.Partition(Silent(worker, size)))
+
+
+def written(kind: str, folder: Path, name: str, array: np.ndarray) -> Any:
+    if kind == "array":
+        return array
+    if kind == "npy":
+        np.save(folder / f"{name}.npy", array)
+        return folder / f"{name}.npy"
+    if kind == "memmap":
+        np.save(folder / f"{name}.npy", array)
+        return np.load(folder / f"{name}.npy", mmap_mode="r")
+    if kind == "h5":
+        with h5py.File(folder / "all.h5", "a") as file:
+            file.create_dataset(f"train/{name}", data=array, chunks=True)
+        return f"{folder / 'all.h5'}:train/{name}"
+    if kind == "zarr":
+        zarr.open_group(folder / "all.zarr", mode="a").create_array(name, data=array)
+        return f"{folder / 'all.zarr'}:{name}"
+    paths = []
+    for place, sample in enumerate(array):
+        paths.append(folder / f"{name}{place}.npy")
+        np.save(paths[-1], sample)
+    return paths
+
+
+KINDS = ["array", "npy", "memmap", "h5", "zarr", "list of files"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_those_of_whole_arrays(kind, tmp_path):
+    source = tuple(written(kind, tmp_path, name, one) for name, one in (("x", IMAGES), ("y", MASKS)))
+
+    def work() -> None:
+        for grid in [(1, 1, 2, 2), (2, 1, 1, 2), (3, 1, 1, 1), (1, 2, 1, 2)]:
+            P = grid_of(grid)
+            batches = list(DataLoader(BlockDataset(source, P), batch_size=3))
+            assert len(batches) == 3
+            for place, (x, y) in enumerate(batches):
+                own = slice(3 * place, 3 * place + 3)
+                expected = distdl.distribute_tensor(torch.from_numpy(IMAGES[own].copy()), P)
+                assert type(x) is distdl.GlobalTensor and x.layout is expected.layout
+                assert torch.equal(x.to_local(), expected.to_local())
+                # a mask has no channels: it lies with the first of them, split over space as the images are
+                assert torch.equal(y.full_tensor(), torch.from_numpy(MASKS[own]))
+                assert tuple(y.layout.partition.workers.shape) == (grid[0], *grid[2:])
+
+    distdl.run_workers(work, 5)
+
+
+@pytest.mark.parametrize("worker", range(5))
+def test_only_the_own_block_is_read(worker):
+    images, labels = Recorded(IMAGES), Recorded(LABELS)
+    P = on_worker(worker, (2, 1, 1, 2))
+    x, label = BlockDataset((images, labels), P).__getitems__([6, 0, 3])
+    place = np.argwhere(P.workers == worker)
+    if worker == 4:  # which is outside
+        assert images.read == labels.read == [] and x.block.shape == (0, 0, 0, 0) and label.block.shape == (0,)
+        return
+    (batch, _, _, column), columns = place[0], [slice(0, 5), slice(5, 9)]
+    own = [6, 0] if batch == 0 else [3]
+    box = (slice(0, 2), slice(0, 5), columns[column])
+    assert [index for index, _ in images.read] == [(index, *box) for index in own]
+    assert sum(size for _, size in images.read) == x.block.numel() < 3 * IMAGES[0].size
+    assert torch.equal(x.block, torch.from_numpy(IMAGES[own][(slice(None), *box)]))
+    assert [index for index, _ in labels.read] == ([(index,) for index in own] if column == 0 else [])
+
+
+def test_a_sample_alone():
+    for worker in range(4):
+        images = Recorded(IMAGES)
+        dataset = BlockDataset({"image": images}, on_worker(worker, (2, 1, 1, 2)))
+        assert len(dataset) == SAMPLES
+        expected = IMAGES[-2][:, :, :5] if worker % 2 == 0 else IMAGES[-2][:, :, 5:]
+        assert torch.equal(dataset[-2]["image"], torch.from_numpy(expected))
+    assert BlockDataset(IMAGES, on_worker(4, (2, 1, 1, 2)))[0].numel() == 0
+    with pytest.raises(IndexError, match="sample 7 of 7"):
+        dataset[7]
+
+
+def test_order_is_the_same_on_every_worker_and_another_in_each_epoch():
+    def work() -> list[list[int]]:
+        torch.manual_seed(distdl.world().rank)
+        loader = DataLoader(BlockDataset((IMAGES, LABELS), grid_of((1, 1, 2, 2))), 2, shuffle=True, drop_last=True)
+        return [[int(i) for _, label in loader for i in label.full_tensor()] for _ in range(2)]
+
+    found = distdl.run_workers(work, 5)
+    assert all(one == found[0] for one in found)
+    assert found[0][0] != found[0][1] and len(found[0][0]) == 6
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", ["h5", "zarr", "memmap"])
+def test_worker_processes(kind, context, tmp_path):
+    if kind != "h5" and context == "fork":
+        kind = "npy"
+    source = (written(kind, tmp_path, "x", IMAGES), written(kind, tmp_path, "y", LABELS))
+    P = distdl.world("serial").create_cartesian_topology_partition((1, 1, 1, 1))
+    dataset = BlockDataset(source, P)
+    assert torch.equal(dataset[0][0], torch.from_numpy(IMAGES[0]))  # the files are open in this process, too
+    loader = DataLoader(dataset, 3, num_workers=1, multiprocessing_context=context)
+    batches = list(loader)
+    assert all(type(one) is distdl.GlobalTensor for batch in batches for one in batch)
+    assert torch.equal(torch.cat([x.full_tensor() for x, _ in batches]), torch.from_numpy(IMAGES))
+    assert torch.equal(torch.cat([y.full_tensor() for _, y in batches]), torch.from_numpy(LABELS))
+
+
+def test_worker_processes_of_two_workers():
+    def work() -> None:
+        P = grid_of((1, 1, 1, 2))
+        loader = DataLoader(BlockDataset(IMAGES, P), 4, num_workers=1, multiprocessing_context="spawn")
+        assert torch.equal(torch.cat([x.full_tensor() for x in loader]), torch.from_numpy(IMAGES))
+
+    distdl.run_workers(work, 2)
+
+
+def test_torchs_own_loader():
+    P = distdl.world("serial").create_cartesian_topology_partition((1, 1, 1, 1))
+    make = partial(torch.utils.data.DataLoader, BlockDataset({"x": IMAGES}, P), batch_size=4, collate_fn=collate(P))
+    assert [one["x"].shape for one in make()] == [(4, 2, 5, 9), (3, 2, 5, 9)]
+    (first, _) = make(num_workers=1)
+    assert type(first["x"]) is Blocks
+    assert torch.equal(first["x"].as_global(P).full_tensor(), torch.from_numpy(IMAGES[:4]))
+
+
+def test_a_pickled_dataset_holds_no_cells(tmp_path):
+    P = on_worker(1, (1, 1, 2, 2))
+    for kind in ("npy", "memmap", "h5", "zarr"):
+        large = np.zeros((2, 2, 64, 64)) + 3
+        (tmp_path / kind).mkdir()
+        dataset = BlockDataset(written(kind, tmp_path / kind, "x", large), P)
+        dataset[0]
+        pickled = pickle.dumps(dataset)
+        assert len(pickled) < 5000
+        assert torch.equal(pickle.loads(pickled)[1], dataset[1]) and dataset[1].shape == (2, 32, 32)
+
+
+def test_an_open_hdf5_array_and_a_view_of_a_map(tmp_path):
+    P = on_worker(3, (1, 1, 2, 2))
+    path, _, name = written("h5", tmp_path, "x", IMAGES).rpartition(":")
+    with h5py.File(path) as file:
+        dataset = BlockDataset(file[name], P)
+    assert torch.equal(dataset[2], torch.from_numpy(IMAGES[2][:, 3:, 5:]))
+    view = written("memmap", tmp_path, "z", IMAGES)[1:, :, ::2]
+    assert torch.equal(
+        pickle.loads(pickle.dumps(BlockDataset(view, P)))[2], torch.from_numpy(IMAGES[3][:, ::2][:, 2:, 5:])
+    )
+
+
+def test_foreign_byte_order_becomes_this_machines():
+    block = BlockDataset(IMAGES.astype(">f4"), on_worker(0, (1, 1, 2, 2)))[1]
+    assert block.dtype == torch.float32
+    assert torch.equal(block, torch.from_numpy(IMAGES[1][:, :3, :5].astype(np.float32)))
+
+
+def test_errors(tmp_path):
+    P = on_worker(0, (1, 1, 2, 2))
+    with pytest.raises(ValueError, match="one number of samples; got 7, 6"):
+        BlockDataset((IMAGES, LABELS[:6]), P)
+    with pytest.raises(ValueError, match="a path, a list of paths, or an array; got int"):
+        BlockDataset(3, P)
+    with pytest.raises(ValueError, match=r"reads \.npy, \.h5, \.hdf5 and \.zarr"):
+        BlockDataset(tmp_path / "x.txt", P)
+    paths = written("list of files", tmp_path, "x", IMAGES)
+    np.save(paths[4], IMAGES[4, :, :4])
+    with pytest.raises(ValueError, match=r"x0.npy has 2x5x9 float64 and .*x4.npy 2x4x9"):
+        BlockDataset(paths, P)[4]
+    for name in ("x", "y"):
+        source = written("h5", tmp_path, name, IMAGES)
+    assert len(BlockDataset(source, P)) == SAMPLES
+    with h5py.File(tmp_path / "two.h5", "w") as file:
+        file["a"], file["b"] = IMAGES, MASKS
+    with pytest.raises(ValueError, match=r"two.h5:NAME, where NAME is one of a, b"):
+        BlockDataset(tmp_path / "two.h5", P)
+    with pytest.raises(ValueError, match="needs a BlockDataset; got list"):
+        DataLoader([1, 2])
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    import builtins
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name in ("h5py", "zarr"):
+            raise ImportError(name)
+        return found(name, *rest)
+
+    found = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"HDF5 needs h5py: pip install 'distdl\[data\]'"):
+        BlockDataset(tmp_path / "x.h5", on_worker(0, (1, 1, 2, 2)))
