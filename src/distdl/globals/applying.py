@@ -28,7 +28,7 @@ class Ready(NamedTuple):
 def ready(
     context: Context,
     key: Hashable,
-    choose: Callable[[], tuple[Op, Partition]],
+    choose: Callable[[], tuple[Any, Partition]],
     name: str,
     *signatures: Signature | None,
 ) -> Ready:

@@ -191,7 +191,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTe
     if found is None:
         found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)
         if isinstance(x, torch.nn.Parameter):
-            found._is_param = True  # type: ignore[attr-defined]
+            found._is_param = True
     return found
 
 

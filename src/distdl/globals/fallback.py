@@ -188,7 +188,8 @@ def _spread(
         else:  # (what is written in place without volume loses its graph)
             x._block = block
     note_written(x, name)
-    return x
+    written_to: GlobalTensor = x
+    return written_to
 
 
 def split_like(context: Context, extents: Shape, grid: Any) -> KnownLayout:

@@ -39,11 +39,8 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     _check_shapes(func, given)
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     if reduction == "none":
-        operands = tuple(given.pop(name) for name in tensors)
-        return elementwise(
-            _named(func, lambda *own, **more: func(**dict(zip(tensors, own, strict=True)), **more, reduction="none")),
-            operands, given,
-        )  # fmt: skip
+        each = _named(func, lambda *own, **more: func(**dict(zip(tensors, own, strict=True)), **more, reduction="none"))
+        return elementwise(each, tuple(given.pop(name) for name in tensors), given)
     operands = [given.pop(name) for name in tensors]
     first = next(one for one in operands if type(one) is GlobalTensor)
     target, own = aligned(first._context, operands, None, func.__name__)
@@ -144,8 +141,8 @@ def _reduction(average: Any, reduce: Any, reduction: str) -> str:
 
 
 def _of_classes(
-    op: NegativeLogLikelihood | CrossEntropy, x: GlobalTensor, target: Any, weight: torch.Tensor | None, name: str
-) -> GlobalTensor:
+    op: NegativeLogLikelihood | CrossEntropy, x: Any, target: Any, weight: torch.Tensor | None, name: str
+) -> Any:
     if x.dim() == 1:
         y = _of_classes(op, x.unsqueeze(0), target.unsqueeze(0), weight, name)
         return y.squeeze(0) if y.dim() else y

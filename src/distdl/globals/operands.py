@@ -95,7 +95,7 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
     target, needs = context.keep(("aligned", described, lead), lambda: _align(context, described, lead))
     found: list[Any] = []
     for one, need in zip(operands, needs, strict=True):
-        if type(one) is GlobalTensor:
+        if type(one) is GlobalTensor and need is not None:
             found.append(_part(one, need, target, name))
         elif isinstance(one, torch.Tensor):
             found.append(taken(one, target))
@@ -127,7 +127,7 @@ def _align(
     shapes = [one.size if isinstance(one, KnownLayout) else one for one in described]
     extents = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
     target = _target(extents, described, lead)
-    needs = []
+    needs: list[KnownLayout | None] = []
     for one in described:
         if not isinstance(one, KnownLayout):
             needs.append(None)

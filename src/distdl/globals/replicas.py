@@ -214,7 +214,7 @@ class _Sum:
         ]
         *totals, owners = self._packing.unpack(self._operator.execute(self._packing.pack((*full, given))))
         if device.type == "meta":
-            return totals  # nobody knows which ones nobody has
+            return [*totals]  # nobody knows which ones nobody has
         return [total if n else None for total, n in zip(totals, owners.real.tolist(), strict=True)]
 
 

@@ -23,7 +23,7 @@ def _space_of(func: Any) -> int:
     return int(next(letter for letter in func.__name__ if letter.isdigit()))
 
 
-def _batched(space: int, input: GlobalTensor, pool: Callable[[GlobalTensor], Any]) -> Any:
+def _batched(space: int, input: Any, pool: Callable[[GlobalTensor], Any]) -> Any:
     """Pool a tensor that may have no batch."""
     if input.dim() == space + 2:
         return pool(input)

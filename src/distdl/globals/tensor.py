@@ -12,7 +12,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE
 from distdl.partition import Layout, Partition
 
-_raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[attr-defined]
+_raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
 _raw_wants = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
 _raw_requires = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
 
@@ -65,7 +65,9 @@ class GlobalTensor(torch.Tensor):
         return handler(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
         raise RuntimeError(
@@ -99,7 +101,7 @@ class GlobalTensor(torch.Tensor):
         return self._block.device
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         if not self._block.requires_grad:
             check_usable(self)
         return self._block.requires_grad
@@ -111,7 +113,7 @@ class GlobalTensor(torch.Tensor):
     def dim(self) -> int:
         return len(self._layout.rulers)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return self._layout.size if dim is None else self._layout.size[dim]
 
     def numel(self) -> int:

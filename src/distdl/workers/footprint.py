@@ -72,7 +72,7 @@ class Footprint(TorchDispatchMode):
             self._alive[storage._cdata] = (reference, storage.nbytes())
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for key in self._alive:
             self._owners.pop(key, None)
 
