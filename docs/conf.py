@@ -10,10 +10,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import native_functions
 import public_names
 
 import distdl
 
+Path(__file__).with_name("native.md").write_text(native_functions.page())
 Path(__file__).with_name("reference.md").write_text(public_names.page())
 
 project = "distdl"
