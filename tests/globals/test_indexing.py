@@ -111,18 +111,6 @@ def test_parts_are_views():
     distdl.run_workers(work, 5)
 
 
-def test_a_plain_tensor_is_not_written():
-    def work():
-        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2))
-        x = distdl.distribute_tensor(x2, P)
-        with pytest.raises(TypeError, match="make the tensor that is written global"):
-            torch.zeros(5, 7)[:, 2:] = x[:, 2:]
-        with pytest.raises(TypeError, match="make the tensor that is written global"):
-            torch.zeros(5, 7).scatter_(1, (x * 0).long(), 1.0)
-
-    distdl.run_workers(work, 3)
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -1,5 +1,8 @@
 """What defeats a tensor subclass in real models: each was met in one."""
 
+import operator
+
+import numpy
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -58,21 +61,135 @@ def test_an_autograd_function_in_a_model_is_an_error_not_a_wrong_gradient():
         model(x35).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda target, x: target.copy_(x),
-        lambda target, x: target.add_(x),
-        lambda target, x: target.__setitem__(slice(0, 3), x),
-        lambda target, x: torch.mul(x, 2, out=target),
-        lambda target, x: torch._foreach_add_([target], [x]),
-    ],
-)
+CELLS = torch.tensor([[0, 2, 1, 4, 3], [1, 0, 2, 2, 4], [4, 4, 0, 1, 2]])
+WRITES = {
+    "copy_": lambda o, x, i: o.copy_(x),
+    "add_": lambda o, x, i: o.add_(x, alpha=2),
+    "+=": lambda o, x, i: operator.iadd(o, x[:, :1]),
+    "masked_fill_": lambda o, x, i: o.masked_fill_(x > 0, 3.0),
+    "assignment": lambda o, x, i: o.__setitem__(slice(0, 3), x),
+    "assignment of a row": lambda o, x, i: o.__setitem__(1, x[2]),
+    "assignment of a number": lambda o, x, i: o.__setitem__((0, 2), x.sum()),
+    "assignment at a mask": lambda o, x, i: o.__setitem__(x > 0, 7.0),
+    "out=": lambda o, x, i: torch.mul(x, 2, out=o),
+    "scatter_": lambda o, x, i: o.scatter_(dim=1, index=i, value=1),
+    "scatter_add_": lambda o, x, i: o.scatter_add_(1, i, x),
+    "index_add_": lambda o, x, i: o.index_add_(0, torch.tensor([2, 0]), x[1:]),
+    "index_copy_": lambda o, x, i: o.index_copy_(1, torch.tensor([4, 0]), x[:, 1:3]),
+    "bernoulli_": lambda o, x, i: o.bernoulli_((x > 0).double()),
+    "index_put_, which falls back": lambda o, x, i: o.index_put_((torch.tensor([1, 0]),), x[1:]),
+    "max with out=": lambda o, x, i: torch.max(x[:, None], 1, out=(o, torch.zeros(3, 5, dtype=torch.int64))),
+    "cumsum with out=": lambda o, x, i: torch.cumsum(x, 0, out=o),
+}
+
+OUT = [write for name, write in WRITES.items() if name.endswith("out=")]  # (torch does not differentiate these)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @on_workers
-def test_a_global_tensor_is_not_written_into_a_plain_one(write):
+def test_a_plain_tensor_becomes_global_when_a_global_one_is_written_into_it(write):
+    """Under the name that the caller has for it, with its own memory freed, and with gradients."""
+    target = noise(3, 5, seed=3)
+    plain, leaf = target.clone(), x35.clone().requires_grad_(write not in OUT)
+    write(plain, leaf, CELLS)
+    for grid in [(2, 1), (1, 2), (1, 1)]:
+        o, x = target.clone(), split(x35, *grid).requires_grad_(leaf.requires_grad)
+        write(o, x, split(CELLS, *grid))
+        assert type(o) is GlobalTensor and o.shape == (3, 5)
+        block = o.to_local()
+        assert block.untyped_storage().nbytes() == 8 * block.numel()
+        assert_close(o, plain)
+        assert o.requires_grad == plain.requires_grad
+        if plain.requires_grad:
+            (o * o).sum().backward()
+            leaf.grad = None
+            (plain * plain).sum().backward(retain_graph=True)
+            assert_close(x.grad, leaf.grad)
+
+
+@on_workers
+def test_losses_add_up_in_a_plain_tensor():
+    x, plain = split(x35).requires_grad_(), x35.clone().requires_grad_()
+
+    def total(one):
+        found, parts = torch.zeros((), dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        found += one.mean()
+        found += one.exp().sum()
+        parts[1] = (one * one).sum()
+        return found + parts.sum()
+
+    total(x).backward()
+    total(plain).backward()
+    assert_close(total(x), total(plain))
+    assert_close(x.grad, plain.grad)
+
+
+def _viewed():
+    base = torch.zeros(4, 5, dtype=torch.float64)
+    return base[1:], base
+
+
+def _seen():
+    base = torch.zeros(3, 5, dtype=torch.float64)
+    return base, base.detach()
+
+
+def _array():
+    array = numpy.zeros((3, 5))
+    return torch.from_numpy(array), torch.from_numpy(array)
+
+
+def _parameter():
+    parameter = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+    return parameter, parameter.data
+
+
+@pytest.mark.parametrize("made", [_viewed, _seen, _array, _parameter])
+@pytest.mark.parametrize("write", ["copy_", "add_", "assignment", "scatter_", "index_add_", "out="])
+@on_workers
+def test_a_tensor_that_others_see_does_not_become_global(made, write):
+    target, other = made()
+    with torch.no_grad(), pytest.raises(TypeError, match=r"plain tensor.*because"):
+        WRITES[write](target, split(x35), split(CELLS))
+    assert not other.any() and not target.any() and type(target) is not GlobalTensor
+
+
+class _Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen.add_(x.detach().sum(0))
+        return x
+
+
+@on_workers
+def test_a_buffer_stays_the_same_everywhere():
+    model = distdl.distribute(_Counting(), split(x35).layout.partition)
+    with pytest.raises(TypeError, match="a buffer"):
+        model(x35)
+    assert type(model.seen) is torch.Tensor and not model.seen.any()
+
+
+@on_workers
+def test_out_of_place_a_plain_tensor_is_split_beside_a_global_index():
+    table, plain = noise(3, 5, seed=4).requires_grad_(), noise(3, 5, seed=4).requires_grad_()
+    y = torch.scatter(table, 1, split(CELLS), 0.5)
+    z = torch.scatter(plain, 1, CELLS, 0.5)
+    assert_close(y, z)
+    (y * y).sum().backward()
+    (z * z).sum().backward()
+    assert_close(table.grad, plain.grad)
+
+
+@on_workers
+def test_lists_of_tensors_are_not_made_global():
     target = torch.zeros(3, 5, dtype=torch.float64)
     with pytest.raises(TypeError, match="plain"):
-        write(target, split(x35))
+        torch._foreach_add_([target], [split(x35)])
     assert not target.any()
 
 

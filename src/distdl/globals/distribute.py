@@ -12,7 +12,7 @@ from distdl.globals.context import Context
 from distdl.globals.copies import Copies, Parameters, Replicas
 from distdl.globals.equality import make_equal
 from distdl.globals.operands import taken
-from distdl.globals.paths import Entering, Leaving
+from distdl.globals.paths import Entering, Leaving, running
 from distdl.globals.replicas import map_tensors
 from distdl.globals.sharding import Shares
 from distdl.globals.tensor import GlobalTensor
@@ -89,9 +89,10 @@ class Forward:
             copies.begin()
         copies.running += 1
         try:
-            if self._own is not None:
-                return self._own(*given, **named)
-            return type(self.module).forward(self.module, *given, **named)
+            with running(self.module):
+                if self._own is not None:
+                    return self._own(*given, **named)
+                return type(self.module).forward(self.module, *given, **named)
         finally:
             copies.running -= 1
             if not copies.running:

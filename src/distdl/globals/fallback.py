@@ -12,9 +12,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
+from distdl.globals.adopting import adopt
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_fallback, current_path
+from distdl.globals.pointwise import name_of, writes
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_written
@@ -43,6 +45,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     Raises: NotImplementedError, under ``fallback="error"``; and on every worker what torch raises on that one.
     """
     found: list[GlobalTensor] = []
+    if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
+        args = (adopt(args[0], (args, kwargs), name_of(func)), *args[1:])
     map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
     first = found[0]
     context, grid = first._context, first._layout.partition

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval
+from distdl.globals.adopting import adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.pointwise import elementwise, name_of
@@ -236,7 +237,7 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """Write into a part of a tensor, in place; a value comes to where the cells are."""
     x, given, value = args
     if type(x) is not GlobalTensor:
-        raise _is_plain("an assignment")
+        x = adopt(x, (given, value), "an assignment")
     index = _normal(given)
     if all(map(_is_basic, index)):
         _write(part(x, index), value)
@@ -260,13 +261,6 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             index = tuple(slice(None) if one is None else one for one in chosen.cells)
             y.copy_(TABLE[None](assignment, (y, index, value), {}))
     note_written(x, "an assignment to a part")
-
-
-def _is_plain(name: str) -> TypeError:
-    return TypeError(
-        f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker; make "
-        f"the tensor that is written global, by distdl.distribute_tensor, or as zeros_like or new_zeros of a global one"
-    )
 
 
 def assignment(x: torch.Tensor, index: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
@@ -464,7 +458,9 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run(input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any) -> Any:
         if type(input) is not GlobalTensor:
-            raise _is_plain(name_of(func))
+            in_place = func.__name__.endswith("_")
+            others = (index, src)
+            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
         src = value if src is None else src
         if not input.dim():
             return TABLE[None](func, args, kwargs)
@@ -496,7 +492,9 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     def run(input: Any, dim: int, index: Any, source: Any = None, *, value: Any = None, **more: Any) -> Any:
         if type(input) is not GlobalTensor:
-            raise _is_plain(name_of(func))
+            in_place = func.__name__.endswith("_")
+            others = (index, source)
+            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
         source = value if source is None else source
         index, dim = _whole_index(index), dim % input.dim()
         _check_cells(input, [0], [index]) if not dim else _check_cells(input, [dim], [*[None] * dim, index])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.fallback: list[str] = []
+        self.models: list[torch.nn.Module] = []
 
 
 _here = _Here()
@@ -25,6 +28,21 @@ def current_path() -> str:
 def current_fallback() -> str:
     """What is done about a function that has no op: "warn", "error" or "silent"."""
     return _here.fallback[-1] if _here.fallback else "warn"
+
+
+@contextmanager
+def running(model: torch.nn.Module) -> Iterator[bool]:
+    """While the forward of a distributed model runs; gives whether it is the outermost."""
+    _here.models.append(model)
+    try:
+        yield len(_here.models) == 1
+    finally:
+        _here.models.pop()
+
+
+def is_buffer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a buffer of a distributed model whose forward runs."""
+    return any(buffer is tensor for model in _here.models for buffer in model.buffers())
 
 
 class Entering:

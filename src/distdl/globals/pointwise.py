@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.adopting import adopt
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_written
@@ -51,20 +52,12 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         second = args[1]
         if len(args) == 2 and type(second) is GlobalTensor and second._layout is layout:
             return result_of(func, first, func(block_of(first), block_of(second)), (first,))
-    if kwargs.get("out") is not None:
-        out = kwargs.pop("out")
-        if type(out) is not GlobalTensor:
-            raise TypeError(f"{name_of(func)} would write a global tensor into a plain one; make out= global")
-        return out.copy_(func(*args, **kwargs))
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context
     lead = 0 if writes(func, kwargs) else None
     if lead == 0 and type(first) is not GlobalTensor:
-        raise TypeError(
-            f"{name_of(func)} would write a global tensor into a plain one, which is the same on every worker; make it "
-            f"global, by distdl.distribute_tensor or as zeros_like of a global tensor"
-        )
+        return elementwise(func, (adopt(first, (args, kwargs), name_of(func)), *args[1:]), kwargs)
     target, found = aligned(context, operands, lead, name_of(func))
     given, rest = found[: len(args)], found[len(args) :]
     y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))})

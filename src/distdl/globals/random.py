@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.adopting import adopt
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of, map_tensors
@@ -246,9 +247,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
     writes = func.__name__.endswith("_")
     p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
     if type(x) is not GlobalTensor:
-        raise TypeError(
-            f"{func.__name__} would write what is drawn for a global tensor into a plain one; make it global"
-        )
+        x = adopt(x, p, func.__name__)
     layout, (_, odds) = aligned(x._context, (x, p), 0, func.__name__)
     if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")

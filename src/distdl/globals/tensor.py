@@ -60,6 +60,8 @@ class GlobalTensor(torch.Tensor):
         handler = TABLE.get(func)
         if handler is None:
             handler = TABLE[None]  # the fallback
+        if kwargs and kwargs.get("out") is not None:
+            handler = TABLE["out"]
         if debug.on:
             return debug.noted(handler, func, args, kwargs or {})
         return handler(func, args, kwargs or {})

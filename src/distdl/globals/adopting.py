@@ -1,0 +1,122 @@
+"""Plain tensors that become global, because global ones are written into: ``zeros(...).scatter_(1, labels, 1)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import swap_tensors
+
+from distdl.geometry.boxes import balanced
+from distdl.globals.context import KnownLayout
+from distdl.globals.operands import taken
+from distdl.globals.paths import is_buffer
+from distdl.globals.replicas import entered, map_tensors
+from distdl.globals.table import TABLE
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import zeros_on
+
+
+def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
+    """Make a plain tensor global, under all of its names, so that global tensors can be written into it.
+
+    It is the same on every worker, so each keeps its box of it. It lies as the largest of the global tensors does.
+
+    Args:
+        beside: what it is written with; the global tensors in it.
+        name: of the function that writes.
+    Raises: TypeError if others would not see what is written: if it is a parameter or a buffer, shares its memory with
+        another tensor, or has a gradient.
+    """
+    if type(target) is GlobalTensor:
+        return target
+    why = _why_not(target)
+    if not why:
+        made = split_beside(target, beside)
+        made._block = made._block.clone()
+        try:
+            swap_tensors(target, made)
+        except RuntimeError:
+            why = "others refer to it"
+    if why:
+        raise TypeError(
+            f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker, and "
+            f"cannot become global, because {why}; make the tensor that is written global: by distdl.distribute_tensor or "
+            f"as zeros_like or new_zeros of a global one"
+        )
+    adopted: GlobalTensor = target
+    return adopted
+
+
+def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
+    """A tensor that is the same on every worker, as a global one: it lies as the largest of others does."""
+    found: list[GlobalTensor] = []
+    map_tensors(beside, lambda one: found.append(one) if type(one) is GlobalTensor else None)
+    layout = _beside(max(found, key=lambda one: one.numel())._layout, tuple(plain.shape))
+    if not layout.active:
+        return GlobalTensor._of(zeros_on(entered(plain, layout.context), layout.local), layout)
+    return GlobalTensor._of(taken(plain, layout), layout)
+
+
+def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function that writes its results into tensors that are given: they are computed, and copied there."""
+    out = kwargs["out"]
+    name = getattr(func, "__name__", str(func))
+    y = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    results = (y,) if isinstance(y, torch.Tensor) else tuple(y)
+    for target, result in zip((out,) if isinstance(out, torch.Tensor) else out, results, strict=True):
+        if target.shape != result.shape:
+            raise RuntimeError(
+                f"{name} needs out= of the result's shape {tuple(result.shape)}; got one of shape {tuple(target.shape)}"
+            )
+        if type(result) is GlobalTensor:
+            target = adopt(target, result, name)
+        target.copy_(result)
+    return out
+
+
+TABLE["out"] = write_out
+
+
+def _why_not(target: Any) -> str:
+    """Why a plain tensor must not become global; empty if it may."""
+    if type(target) is not torch.Tensor:
+        return f"it is a {type(target).__name__}"
+    if target.requires_grad:
+        return "it requires a gradient"
+    if is_buffer(target):
+        return "it is a buffer of the model"
+    if target._is_view():
+        return "it is a view of another tensor"
+    storage = target.untyped_storage()
+    # (one reference is the tensor's, one is ours)
+    if torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable():
+        return "it shares its memory with another tensor or with an array"
+    return ""
+
+
+def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
+    """How a tensor of a shape lies beside another: dims of equal extent are split alike."""
+
+    def make() -> KnownLayout:
+        context, workers = like.context, like.partition.workers
+        dims = len(like.extents)
+        if len(extents) == dims:
+            intervals = [
+                like.intervals[dim] if n == like.extents[dim] else balanced(n, workers.shape[dim])
+                for dim, n in enumerate(extents)
+            ]
+            return context.layout(like.partition, intervals)
+        pairs, first = [-1] * len(extents), 0  # for each dim, that of the other tensor with its extent, in their order
+        for dim, n in enumerate(extents):
+            match = next((k for k in range(first, dims) if like.extents[k] == n), None)
+            if match is not None:
+                pairs[dim], first = match, match + 1
+        places = [workers.shape[k] if k >= 0 else 1 for k in pairs]
+        rest = [k for k in range(dims) if k not in pairs]
+        # (dims that it has not: their first place has it all)
+        kept = workers[tuple(0 if k in rest else slice(None) for k in range(dims))]
+        intervals = [like.intervals[k] if k >= 0 else ((0, n),) for k, n in zip(pairs, extents, strict=True)]
+        return context.layout(context.array(kept.reshape(places)), intervals)
+
+    return like.context.keep(("adopted", like, extents), make)
