@@ -91,7 +91,8 @@ def _is_defined_in(value: Any, module: str) -> bool:
 
 
 def _has_an_entry(path: str, value: Any) -> bool:
-    ours = str(getattr(value, "__module__", "")).startswith("distdl")
+    # (a global tensor says that it is torch's, for libraries that ask)
+    ours = str(getattr(value, "__module__", "")).startswith("distdl") or path.endswith(".GlobalTensor")
     return (
         ours and (inspect.isclass(value) or inspect.isfunction(value)) and not path.rpartition(".")[2].startswith("_")
     )
