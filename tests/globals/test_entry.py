@@ -66,6 +66,51 @@ def test_redistribution():
     assert_close(total.redistribute(total.layout), x35.sum())
 
 
+AXES = {  # of a grid of 2x2x1, and the workers that hold the tensor
+    (0, 2): [[0], [2]],
+    (None, 2): [[0]],
+    (1, 0): [[0, 2], [1, 3]],
+    (-2, None): [[0], [1]],
+}
+
+
+@pytest.mark.parametrize(("axes", "holders"), AXES.items(), ids=map(str, AXES))
+def test_fewer_dims_than_axes(axes, holders):
+    """Each dim goes along the axis that is named for it; the last of five workers is in no partition."""
+
+    def work():
+        P, world = grid(2, 2, 1), distdl.world()
+        leaf = x35.clone().requires_grad_(me() == 0)
+        x = distdl.distribute_tensor(leaf if me() == 0 else None, P, axes=axes)
+        assert x.layout.partition.workers.tolist() == holders
+        assert_close(x, x35)
+        (x * x).sum().backward()
+        if me() == 0:
+            assert_close(leaf.grad, 2 * x35)
+        again = GlobalTensor.from_local(x.to_local().detach(), P, axes=axes)
+        assert again.layout is x.layout
+        assert_close(again, x35)
+        moved = distdl.distribute_tensor(x35, world.create_partition_inclusive([4])).redistribute(P, axes=axes)
+        assert moved.layout is x.layout
+        assert_close(moved, x35)
+        total = distdl.distribute_tensor(torch.tensor(2.5), P, axes=())
+        assert total.item() == 2.5 and int(total.layout.partition.workers) == 0
+
+    distdl.run_workers(work, 5)
+
+
+def test_a_mask_lies_with_the_image_that_it_labels():
+    def work():
+        P = grid(2, 1, 1, 2)
+        image, mask = noise(3, 2, 4, 5), (noise(3, 4, 5) > 0).long()
+        x, y = distdl.distribute_tensor(image, P), distdl.distribute_tensor(mask, P, axes=(0, 2, 3))
+        assert x[:, 0].layout is y.layout
+        found = torch.nn.functional.cross_entropy(x, y)
+        assert_close(found, torch.nn.functional.cross_entropy(image, mask))
+
+    distdl.run_workers(work, 5)
+
+
 @on_workers
 def test_values_come_to_every_worker():
     x, total = split(x35), split(x35).sum()
@@ -94,6 +139,10 @@ WRONG = {
     "a layout of another shape": lambda P: split(x35).redistribute(split(noise(3, 4)).layout),
     "a number": lambda P: split(x35).redistribute(3),
     "too many axes": lambda P: split(x35).redistribute(grid(1, 1, 2)),
+    "an axis for another number of dims": lambda P: distdl.distribute_tensor(x35, P, axes=(0,)),
+    "an axis that is not there": lambda P: distdl.distribute_tensor(x35, P, axes=(0, 2)),
+    "an axis for two dims": lambda P: GlobalTensor.from_local(x35, P, axes=(0, -2)),
+    "axes of a layout": lambda P: split(x35).redistribute(split(x35).layout, axes=(0, 1)),
     "not there": lambda P: split(x35).full_tensor(on=9),
 }
 

@@ -1,6 +1,7 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
 from distdl.globals import (
+    adopting,
     attention,
     autograd,
     convolutions,

@@ -40,8 +40,8 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
             why = "others refer to it"
     if why:
         raise TypeError(
-            f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker, and "
-            f"cannot become global, because {why}; make the tensor that is written global: by distdl.distribute_tensor or "
+            f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker and "
+            f"cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
     adopted: GlobalTensor = target

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from distdl.geometry.boxes import Shape
@@ -18,7 +19,9 @@ from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
 
 
-def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> GlobalTensor:
+def distribute_tensor(
+    x: torch.Tensor | None, P: Partition, src: int = 0, axes: Sequence[int | None] | None = None
+) -> GlobalTensor:
     """Split a tensor that one worker has over a partition, as evenly as possible. Collective; differentiable.
 
     Args:
@@ -26,8 +29,12 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
+        axes: for each dim of x, the axis of P along which it is split; None for a dim that is not split. Along the axes
+            of P that are not named, x lies at place 0. So the labels of an image of batch, channel, height and width
+            lie with it under ``axes=(0, 2, 3)``.
     Returns: the global tensor. It requires a gradient if x does.
-    Raises: ValueError, the same on every worker, if x is no tensor, or has fewer dims than P axes.
+    Raises: ValueError, the same on every worker, if x is no tensor, has fewer dims than P axes, or other dims than
+        ``axes`` says.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
     if not isinstance(P, Partition):
@@ -35,7 +42,7 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     context = Context.of(P.comm)
     _check_worker(context, src)
     if type(x) is GlobalTensor:
-        return redistribute(x, P)
+        return redistribute(x, P, axes)
     mine: Any = None
     if context.me == src:
         mine = (
@@ -48,7 +55,7 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
     extents, code, requires_grad, context.draws.seed = told
-    needed = _split(context, P, extents, "distribute_tensor")
+    needed = _split(context, P, extents, "distribute_tensor", axes)
     owned = context.whole(extents, src)
     if context.me == src:
         assert isinstance(x, torch.Tensor)
@@ -59,11 +66,13 @@ def distribute_tensor(x: torch.Tensor | None, P: Partition, src: int = 0) -> Glo
     return redistribute(GlobalTensor._of(block, owned), needed)
 
 
-def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
+def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
     """See :meth:`GlobalTensor.from_local`."""
     if not isinstance(P, Partition):
         raise TypeError(f"GlobalTensor.from_local needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
+    if axes is not None:
+        P = _along(context, P, axes, "GlobalTensor.from_local")
     _begin(context, "GlobalTensor.from_local")
     mine: Any = type(block).__name__
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
@@ -113,10 +122,12 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     return y
 
 
-def redistribute(x: GlobalTensor, to: Partition | Layout) -> GlobalTensor:
+def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
     """See :meth:`GlobalTensor.redistribute`."""
     context = x._context
     if isinstance(to, Layout):
+        if axes is not None:
+            raise ValueError("redistribute needs axes only beside a partition; a layout says itself how dims are split")
         needed = context.known(to)
         if needed.extents != x._layout.extents:
             raise ValueError(
@@ -127,18 +138,41 @@ def redistribute(x: GlobalTensor, to: Partition | Layout) -> GlobalTensor:
             raise TypeError(f"redistribute needs a partition or a layout; got a {type(to).__name__}")
         if Context.of(to.comm) is not context:
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
-        needed = _split(context, to, x.shape, "redistribute")
+        needed = _split(context, to, x.shape, "redistribute", axes)
     return x if needed is x._layout else GlobalTensor._of(moved(x, needed), needed)
 
 
-def _split(context: Context, P: Partition, extents: Sequence[int], what: str) -> KnownLayout:
+def _split(
+    context: Context, P: Partition, extents: Sequence[int], what: str, axes: Sequence[int | None] | None
+) -> KnownLayout:
+    if axes is not None:
+        if len(axes) != len(extents):
+            raise ValueError(
+                f"{what} needs axes= to name an axis for each dim of the tensor; that is {dims(extents)} and the "
+                "axes are "
+                f" {tuple(axes)}"
+            )
+        P = _along(context, P, axes, what)
     if P.workers.ndim > len(extents):
         raise ValueError(
             f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is "
             f"{dims(extents)} and "
-            f"the partition {P}"
+            f"the partition {P}. Say with axes= along which axis of the partition each dim is split"
         )
     return context.balanced(P, extents)
+
+
+def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
+    """The workers of a partition that hold a tensor split along these axes: those at place 0 of the others."""
+    named = [axis for axis in axes if axis is not None]
+    count = P.workers.ndim
+    if any(not -count <= axis < count for axis in named) or len({axis % count for axis in named}) < len(named):
+        raise ValueError(f"{what} needs axes= to name different axes of partition {P}; got {tuple(axes)}")
+    named = [axis % count for axis in named]
+    workers = np.asarray(P.workers[tuple(slice(None) if axis in named else 0 for axis in range(count))])
+    workers = workers.transpose([sorted(named).index(axis) for axis in named])
+    shape = iter(workers.shape)
+    return context.array(workers.reshape([1 if axis is None else next(shape) for axis in axes]))
 
 
 def _begin(context: Context, what: str) -> None:

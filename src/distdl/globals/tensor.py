@@ -135,18 +135,20 @@ class GlobalTensor(torch.Tensor):
     # -- between blocks and whole tensors
 
     @staticmethod
-    def from_local(block: torch.Tensor, P: Partition) -> GlobalTensor:
+    def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
         """The global tensor whose blocks are given, one on each worker of ``P``. Collective; the workers agree once.
 
         Args:
             block: this worker's block, in as many dims as ``P`` has axes, or more (which are not split). Blocks may
                 differ in size, as long as they form a grid. What a worker outside ``P`` passes is not read.
+            axes: for each dim of the block, the axis of ``P`` along which the tensor is split; None for a dim that is
+                not split. Along the axes that are not named, only the workers at place 0 hold cells.
         Returns: the tensor; differentiable with respect to the block.
         Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype or rank.
         """
         from distdl.globals.entry import from_local
 
-        return from_local(block, P)
+        return from_local(block, P, axes)
 
     def to_local(self) -> torch.Tensor:
         """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
@@ -164,11 +166,16 @@ class GlobalTensor(torch.Tensor):
 
         return full_tensor(self, on)
 
-    def redistribute(self, to: Partition | Layout) -> GlobalTensor:
-        """The same tensor, split over another partition as evenly as possible, or in a given layout. Differentiable."""
+    def redistribute(self, to: Partition | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
+        """The same tensor, split over another partition as evenly as possible, or in a given layout. Differentiable.
+
+        Args:
+            axes: for each dim, the axis of the partition along which it is split (see
+                :func:`distdl.distribute_tensor`).
+        """
         from distdl.globals.entry import redistribute
 
-        return redistribute(self, to)
+        return redistribute(self, to, axes)
 
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
