@@ -120,13 +120,17 @@ class Need:
         self, context: Context, described: Any, labels: Sequence[Hashable], spread: Spread, extents: dict[Hashable, int]
     ) -> None:
         shape = tuple(described.extents) if isinstance(described, KnownLayout) else tuple(described)
-        rank = len(spread.labels)
-        along: list[tuple[Interval, ...]] = [((0, 1),) * places for places in spread.workers.shape]
-        for label, extent in zip(labels, shape, strict=True):
-            axis = spread.labels.index(label)
-            along[axis] = spread.intervals[axis] if extent == extents[label] else ((0, extent),) * len(along[axis])
-        needed = context.layout(context.array(spread.workers), along)
-        box = tuple(needed.box[spread.labels.index(label)] for label in labels)
+        # (in the operand's own order of dims, so that what arrives lies in memory as torch would have it)
+        order = [label for label in spread.labels if label not in labels] + list(labels)
+        axes = [spread.labels.index(label) for label in order]
+        behind = len(order) - len(labels)
+        workers = context.array(spread.workers.transpose(axes))
+        along: list[tuple[Interval, ...]] = [((0, 1),) * places for places in workers.workers.shape]
+        for axis, (label, extent) in enumerate(zip(labels, shape, strict=True), behind):
+            whole = extent != extents[label]
+            along[axis] = ((0, extent),) * len(along[axis]) if whole else spread.intervals[axes[axis]]
+        needed = context.layout(workers, along)
+        box = needed.box[behind:]
         self.index = tuple(slice(*one) for one in box)
         self.local: Shape = tuple(stop - start for start, stop in box)
         self.whole = self.local == shape
@@ -136,17 +140,12 @@ class Need:
             return
         own = spread_of(described, labels, spread.labels, {**extents, **dict(zip(labels, shape, strict=True))})
         owned = context.layout(
-            context.array(own.workers),
-            [own.intervals[axis] if label in labels else ((0, 1),) for axis, label in enumerate(spread.labels)],
+            context.array(own.workers.transpose(axes)),
+            [own.intervals[axis] if label in labels else ((0, 1),) for axis, label in zip(axes, order, strict=True)],
         )
         self.cells = max((prod(map(_length, box)) for box in needed.values()), default=0) if owned is not needed else 0
-        if owned is needed:
-            return
-        self.moves = (owned, needed) if rank else (owned.lifted(1), needed.lifted(1))
-        ranked = [label for label in spread.labels if label in labels]
-        self._to = [list(labels).index(label) for label in ranked]
-        self._from = [ranked.index(label) for label in labels]
-        self._sorted = tuple(self.local[dim] for dim in self._to)
+        if owned is not needed:
+            self.moves = (owned, needed) if order else (owned.lifted(1), needed.lifted(1))
 
     cells = 0
 
@@ -158,12 +157,10 @@ class Need:
         if self.moves is None:
             return block
         owned, needed = self.moves
-        if self._to and operand._layout.active:
-            block = block.permute(self._to)
         block = moved_block(block.reshape(owned.local), owned, needed, name)
         if not needed.active:
-            return block.reshape((0,) * max(len(self._to), 1))
-        return block.reshape(self._sorted).permute(self._from)
+            return block.reshape((0,) * max(len(self.local), 1))
+        return block.reshape(self.local)
 
 
 def _length(interval: Interval) -> int:
