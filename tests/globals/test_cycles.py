@@ -39,7 +39,7 @@ def test_no_inner_function_calls_itself(file):
         lambda x: torch.cat([x[:, :3], x[:, 3:] + 1], 1).permute(0, 2, 1), nn.Upsample(scale_factor=2),
         lambda x: nn.functional.mse_loss(x, x.exp()), lambda x: (x @ x.transpose(1, 2)).sum(), torch.linalg.pinv,
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "__name__", type(one).__name__),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:linalg_pinv has no op")
 def test_an_activation_goes_with_its_last_name(function):

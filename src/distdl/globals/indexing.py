@@ -13,7 +13,7 @@ from distdl.geometry.boxes import Interval
 from distdl.globals.adopting import adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.pointwise import elementwise, name_of
+from distdl.globals.pointwise import elementwise
 from distdl.globals.replicas import entered
 from distdl.globals.shapes import Intervals, expanded, frozen, reshaped, shape_of, view_of, whole_along
 from distdl.globals.table import TABLE, handles
