@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.table import TABLE, Handler, handles, handles_property
+from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
+
+# (as they are without what takes them to a mode, which would then be off inside)
+_backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
 
 
 def seed_of(y: GlobalTensor, gradient: Any) -> torch.Tensor:
@@ -63,13 +67,14 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ) -> None:
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
-        func(
-            [_plain(y) for y in outputs],
-            [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-            retain_graph,
-            create_graph,
-            inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
-        )
+        with redrawing(outputs):
+            _backward(
+                [_plain(y) for y in outputs],
+                [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+                retain_graph,
+                create_graph,
+                inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
+            )
 
     run(*args, **kwargs)
 
@@ -94,15 +99,16 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         outputs = _listed(outputs)
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
-        found = torch.autograd.grad(
-            [_plain(y) for y in outputs],
-            [_plain(x) for x in inputs],
-            [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-            retain_graph,
-            create_graph,
-            allow_unused=allow_unused,
-            materialize_grads=materialize_grads,
-        )
+        with redrawing(outputs):
+            found = _grad(
+                [_plain(y) for y in outputs],
+                [_plain(x) for x in inputs],
+                [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
         return tuple(
             GlobalTensor._of(dx, x._layout) if type(x) is GlobalTensor and dx is not None else dx
             for x, dx in zip(inputs, found, strict=True)

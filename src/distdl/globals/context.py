@@ -94,6 +94,7 @@ class Context:
         everyone: all workers of the communicator. Each takes part in every function of a global tensor.
         me: this worker.
         draws: the random calls.
+        draws_plain: whether any of them was one of plain tensors.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -105,6 +106,7 @@ class Context:
         self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
         self.warned: set[Any] = set()
         self.draws = Draws()
+        self.draws_plain = False
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:

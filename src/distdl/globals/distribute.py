@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.copies import Copies, Parameters, Replicas
+from distdl.globals.drawing import Drawing
 from distdl.globals.equality import make_equal
 from distdl.globals.operands import taken
 from distdl.globals.paths import Entering, Leaving, running
@@ -31,6 +33,11 @@ def distribute(
     the optimiser. Where weights or buffers differ, all workers get those of worker 0. ``model(x)`` takes global
     tensors. A plain tensor, which then has to be the same on every worker, is split over ``P`` if it has at least as
     many dims as ``P`` has axes; else every worker keeps all of it.
+
+    While the forward runs, random functions of plain tensors (``torch.rand(x.shape)``) draw the same on every worker,
+    by the seed of torch and by how many draws there were, and not from torch's generator. Outside of the model, as in
+    the code of a loss, only those of global tensors do (``torch.rand_like(x)``): a plain random tensor differs there
+    between workers, unless they are processes of one seed.
 
     Args:
         module: any torch module.
@@ -89,7 +96,7 @@ class Forward:
             copies.begin()
         copies.running += 1
         try:
-            with running(self.module):
+            with running(self.module) as outermost, Drawing(Context.of(self.P.comm)) if outermost else nullcontext():
                 if self._own is not None:
                     return self._own(*given, **named)
                 return type(self.module).forward(self.module, *given, **named)

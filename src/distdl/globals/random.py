@@ -305,23 +305,35 @@ def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A random function of a tensor that every worker has whole: each draws all of it, so they draw the same."""
-    found: dict[int, Replica] = {}
+    """A random function of tensors that every worker has whole: each draws all of it, so they draw the same."""
+    found: list[Replica] = []
+    map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is Replica else None)
+    return of_copies(func, args, kwargs, found[0]._context)
+
+
+def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
+    """The same, also where no tensor has entered: then the results are plain."""
+    found: dict[int, torch.Tensor] = {}
+    kept: list[GlobalTensor] = []  # (so that no other gets their ids)
+    entered = False
 
     def own(one: torch.Tensor) -> torch.Tensor:
-        if type(one) is not Replica:
-            return one
-        context, plain = one._context, copy_of(one)
+        nonlocal entered
+        entered = entered or type(one) is Replica
+        plain = copy_of(one) if type(one) is Replica else one
         made = GlobalTensor._of(plain, context.whole(plain.shape, context.me))
         found[id(made)] = one
+        kept.append(made)
         return made
 
+    def back(y: torch.Tensor) -> torch.Tensor:
+        if id(y) in found:
+            return found[id(y)]
+        plain = y._block if type(y) is GlobalTensor else y
+        return Replica._of(plain, context) if entered else plain
+
     given, named = map_tensors((args, kwargs), own)
-    context = next(iter(found.values()))._context
-    return map_tensors(
-        TABLE[func](func, given, named),
-        lambda y: found.get(id(y)) or Replica._of(y._block if type(y) is GlobalTensor else y, context),
-    )
+    return map_tensors(TABLE[func](func, given, named), back)
 
 
 for _function, _handler in list(TABLE.items()):

@@ -1,0 +1,73 @@
+"""Random functions of plain tensors while a distributed model runs: every worker draws the same.
+
+A plain tensor is the same on every worker, but workers that are threads share torch's generator, and those that are
+processes may have other seeds. So ``torch.rand(x.shape)`` in a model's code draws by what random functions of global
+tensors draw by: the seed on which the workers have agreed, and how many calls there were.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from distdl.globals import random
+from distdl.globals.context import Context
+from distdl.globals.random import next_draw, of_copies
+from distdl.globals.replicas import map_tensors
+from distdl.globals.table import TABLE
+from distdl.globals.tensor import GlobalTensor
+
+_TAKE_GENERATOR = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.poisson,
+    torch.Tensor.multinomial,
+}  # fmt: skip
+_DRAWN = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
+
+
+class Drawing(TorchFunctionMode):
+    """While this is on, random functions of plain tensors draw the same on every worker. Costs 1 to 2 us a call."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        drawn = func in _DRAWN
+        if (drawn or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
+            self.context.draws_plain = True
+            if drawn:
+                return of_copies(func, args, kwargs, self.context)
+            device = _device(args, kwargs)
+            if device.type != "meta":
+                kwargs = {**kwargs, "generator": generator(self.context, device)}
+        return func(*args, **kwargs)
+
+
+def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """For a backward of these tensors: a forward that a checkpoint recomputes in it draws what it drew."""
+    context = next((one._context for one in outputs if type(one) is GlobalTensor), None)
+    return Drawing(context) if context is not None and context.draws_plain else nullcontext()
+
+
+def generator(context: Context, device: torch.device) -> torch.Generator:
+    """One for the next random call."""
+    draw = next_draw(context)
+    # (neighbouring seeds are well apart in Philox and in the Mersenne twister, once they are mixed)
+    mixed = (draw.seed * 0x9E3779B97F4A7C15 + draw.number * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) % 2**63
+    return torch.Generator(device).manual_seed(mixed)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    found: list[torch.Tensor] = []
+    map_tensors((args, kwargs), found.append)
+    return next(itertools.chain((one.device for one in found), [torch.get_default_device()]))
