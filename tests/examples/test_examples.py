@@ -12,7 +12,8 @@ from launchers import mpirun, python_path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENET = EXAMPLES / "lenet_digits.py"
-SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path != LENET)
+LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
+SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 ALL_OF_THEM = Path(__file__).parent / "run_examples.py"
 ONE_EPOCH = Path(__file__).parent / "run_lenet.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
@@ -95,3 +96,19 @@ def test_lenet_equals_the_sequential_network_in_a_launched_job(launcher):
     """For one epoch of 45 steps: the back-ends differ in how they move tensors, not in what a network learns later."""
     epochs, accuracy = lenet(mpirun(4, ONE_EPOCH) if launcher == "mpirun" else [*TORCHRUN, str(ONE_EPOCH)])
     assert epochs == 1 and accuracy >= 50  # after four epochs it is 96; by chance, 10
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["threads", "mpirun"])
+@pytest.mark.parametrize("name", ["unet3d", "vae_decode"])
+def test_a_model_that_is_distributed_needs_a_share_of_the_memory(name, launcher, tmp_path):
+    """And computes the same, or the example itself would stop."""
+    script, picture = EXAMPLES / f"{name}.py", tmp_path / "picture.png"
+    more = [str(picture)] if name == "vae_decode" else []
+    command = mpirun(4, script, *more) if launcher == "mpirun" else [sys.executable, str(script), *more]
+    found = re.findall(r"(sequential|worker \d) holds at most +([\d.]+) MiB", run(command, 100))
+    assert [who for who, _ in found] == ["sequential", *(f"worker {worker}" for worker in range(4))]
+    sequential, *workers = (float(size) for _, size in found)
+    # (threads read each other's messages in place, and memory counts for the worker that meets it first)
+    assert max(workers) < (0.7 if launcher == "mpirun" else 0.9) * sequential and sum(workers) < 2.8 * sequential
+    assert picture.exists() == (name == "vae_decode")
