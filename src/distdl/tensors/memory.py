@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
 
@@ -49,7 +50,8 @@ class Pool:
                 if not blocks:
                     del self._blocks[capacity]
         if block is None:
-            block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
+            with _disable_current_modes():  # (who counts the memory of tensors counts that of the lease)
+                block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
         lease = block.view(_Lease)
         lease.home = (self, block)
         return lease
