@@ -50,7 +50,10 @@ def test_other_normalisations():
 
 
 def test_empty_blocks_and_second_derivatives():
-    assert_same(
-        lambda x: F.batch_norm(x, None, None, None, None, True), Global(noise(2, 3, 3)), grids=[(1, 1, 4), (4, 1, 1)]
-    )
+    empty, grids = Global(noise(2, 6, 3)), [(1, 1, 4), (4, 1, 1)]
+    assert_same(lambda x: F.batch_norm(x, None, None, None, None, True), empty, grids=grids)
+    assert_same(lambda x, w: F.batch_norm(x, None, None, w, None, True), empty, w, grids=grids)
+    assert_same(lambda x, b: F.batch_norm(x, None, None, None, b, True), empty, b, grids=grids)
+    assert_same(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), Global(x4), w, b, twice=True, tolerance=1e-10)
+    assert_same(lambda x: F.batch_norm(x * 10 + 1000, None, None, None, None, True), Global(x5), tolerance=1e-9)
     assert_same(lambda x, w, b: F.layer_norm(x, (6,), w, b), Global(x2), w, b, twice=True, tolerance=1e-10)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from distdl.globals import batch
 from distdl.globals.applying import ready, run, weight_of, whole_signature
+from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.operands import block_of, signature_of
 from distdl.globals.table import handles
@@ -45,6 +47,31 @@ def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[t
     return [] if mean is None or variance is None else [mean, variance, _no_batches(mean.device)]
 
 
+def _in_one(
+    x: GlobalTensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: batch.Options
+) -> GlobalTensor:
+    """Batch normalisation as one node."""
+    context = x._context
+    weight = None if weight is None else weight_of(weight, context)
+    bias = None if bias is None else weight_of(bias, context)
+    return GlobalTensor._of(batch.normalised(block_of(x), weight, bias, options), x._layout)
+
+
+def _in_steps(
+    layout: KnownLayout, eps: float, block: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The same of a block, in steps that are differentiable any number of times. The weights have entered."""
+    context = layout.context
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias, requires_grad=False)
+    weights = [one for one in (weight, bias) if one is not None]
+    x = GlobalTensor._of(block, layout)
+    signatures = [signature_of(x), *(whole_signature(context, one) for one in weights)]
+    op = BatchNorm(layout.extents[1], eps, 0.0, False, True, everywhere=True)
+    made = ready(context, (eps, "in steps"), lambda: (op, layout.partition), "batch_norm", *signatures)
+    return block_of(run(made, block, *weights))
+
+
 @handles("batch_norm", "torch functional")
 def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Batch and space together; running statistics stay equal on every worker, to the last bit."""
@@ -66,6 +93,13 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
         key = (momentum, eps, bool(running), bool(training))
         channels = input.shape[1]
+        if training and momentum is not None and batch.fits(input._block, input._layout, weight, bias):
+            moments = batch.Moments.of(input._layout)
+            if moments.count > 1:
+                return _in_one(input, weight, bias, batch.Options(
+                    moments, eps, (running[0], running[1]) if running else None, momentum,
+                    partial(_in_steps, input._layout, eps),
+                ))  # fmt: skip
         return _normalised(
             lambda: BatchNorm(channels, eps, momentum, bool(running), bool(training), everywhere=True),
             key, input, "batch_norm", weight, bias, running,

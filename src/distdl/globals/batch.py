@@ -1,0 +1,168 @@
+r"""Batch normalisation in training as one autograd node: its derivative in closed form, one message each way.
+
+Each worker measures its block by torch's kernel. The entries (mean and M2 of each channel) of all workers meet on every
+worker, in the same order, so all merge the same moments and keep the same running statistics::
+
+    x --- measure --> entries ==all-gather==> merge --> mean, variance --> y = (x - mean) / sqrt(variance + eps) * w + b
+
+    dy --- sum --> db, dw ==all-sum==> S, G         dx = (w / s) (dy - S / n - (x - mean) / s * G / n),   s = sqrt(...)
+
+Where this derivative is itself differentiated, the steps of ``distdl.ops.normalisation`` compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.geometry.boxes import runs, shape
+from distdl.globals.context import KnownLayout
+from distdl.plan.planners import all_sum
+from distdl.tensors.derivatives import NONE, is_differentiated_forward
+from distdl.transport import Label
+
+_KERNEL = torch.ops.aten.native_batch_norm.default
+_SUMS = torch.ops.aten.native_batch_norm_backward.default
+_LABEL = Label("batch_norm")
+
+
+def fits(block: torch.Tensor, layout: KnownLayout, *rows: torch.Tensor | None) -> bool:
+    """Whether the node can be used: torch's kernels on the CPU, and channels that are not split."""
+    return (
+        block.is_cpu
+        and block.dtype in (torch.float32, torch.float64)
+        and layout.partition.workers.shape[1] == 1
+        and len(layout.partition.workers.ravel()) > 1
+        and all(row is None or row.dtype is block.dtype for row in rows)
+        and not is_differentiated_forward()
+    )
+
+
+class Moments:
+    """How the moments of the channels of one layout come together.
+
+    Attributes:
+        count: the cells behind each mean.
+    """
+
+    def __init__(self, layout: KnownLayout) -> None:
+        context = layout.context
+        channels, dims = layout.extents[1], len(layout.extents)
+        cells = {
+            int(worker): prod(n for dim, n in enumerate(shape(layout[int(worker)])) if dim != 1)
+            for worker in layout.partition.workers.ravel()
+        }
+        filled = [cells.get(worker, 0) > 0 for worker in context.everyone]
+        grid = context.grid(context.world, [len(context.everyone), 1, 1])
+        owned = context.layout(grid, [runs(filled), ((0, 2),), ((0, channels),)])
+        entries = context.everywhere(owned.extents)
+        self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
+        shapes = [(2 * channels,)]
+        self._sum = Operator(plan, context.comm, context.everyone, _LABEL, torch.float64, NONE, shapes, shapes)
+        self._own = owned.local
+        counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
+        self.count = sum(counts)
+        self.counts = torch.tensor(counts, dtype=torch.float64).view(-1, 1)
+        self.row = (1, channels, *[1] * (dims - 2))
+        self._channels = channels
+
+    @classmethod
+    def of(cls, layout: KnownLayout) -> Moments:
+        found: Moments = layout.context.keep((cls, layout), lambda: cls(layout))
+        return found
+
+    def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and variance of each channel of the whole tensor, on every worker."""
+        if x.numel():
+            mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+            cells = x.numel() // x.shape[1]
+            entries = torch.stack([mean, variance]).double()
+            entries[1] *= cells
+        else:
+            entries = x.new_zeros(self._own, dtype=torch.float64)
+        means, squares = self._gather.execute(entries.view(self._own)).unbind(1)
+        mean = (self.counts * means).sum(0) / self.count
+        return mean, (squares + self.counts * (means - mean).square()).sum(0) / self.count
+
+    def total(self, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over all workers of what each has of two rows."""
+        both = self._sum.execute(torch.cat([bias, weight]).double())
+        return both[: self._channels], both[self._channels :]
+
+
+class Options(NamedTuple):
+    """What the node is told beside its tensors.
+
+    Attributes:
+        running: the running statistics, if there are any; momentum is the weight of the new batch in them.
+        steps: the same function of x, weight and bias in steps that are differentiable any number of times.
+    """
+
+    moments: Moments
+    eps: float
+    running: tuple[torch.Tensor, torch.Tensor] | None
+    momentum: float
+    steps: Callable[..., torch.Tensor]
+
+
+def normalised(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
+) -> torch.Tensor:
+    """This worker's block of the result."""
+    y: torch.Tensor = _BatchNorm.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
+    ) -> torch.Tensor:
+        moments = options.moments
+        mean, variance = moments.merged(x)
+        if options.running is not None:
+            unbiased = variance * (moments.count / (moments.count - 1))
+            for one, towards in zip(options.running, (mean, unbiased), strict=True):
+                one.mul_(1 - options.momentum).add_(options.momentum * towards)
+        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
+        ctx.options = options
+        ctx.save_for_backward(x, weight, bias, mean, variance)
+        if not x.numel():
+            return torch.empty_like(x)
+        y: torch.Tensor = _KERNEL(x, weight, bias, mean, variance, False, 0.0, options.eps)[0]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias, mean, variance = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
+        options: Options = ctx.options
+        if torch.is_grad_enabled():
+            given = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
+            found = iter(torch.autograd.grad(options.steps(x, weight, bias), given, dy, create_graph=True))
+            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        moments, eps = options.moments, options.eps
+        if x.numel():
+            dy = dy.contiguous() if x.is_contiguous() else dy
+            _, dw, db = _SUMS(dy, x, weight, mean, variance, None, None, False, eps, [False, True, True])
+        else:
+            dw = db = torch.zeros_like(mean)
+        dx = None
+        if needs_x:
+            totals, products = moments.total(db, dw)
+            if x.numel():
+                inverse = (variance.double() + eps).rsqrt()
+                scale = inverse if weight is None else inverse * weight
+                slope = scale * inverse * products / -moments.count
+                shift = scale * totals / -moments.count
+                slope, shift, scale = (one.to(x.dtype) for one in (slope, shift, scale))
+                dx = _KERNEL(x, slope, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+                dx.add_(dy * scale.view(moments.row))
+            else:
+                dx = torch.empty_like(x)
+        return dx, dw if needs_weight else None, db if needs_bias else None, None
