@@ -20,7 +20,7 @@ def world():
 
 
 def pytest_collection_modifyitems(config, items):
-    # the tests run in two processes (see the Makefile); those that start processes stay in one, so that jobs do not overlap
+    # the tests run in two processes (see the Makefile); those that start processes stay in one: jobs do not overlap
     for item in items:
         if item.path.parent.name in ("backends", "contract", "examples", "names", "code"):
             item.add_marker(pytest.mark.xdist_group("processes"))

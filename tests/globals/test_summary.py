@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import distdl
-from distdl.globals.rehearsal import GRADIENTS, on_meta
-from distdl.globals.summary import Summary
+from distdl.globals.models.rehearsal import GRADIENTS, on_meta
+from distdl.globals.models.summary import Summary
 from distdl.testing import Silent
 from distdl.workers.footprint import Footprint
 

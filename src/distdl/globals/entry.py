@@ -10,8 +10,8 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.random import seed
 from distdl.globals.operands import block_of, moved, moved_block, own_box
-from distdl.globals.random import seed
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.autograd import connected
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.autograd import connected
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.tensor import GlobalTensor

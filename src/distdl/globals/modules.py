@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from distdl import nn
-from distdl.globals.autograd import part_of
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.autograd import part_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition
 from distdl.partition.sharing import gather_values

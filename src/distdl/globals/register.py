@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned
-from distdl.globals.pointwise import elementwise, result_of
 from distdl.globals.table import TABLE, Handler
 from distdl.globals.tensor import GlobalTensor
 

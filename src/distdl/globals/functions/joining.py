@@ -9,11 +9,11 @@ import torch
 
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Shape, balanced
-from distdl.globals.applying import apply
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.indexing import _brought, part
+from distdl.globals.functions.applying import apply
+from distdl.globals.functions.indexing import _brought, part
+from distdl.globals.functions.shapes import Intervals, frozen, shape_of, view_of, whole_along
 from distdl.globals.operands import block_of
-from distdl.globals.shapes import Intervals, frozen, shape_of, view_of, whole_along
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.functions.spreading import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import entered
-from distdl.globals.spreading import checked, work_on
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local

@@ -24,8 +24,8 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, balanced, shape, slices
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.copies import Parameters
 from distdl.globals.entry import full_tensor
+from distdl.globals.models.copies import Parameters
 from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from distdl.geometry.windows import PoolSliding
-from distdl.globals.applying import apply, numbers
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import apply, numbers
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.applying import as_global, weight_of
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import as_global, weight_of
+from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.operands import block_of
-from distdl.globals.pointwise import elementwise
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 

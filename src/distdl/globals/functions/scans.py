@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.functions.reductions import dims_of, reduced_layout, reduced_shape, split_along, without_dims
+from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
-from distdl.globals.reductions import dims_of, reduced_layout, reduced_shape, split_along, without_dims
-from distdl.globals.spreading import pencils
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local

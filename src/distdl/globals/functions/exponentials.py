@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.operands import block_of
-from distdl.globals.reductions import (
+from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
     nonempty,
@@ -20,6 +19,7 @@ from distdl.globals.reductions import (
     split_along,
     without_dims,
 )
+from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local

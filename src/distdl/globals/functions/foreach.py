@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.pointwise import result_of
 from distdl.globals.operands import aligned, block_of
-from distdl.globals.pointwise import result_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import reduce_values

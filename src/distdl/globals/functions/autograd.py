@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.drawing import redrawing
+from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_written

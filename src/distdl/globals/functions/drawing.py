@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from distdl.globals import random
 from distdl.globals.context import Context
-from distdl.globals.random import next_draw, of_copies
+from distdl.globals.functions import random
+from distdl.globals.functions.random import next_draw, of_copies
 from distdl.globals.replicas import map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor

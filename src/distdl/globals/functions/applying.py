@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.keeping import keeping
+from distdl.globals.functions.keeping import keeping
 from distdl.globals.operands import block_of, derivatives_of, signature_of
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -41,7 +41,7 @@ def ready(
 
     def make() -> Ready:
         op, work = choose()
-        setup = op.setup(Site(work, context.everyone, Label(name)), *signatures)  # type: ignore[arg-type]
+        setup = op.setup(Site(work, context.everyone, Label(name)), *signatures)
         return Ready(setup, tuple(map(context.known, setup.results)))
 
     return context.keep((name, key, signatures), make)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval
-from distdl.globals.adopting import adopt, split_beside
 from distdl.globals.context import KnownLayout
+from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.functions.shapes import Intervals, expanded, frozen, reshaped, shape_of, view_of, whole_along
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.pointwise import elementwise
 from distdl.globals.replicas import entered
-from distdl.globals.shapes import Intervals, expanded, frozen, reshaped, shape_of, view_of, whole_along
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on

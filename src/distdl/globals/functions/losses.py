@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.applying import ready, weight_of, whole_signature
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import ready, weight_of, whole_signature
+from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.operands import aligned, block_of, derivatives_of, moved, signature_of, taken
-from distdl.globals.pointwise import elementwise
-from distdl.globals.reductions import summed, without_dims
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood

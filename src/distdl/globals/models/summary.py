@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.globals.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
+from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
 from distdl.partition import Partition
 
 Shape = Sequence[int]

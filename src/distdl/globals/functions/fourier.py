@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.spreading import checked, pencils
 from distdl.globals.operands import moved
-from distdl.globals.spreading import checked, pencils
 from distdl.globals.table import SPACES, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local

@@ -8,9 +8,9 @@ import torch
 
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
-from distdl.globals.applying import apply, autocast_dtype, numbers
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import apply, autocast_dtype, numbers
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.convolution import Convolution

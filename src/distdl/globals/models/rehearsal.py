@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.distribute import distribute
+from distdl.globals.models.distribute import distribute
 from distdl.globals.paths import Entering, Leaving, current_path
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
@@ -281,7 +281,7 @@ class _Saving:
     """A hook that only counts what is saved.
 
     Attributes:
-        counts: for what other hooks keep in its place (see ``distdl.globals.keeping``).
+        counts: for what other hooks keep in its place (see ``distdl.globals.functions.keeping``).
     """
 
     def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:

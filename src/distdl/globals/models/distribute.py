@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from distdl.globals.context import Context
-from distdl.globals.copies import Copies, Parameters, Replicas
-from distdl.globals.drawing import Drawing
-from distdl.globals.equality import make_equal
+from distdl.globals.functions.drawing import Drawing
+from distdl.globals.models.copies import Copies, Parameters, Replicas
+from distdl.globals.models.equality import make_equal
+from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
 from distdl.globals.paths import Entering, Leaving, running
 from distdl.globals.replicas import map_tensors
-from distdl.globals.sharding import Shares
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 

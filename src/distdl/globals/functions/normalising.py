@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from distdl.globals import batch
-from distdl.globals.applying import ready, run, weight_of, whole_signature
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions import batch
+from distdl.globals.functions.applying import ready, run, weight_of, whole_signature
 from distdl.globals.operands import block_of, signature_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor

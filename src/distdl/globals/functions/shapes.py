@@ -12,9 +12,9 @@ import torch
 
 from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.reductions import place
+from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
-from distdl.globals.reductions import place
-from distdl.globals.spreading import pencils
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 

@@ -1,0 +1,6 @@
+"""Models that compute with global tensors: how they are distributed, and what they will need."""
+
+from distdl.globals.models.distribute import distribute
+from distdl.globals.models.summary import suggest, summary
+
+__all__ = ["distribute", "suggest", "summary"]
