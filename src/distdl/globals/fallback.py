@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.context import Context, KnownLayout
 from distdl.globals.adopting import adopt
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.pointwise import name_of, writes
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_fallback, current_path

@@ -31,15 +31,19 @@ _LABEL = Label("batch_norm")
 
 
 def fits(block: torch.Tensor, layout: KnownLayout, *rows: torch.Tensor | None) -> bool:
-    """Whether the node can be used: torch's kernels on the CPU, and channels that are not split."""
+    """Whether the node can be used: torch's kernels of the CPU, and channels that are not split."""
     return (
-        block.is_cpu
+        (block.is_cpu or block.is_meta)
         and block.dtype in (torch.float32, torch.float64)
         and layout.partition.workers.shape[1] == 1
         and len(layout.partition.workers.ravel()) > 1
         and all(row is None or row.dtype is block.dtype for row in rows)
         and not is_differentiated_forward()
     )
+
+
+def _nothing(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
 
 
 class Moments:
@@ -79,15 +83,18 @@ class Moments:
     def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of each channel of the whole tensor, on every worker."""
         if x.numel():
-            mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+            # (which torch has not for meta tensors)
+            measure = torch.batch_norm_update_stats if x.is_cpu else _nothing
+            mean, variance = measure(x, None, None, 0.0)
             cells = x.numel() // x.shape[1]
             entries = torch.stack([mean, variance]).double()
             entries[1] *= cells
         else:
             entries = x.new_zeros(self._own, dtype=torch.float64)
         means, squares = self._gather.execute(entries.view(self._own)).unbind(1)
-        mean = (self.counts * means).sum(0) / self.count
-        return mean, (squares + self.counts * (means - mean).square()).sum(0) / self.count
+        counts = self.counts.to(x.device)
+        mean = (counts * means).sum(0) / self.count
+        return mean, (squares + counts * (means - mean).square()).sum(0) / self.count
 
     def total(self, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums over all workers of what each has of two rows."""

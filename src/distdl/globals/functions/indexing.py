@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval
-from distdl.globals.context import KnownLayout
 from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.context import KnownLayout
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import Intervals, expanded, frozen, reshaped, shape_of, view_of, whole_along
 from distdl.globals.operands import block_of, moved, taken

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.context import Context, KnownLayout
 from distdl.globals.adopting import adopt
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of, map_tensors
 from distdl.globals.table import REPLICATED, TABLE, handles
