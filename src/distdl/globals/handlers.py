@@ -3,6 +3,7 @@
 from distdl.globals.functions import (
     attention,
     autograd,
+    composites,
     convolutions,
     drawing,
     exponentials,
@@ -28,6 +29,7 @@ from distdl.globals.functions import (
 __all__ = [
     "attention",
     "autograd",
+    "composites",
     "convolutions",
     "drawing",
     "exponentials",

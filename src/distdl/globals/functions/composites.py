@@ -1,0 +1,135 @@
+"""Functions that are made of others: each of those has an op."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.functions.shapes import expanded
+from distdl.globals.table import TABLE, Handler, composite, handles
+from distdl.globals.tensor import GlobalTensor
+
+
+def _made_of_others(func: Any) -> Handler:
+    rebuilt = composite(func)
+    return lambda func, args, kwargs: rebuilt(*args, **kwargs)
+
+
+for _function in (functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss):
+    TABLE[_function] = _made_of_others(_function)
+TABLE[torch.clip_] = elementwise
+
+
+@handles("broadcast_tensors", "torch")
+def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    shape = tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
+    return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in tensors)
+
+
+@handles("local_response_norm", "functional")
+def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Divide by a power of the mean square over neighbouring channels."""
+
+    def run(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
+        if input.dim() < 3:
+            raise ValueError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
+        channels, margins = input.shape[1], (size // 2, (size - 1) // 2)
+        squares = functional.pad(input * input, (*[0, 0] * (input.dim() - 2), *margins))
+        mean: Any = sum(squares.narrow(1, first, channels) for first in range(size)) / size
+        return input / (mean * alpha + k).pow(beta)
+
+    return run(*args, **kwargs)
+
+
+def _unpooling(dims: int) -> Any:
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put each value into the cell of its plane that its index says; planes are whole meanwhile."""
+
+        def run(
+            input: Any, indices: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None
+        ) -> Any:
+            kernel, margins = _each(kernel_size, dims), _each(padding, dims)
+            steps = kernel if stride is None else _each(stride, dims)
+            if output_size is not None and len(output_size) > dims:
+                output_size = output_size[-dims:]
+            blank = torch.empty(input.shape, device="meta")
+            extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
+            size = extents(blank, kernel, steps, margins, output_size)
+            values = input.flatten(-dims)
+            y = values.new_zeros((*values.shape[:-1], prod(size)))
+            return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))
+
+        return run(*args, **kwargs)
+
+    return handler
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else list(value)
+
+
+for _dims, _unpool in ((1, functional.max_unpool1d), (2, functional.max_unpool2d), (3, functional.max_unpool3d)):
+    TABLE[_unpool] = _unpooling(_dims)
+
+
+def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:
+    if average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return {"none": lambda: losses, "mean": losses.mean, "sum": losses.sum}[reduction]()
+
+
+@handles("triplet_margin_loss", "functional")
+def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        anchor: Any,
+        positive: Any,
+        negative: Any,
+        margin: float = 1.0,
+        p: float = 2,
+        eps: float = 1e-6,
+        swap: bool = False,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+    ) -> Any:
+        if margin <= 0:
+            raise ValueError(f"margin must be greater than 0, got {margin}")
+        near = functional.pairwise_distance(anchor, positive, p, eps)
+        far = functional.pairwise_distance(anchor, negative, p, eps)
+        if swap:
+            far = torch.minimum(far, functional.pairwise_distance(positive, negative, p, eps))
+        return _reduced((near - far + margin).clamp_min(0), reduction, size_average, reduce)
+
+    return run(*args, **kwargs)
+
+
+@handles("cosine_embedding_loss", "functional")
+def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input1: Any,
+        input2: Any,
+        target: Any,
+        margin: float = 0,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+    ) -> Any:
+        if target.dim() + 1 != input1.dim() or target.dim() + 1 != input2.dim():
+            raise RuntimeError(
+                f"{target.dim()}D target tensor expects {target.dim() + 1}D input tensors, but found inputs with sizes "
+                f"{list(input1.shape)} and {list(input2.shape)}."
+            )
+        dot, first, second = ((a * b).sum(-1) for a, b in ((input1, input2), (input1, input1), (input2, input2)))
+        cosine = dot / ((first + 1e-12) * (second + 1e-12)).sqrt()
+        alike, unlike = (target == 1).to(cosine.dtype), (target == -1).to(cosine.dtype)
+        losses = alike * (1 - cosine) + unlike * (cosine - margin).clamp_min(0)
+        return _reduced(losses, reduction, size_average, reduce)
+
+    return run(*args, **kwargs)
