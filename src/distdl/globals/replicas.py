@@ -178,14 +178,14 @@ class _Part(torch.autograd.Function):
         return same, None
 
 
-def _differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Differentiate what was computed of replicas alone."""
+def differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differentiate by a function of torch's, which gets plain tensors: replicas are one variable on all workers."""
     outputs, *rest = args
     return func(map_tensors(outputs, _same), *map_tensors(rest, _plain_of), **map_tensors(kwargs, _plain_of))
 
 
 for _function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
-    REPLICATED[_function] = _differentiate
+    REPLICATED[_function] = differentiate
 
 
 class _Sum:

@@ -10,6 +10,7 @@ import torch
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
+from distdl.globals.replicas import differentiate
 from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
@@ -68,12 +69,15 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
         with redrawing(outputs):
-            _backward(
-                [_plain(y) for y in outputs],
-                [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-                retain_graph,
-                create_graph,
-                inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
+            differentiate(
+                _backward,
+                (
+                    [_plain(y) for y in outputs],
+                    [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+                    retain_graph,
+                    create_graph,
+                ),
+                {"inputs": None if inputs is None else [_plain(one) for one in _listed(inputs)]},
             )
 
     run(*args, **kwargs)
@@ -100,14 +104,16 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
         with redrawing(outputs):
-            found = _grad(
-                [_plain(y) for y in outputs],
-                [_plain(x) for x in inputs],
-                [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-                retain_graph,
-                create_graph,
-                allow_unused=allow_unused,
-                materialize_grads=materialize_grads,
+            found = differentiate(
+                _grad,
+                (
+                    [_plain(y) for y in outputs],
+                    [_plain(x) for x in inputs],
+                    [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
+                    retain_graph,
+                    create_graph,
+                ),
+                {"allow_unused": allow_unused, "materialize_grads": materialize_grads},
             )
         return tuple(
             GlobalTensor._of(dx, x._layout) if type(x) is GlobalTensor and dx is not None else dx
