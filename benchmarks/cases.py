@@ -59,6 +59,7 @@ def every(P, transport, mesh):
     yield from convolutions(P)
     yield from layers(P)
     yield lenet(P)
+    yield from unets(P)
 
 
 def differentiated(function, x, dy):
@@ -236,6 +237,56 @@ def lenet(P):
     whole = training(sequential_lenet(), nn.CrossEntropyLoss(), images, classes)
     case.steps["all"] = whole if P.rank == 0 else nothing
     return case
+
+
+class Twice(nn.Sequential):
+    """Two convolutions, each normalised and cut off at zero."""
+
+    def __init__(self, inputs, outputs):
+        parts = []
+        for one in (inputs, outputs):
+            parts += [nn.Conv2d(one, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+        super().__init__(*parts)
+
+
+class UNet(nn.Module):
+    """Plain torch, of three levels."""
+
+    def __init__(self, channels):
+        super().__init__()
+        fine, middle, coarse = channels, 2 * channels, 4 * channels
+        self.down = nn.ModuleList([Twice(1, fine), Twice(fine, middle), Twice(middle, coarse)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(coarse, middle, 2, stride=2), nn.ConvTranspose2d(middle, fine, 2, stride=2)]
+        )
+        self.merge = nn.ModuleList([Twice(2 * middle, middle), Twice(2 * fine, fine)])
+        self.head = nn.Conv2d(fine, 2, 1)
+
+    def forward(self, x):
+        kept = []
+        for block in self.down[:-1]:
+            x = block(x)
+            kept.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.down[-1](x)
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat([kept.pop(), up(x)], 1))
+        return self.head(x)
+
+
+def unets(P):
+    """A step of a U-Net of 32 channels by distribute, over rows; and sequentially on half of the rows and on all."""
+    for side in (256, 64):
+        x, truth = torch.randn(1, 1, side, side), torch.randn(1, 2, side, side)
+        case, rows = Case("UNet step", f"{side}x{side}", repeats=9), P.reshape(1, 1, 2, 1)
+        split = [distdl.distribute_tensor(one, rows) for one in (x, truth)]
+        half = [one[:, :, : side // 2].clone() for one in (x, truth)]
+        model = distdl.distribute(UNet(32), rows, fallback="error")
+        case.steps["ours"] = training(model, nn.functional.mse_loss, *split)
+        case.steps["half"] = training(UNet(32), nn.functional.mse_loss, *half)
+        whole = training(UNet(32), nn.functional.mse_loss, x, truth)
+        case.steps["all"] = whole if P.rank == 0 else nothing
+        yield case
 
 
 def sequential_lenet():

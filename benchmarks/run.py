@@ -38,6 +38,8 @@ GOALS = [
     ("mpi", "Convolution", "4x16x256x256", "ours", "half", 1.05),
     ("mpi", "Convolution", "1x8x32x32", "ours", "half", 2.0),
     ("mpi", "Convolution", "4x16x256x256", "ours", "all", 1 / 1.9),
+    ("mpi", "UNet step", "256x256", "ours", "half", 1.1),
+    ("mpi", "UNet step", "64x64", "ours", "half", 1.3),
     *(("gloo", name, "16 MiB", "ours", "floor", 1.2) for name in COLLECTIVES),
     *(("gloo", name, "1 KiB", "ours", "floor", 1.8) for name in COLLECTIVES),
     *(("gloo", name, "1 KiB", "fixed shapes", "floor", 1.3) for name in COLLECTIVES),
