@@ -18,7 +18,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models

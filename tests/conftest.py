@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from distdl.partition import Partition
 from distdl.testing import Silent
@@ -20,11 +21,19 @@ def world():
 
 
 def pytest_collection_modifyitems(config, items):
-    # the tests run in two processes (see the Makefile); those that start processes stay in one: jobs do not overlap
-    for item in items:
-        if item.path.parent.name in ("backends", "contract", "examples", "names", "code"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
     if not torch.cuda.is_available():
         cuda = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=cuda)
         items[:] = [item for item in items if item not in cuda]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Of the two processes that run the tests (see the Makefile), one gets all that start processes of their own."""
+    return Scheduler(config, log)
+
+
+class Scheduler(LoadScopeScheduling):
+    def _split_scope(self, nodeid):
+        starts = nodeid.startswith(("tests/backends/", "tests/examples/", "tests/names/", "docs/code/"))
+        return "processes" if starts or "processes" in nodeid else nodeid
