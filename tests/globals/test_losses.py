@@ -21,6 +21,17 @@ def test_of_elements(loss, target):
     assert_same(loss, Global(x), target)
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.huber_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weight", [Global(t.abs()), Global(t.abs(), (1, 1, 3, 1)), t.abs()])
+def test_of_elements_with_weights(loss, reduction, weight):
+    assert_same(lambda x, t, w: loss(x, t, weight=w, reduction=reduction), Global(x), Global(t), weight)
+
+
+def test_of_rankings():
+    assert_same(lambda x, t: F.margin_ranking_loss(x, t, (x - t).detach().sign(), 0.5), Global(x), Global(t))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"ignore_index": 2}, {"label_smoothing": 0.1}]
 )

@@ -46,6 +46,9 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     target, own = aligned(first._context, operands, None, func.__name__)
     losses = func(**dict(zip(tensors, own, strict=True)), **given, reduction="sum")
     total = added(losses, target, func.__name__)
+    weight = operands[tensors.index("weight")] if "weight" in tensors else None
+    if weight is not None and reduction == "mean" and func in (functional.mse_loss, functional.l1_loss):
+        return total / weight.sum()  # (torch's mean with these weights)
     divisor = {"mean": prod(target.extents), "batchmean": target.extents[0] if target.extents else 1}.get(reduction, 1)
     return total if divisor == 1 else total / divisor
 
@@ -64,8 +67,10 @@ def _named(func: Any, call: Any) -> Any:
 
 
 def _check_shapes(func: Any, given: dict[str, Any]) -> None:
+    if "binary_cross_entropy" not in func.__name__:
+        return
     x, target = given["input"], given.get("target")
-    if "binary_cross_entropy" in func.__name__ and isinstance(target, torch.Tensor) and x.shape != target.shape:
+    if isinstance(target, torch.Tensor) and x.shape != target.shape:
         raise ValueError(
             f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. "
             "Please "
