@@ -164,3 +164,15 @@ def test_nothing_to_reduce():
                 reduce(x)
 
     distdl.run_workers(work, 4)
+
+
+def test_a_constant_has_a_standard_deviation_with_a_derivative_of_zero():
+    constant = noise(5, 7)
+    constant[2] = 1.5
+    constant[:, 3] = 0.25
+    for dim in (0, 1):
+        assert_same(lambda x, dim=dim: x.std(dim), Global(constant))
+
+
+def test_the_larger_of_two_by_name():
+    assert_same(lambda x: torch.max(input=x, other=x * 2), Global(noise(5, 7)))

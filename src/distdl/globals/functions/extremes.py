@@ -46,7 +46,7 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return getattr(torch.return_types, name)((values, indices))
 
     if "other" in kwargs:
-        kwargs = {"dim": kwargs["other"]}
+        kwargs = {"dim" if key == "other" else key: value for key, value in kwargs.items()}
     return run(*args, **kwargs)
 
 

@@ -89,10 +89,18 @@ def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         var, mean = moments(input, dim, keepdim, unbiased, correction)
-        spread = var.sqrt() if func.__name__.startswith("std") else var
+        spread = _root(var) if func.__name__.startswith("std") else var
         return (spread, mean) if func.__name__.endswith("mean") else spread
 
     return run(*args, **kwargs)
+
+
+def _root(var: Any) -> Any:
+    """The square root of a variance. Where that is zero, its derivative is taken to be zero, as torch takes it."""
+    if not (var.requires_grad and torch.is_grad_enabled()):
+        return var.sqrt()
+    constant = var.detach() == 0
+    return var.masked_fill(constant, 1).sqrt().masked_fill(constant, 0)
 
 
 def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
