@@ -192,3 +192,8 @@ def test_views_that_are_written_in_place_twice_differentiable():
         return y.sin()
 
     assert_same(function, Global(x2), grids=[(4, 1), (2, 1)], twice=True)
+
+
+def test_the_order_of_named_numbers_does_not_matter():
+    assert_same(lambda x: x.narrow(dim=1, length=2, start=3), Global(noise(5, 7)))
+    assert_same(lambda x: x.select(index=-2, dim=1), Global(noise(5, 7)))

@@ -289,7 +289,8 @@ def _write(y: GlobalTensor, value: Any) -> None:
 @handles("select narrow", "torch Tensor")
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     def run(input: GlobalTensor, dim: int, *rest: Any, **more: Any) -> GlobalTensor:
-        numbers = [operator.index(one) for one in (*rest, *more.values())]
+        named = [more[name] for name in ("index", "start", "length") if name in more]  # (in the order of places)
+        numbers = [operator.index(one) for one in (*rest, *named)]
         shape_of(func, input, (dim, *rest), more)  # (for torch's error)
         dim %= input.dim()
         first = numbers[0] % input.shape[dim] if numbers[0] < 0 else numbers[0]
