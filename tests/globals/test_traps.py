@@ -224,3 +224,12 @@ def test_an_in_place_write_reaches_what_it_is_a_view_of():
     x.view(-1).add_(1)
     plain.view(-1).add_(1)
     assert_close(x, plain)
+
+
+@pytest.mark.filterwarnings("ignore:diagonal")
+@on_workers
+def test_what_is_written_into_a_view_that_fell_back_is_not_lost_in_silence():
+    x = split(x35) * 1
+    x.diagonal().mul_(2)
+    with pytest.raises(RuntimeError, match="written in place"):
+        x.sum()

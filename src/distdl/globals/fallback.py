@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -139,9 +140,11 @@ def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dic
 def _described(value: Any, inputs: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         written = next((place for place, one in enumerate(inputs) if one is value), -1)
+        storage = value.untyped_storage()._cdata
+        view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)
         return {
             "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
-            "written": written,
+            "written": written, "view": view,
         }  # fmt: skip
     if isinstance(value, list):
         return [_described(one, inputs) for one in value]
@@ -182,7 +185,10 @@ def _spread(
     else:
         block, target = value, owned
     if written < 0:
-        return GlobalTensor._of(block, target)
+        y = GlobalTensor._of(block, target)
+        if description["view"] >= 0:  # what is written into it would not reach the tensor that it is a view of
+            y._moved_from = weakref.ref(found[description["view"]])
+        return y
     x = found[written]
     if torch.is_grad_enabled() and x._block.requires_grad and x._block.is_leaf:
         raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation.")
