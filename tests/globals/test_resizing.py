@@ -17,6 +17,7 @@ x3, x4, x5 = noise(2, 3, 11), noise(2, 3, 9, 7), noise(2, 3, 6, 5, 7)
         lambda x: F.lp_pool2d(x**2, 2.0, 2),
         lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.adaptive_avg_pool2d(x, (5, 3)),
         lambda x: F.adaptive_avg_pool2d(x, (None, 4)), lambda x: F.adaptive_max_pool2d(x, (4, 3)),
+        lambda x: F.adaptive_max_pool2d(x, (4, 3), return_indices=True),
         lambda x: F.interpolate(x, scale_factor=2), lambda x: F.interpolate(x, size=(13, 5), mode="bilinear"),
         lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True),
         lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"),

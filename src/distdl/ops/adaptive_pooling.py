@@ -254,7 +254,7 @@ def _choosing(segments: Segments, result: Shape, place: tuple[int, int] | None =
 
     def largest(x: torch.Tensor, *numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y, chosen = choose(segments.largest, result, x, (1,) * len(result))
-        found = [brought.gather(segments.dim, chosen) for brought in numbers]
+        found = [brought.gather(segments.dim, chosen) if chosen.numel() else chosen for brought in numbers]
         if place is not None:
             own = (chosen + place[0]) * place[1]
             found = [own + found[0]] if found else [own]
