@@ -233,3 +233,11 @@ def test_what_is_written_into_a_view_that_fell_back_is_not_lost_in_silence():
     x.diagonal().mul_(2)
     with pytest.raises(RuntimeError, match="written in place"):
         x.sum()
+
+
+@on_workers
+def test_what_returns_its_argument_has_written_nothing():
+    x = split(x35) * 1
+    y = x.view(15).contiguous().double() + 0
+    assert_close(y, x35.view(15))
+    assert_close(x * 2, x35 * 2)

@@ -38,6 +38,12 @@ i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
 """
 
 
+_RETURN_THEIR_ARGUMENT = frozenset(
+    "contiguous positive __pos__ resolve_conj resolve_neg conj real cpu cuda float double half bfloat16 bool int long "
+    "short byte char cfloat cdouble".split()
+)
+
+
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a function element by element; in place, if it writes into its first argument.
 
@@ -69,7 +75,8 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
     """The global tensor of a block; the operand itself, if that was written in place."""
     for one in operands:
         if y is one._block:
-            note_written(one, name_of(func))
+            if name_of(func) not in _RETURN_THEIR_ARGUMENT:
+                note_written(one, name_of(func))
             return one
     if isinstance(y, torch.Tensor):
         return GlobalTensor._of(y, like._layout if layout is None else layout)
