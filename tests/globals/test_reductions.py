@@ -176,3 +176,9 @@ def test_a_constant_has_a_standard_deviation_with_a_derivative_of_zero():
 
 def test_the_larger_of_two_by_name():
     assert_same(lambda x: torch.max(input=x, other=x * 2), Global(noise(5, 7)))
+
+
+def test_arguments_by_their_names():
+    x = noise(3, 5)
+    assert_same(lambda x: torch.sum(input=x, dim=0), Global(x))
+    assert_same(lambda x: torch.mean(input=x, dim=(0, 1), keepdim=True), Global(x))

@@ -38,10 +38,10 @@ i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
 """
 
 
-_RETURN_THEIR_ARGUMENT = frozenset(
-    "contiguous positive __pos__ resolve_conj resolve_neg conj real cpu cuda float double half bfloat16 bool int long "
-    "short byte char cfloat cdouble".split()
-)
+_RETURN_THEIR_ARGUMENT = frozenset([
+    "contiguous", "positive", "__pos__", "resolve_conj", "resolve_neg", "conj", "real", "cpu", "cuda", "float",
+    "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char", "cfloat", "cdouble",
+])  # fmt: skip
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

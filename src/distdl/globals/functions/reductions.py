@@ -140,6 +140,8 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Dims may come one by one: ``x.sum(1, 2)``."""
+    if not args:
+        return args
     x, *rest = args
     count = 0
     while count < len(rest) and isinstance(rest[count], int) and not isinstance(rest[count], bool):
