@@ -12,8 +12,8 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
 from distdl.globals import debug
-from distdl.ops import Op, Setup, Site
-from distdl.partition import CartesianPartition, Layout, Partition, Signature
+from distdl.ops import Site
+from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.layout import Ruler
 from distdl.plan.planners import copy
 from distdl.tensors.derivatives import Derivatives
@@ -185,7 +185,3 @@ class Context:
             return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
 
         return self.keep((owned, needed, dtype, derivatives), make)
-
-    def setup(self, op: Op, work: Partition, name: str, *signatures: Signature) -> Setup:
-        """The setup of an op on tensors of these signatures."""
-        return self.keep((op, work, *signatures), lambda: op.setup(Site(work, self.everyone, Label(name)), *signatures))

@@ -14,7 +14,6 @@ from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
-from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 
 
@@ -97,13 +96,6 @@ def whole_signature(context: Context, weight: torch.Tensor) -> Signature:
     shape = tuple(weight.shape)
     layout = context.keep(("everywhere", shape), lambda: context.everywhere(shape))
     return Signature(layout, weight.dtype, derivatives_of(weight), shape)
-
-
-def joined(*derivatives: Derivatives) -> Derivatives:
-    found = Derivatives()
-    for one in derivatives:
-        found = found | one
-    return found
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
