@@ -4,7 +4,6 @@ Each worker makes its three steps in a thread of its own, on a partition whose w
 So what is sent, added up and differentiated is what workers do; but the signatures are given and not agreed on.
 """
 
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import reduce
@@ -20,7 +19,14 @@ from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 from distdl.transport.communicator import Communicator, LongGroup, Pending
 
-PATIENCE = 5  # seconds: a letter that is never sent is an error, not a wait
+PATIENCE = 60  # seconds: a letter that is never sent is an error, not a wait
+
+
+class Letters(dict):
+    """A queue for each sender, reader and tag: the same for two workers that are the first to ask at one time."""
+
+    def __missing__(self, key):
+        return self.setdefault(key, SimpleQueue())
 
 
 class Correspondent(Communicator):
@@ -46,7 +52,7 @@ class Correspondent(Communicator):
 
 def together(size, function):
     """``function(P)`` for every worker, P being the partition of all of them: the list of what they return."""
-    letters = defaultdict(SimpleQueue)
+    letters = Letters()
     with ThreadPoolExecutor(size) as pool:
         calls = [pool.submit(function, Partition(Correspondent(rank, size, letters))) for rank in range(size)]
         wait(calls)
