@@ -245,7 +245,8 @@ class Agreement(Generic[Outcome]):
 
     def _exchange(self, sent: IntArray) -> IntArray:
         sent[_NUMBER], sent[_NUMBER + 1] = self._calls.number, -self._calls.number
-        return self._comm.through.all_max(self._members, sent)
+        comm = self._comm
+        return (comm.recorder or comm).all_max(self._members, sent)  # (``through``, at once: it happens in each call)
 
     def _settle(
         self,

@@ -26,13 +26,14 @@ class Together:
         self._alone = sum(not op.still for op in operators) < 2  # no messages that could be under way with others
         self._rest = slice(ends[-1] if ends else 0, None)
         self._still = all(op.still for op in operators)
+        alone = operators[0] if len(operators) == 1 and not self._still else None
+        self._one = alone if alone is not None and len(alone.inputs) == len(alone.outputs) == 1 else None
 
     def __call__(self, *xs: torch.Tensor) -> Tensors:
+        if self._one is not None and len(xs) == 1:  # (what most layers do)
+            return (self._one(xs[0]),)
         if self._still and not is_checkpointed():
             return xs
-        if len(self.operators) == 1 == len(xs):  # (what most layers do)
-            y = self.operators[0](*xs)
-            return y if isinstance(y, tuple) else (y,)
         if self._alone:
             found = [op(*xs[taken]) for op, taken in zip(self.operators, self._taken, strict=True)]
         else:

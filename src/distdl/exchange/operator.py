@@ -23,6 +23,7 @@ from distdl.geometry.boxes import Shape, whole
 from distdl.plan import Move, Plan
 from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed, is_differentiated_forward
 from distdl.tensors.dtypes import carries_gradients
+from distdl.tensors.function import Function
 from distdl.tensors.memory import is_channels_last, readable
 from distdl.transport.communicator import Communicator, Group, Pending
 from distdl.transport.label import Label
@@ -136,7 +137,7 @@ class Operator:
         derivatives = self.derivatives
         bare = (derivatives.gradient and not x.requires_grad) or (derivatives.tangent and not has_tangent(x))
         anchor = _anchor(x, derivatives) if bare else None
-        y: torch.Tensor = _Apply.apply(self, anchor, x)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _Apply.apply(self, anchor, x)
         return y
 
     def _move_packed(self, xs: Tensors) -> Tensors:
@@ -144,7 +145,7 @@ class Operator:
             return self._made.unpack(self.execute(self._taken.pack(xs).detach()))
         derivatives = self.derivatives
         anchor = _anchor(xs[0], derivatives) if _are_bare(xs, derivatives) else None
-        ys: Tensors = _ApplyPacked.apply(self, anchor, *xs)  # type: ignore[no-untyped-call]
+        ys: Tensors = _ApplyPacked.apply(self, anchor, *xs)
         return ys
 
     def _stay(self, xs: Tensors) -> Any:
@@ -157,7 +158,7 @@ class Operator:
             anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
             # (without elements, a tensor may be of any dtype)
             x = xs[0] if carries_gradients(xs[0].dtype) else xs[0].to(self.dtype)
-            xs = (_Stay.apply(x, anchor), *xs[1:])  # type: ignore[no-untyped-call]
+            xs = (_Stay.apply(x, anchor), *xs[1:])
         return xs[0] if len(xs) == 1 else xs
 
     def execute(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +235,7 @@ def _move_all(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> li
     else:
         derivatives = reduce(or_, noted)
         anchor = _anchor(flat[0], derivatives) if _are_bare(flat, derivatives) else None
-        ys = _ApplyTogether.apply(operators, anchor, *flat)  # type: ignore[no-untyped-call]
+        ys = _ApplyTogether.apply(operators, anchor, *flat)
     return _grouped(ys, [len(op.outputs) for op in operators])
 
 
@@ -250,7 +251,7 @@ def _anchor(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tensor:
     return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
 
 
-class _Apply(torch.autograd.Function):
+class _Apply(Function):
     """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
 
     @staticmethod
@@ -275,7 +276,7 @@ class _Apply(torch.autograd.Function):
         return _tangent_map(op)._move(ctx.source.tangent(tangents[2]))
 
 
-class _ApplyPacked(torch.autograd.Function):
+class _ApplyPacked(Function):
     """The same for several tensors, which move as one."""
 
     @staticmethod
@@ -300,7 +301,7 @@ class _ApplyPacked(torch.autograd.Function):
         return _tangent_map(ctx.op)._move_packed(tuple(map(_Source.tangent, ctx.sources, tangents[2:])))
 
 
-class _ApplyTogether(torch.autograd.Function):
+class _ApplyTogether(Function):
     """The same for several operators. Those of which nothing is recorded move, too."""
 
     @staticmethod
@@ -346,7 +347,7 @@ class _ApplyTogether(torch.autograd.Function):
         return tuple(ys)
 
 
-class _Stay(torch.autograd.Function):
+class _Stay(Function):
     """The identity, which saves a tensor."""
 
     @staticmethod

@@ -129,7 +129,8 @@ class Program:
             view.take(tensors).zero_()
         if self._leaving:
             tensors += [pack([view.take(tensors) for view in packed.views]) for packed in self._leaving]
-        pending = Pending() if self._exchange is None else self._comm.through.start(self._exchange, tensors, tag)
+        comm = self._comm.recorder or self._comm  # (``through``, at once)
+        pending = Pending() if self._exchange is None else comm.start(self._exchange, tensors, tag)
         if self._short:
             target, source = y.data_ptr(), x.data_ptr()
             for copy in self._short:
@@ -137,7 +138,7 @@ class Program:
         for to, own in self._long:
             to.take(tensors).copy_(own.take(tensors))
         if self._roles:
-            plays = [_play(self._comm.through, self._pattern, role, x, y) for role in self._roles]
+            plays = [_play(comm, self._pattern, role, x, y) for role in self._roles]
             pending = Pending(partial(wait_all, [pending, *plays]))
         return y, Pending(partial(self._finish, pending, tensors)) if self._sums or self._arriving else pending
 

@@ -17,6 +17,7 @@ from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
+from distdl.tensors.function import Function
 
 
 def distribute_tensor(
@@ -118,7 +119,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
         _check_worker(context, on)
         return moved(x, context.whole(x.shape, on), "full_tensor")
     block = block_of(x)
-    y: torch.Tensor = _Whole.apply(block, x._layout)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Whole.apply(block, x._layout)
     return y
 
 
@@ -186,7 +187,7 @@ def _check_worker(context: Context, worker: int) -> None:
         raise ValueError(f"a worker from 0 to {len(context.everyone) - 1} is needed; got {worker}")
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Function):
     """From blocks to the whole tensor, one variable of all workers: a block's gradient is cut from its gradient."""
 
     @staticmethod
@@ -202,11 +203,11 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
         _ = ctx.saved_tensors
-        dx: torch.Tensor = _Cut.apply(dy, ctx.layout)  # type: ignore[no-untyped-call]
+        dx: torch.Tensor = _Cut.apply(dy, ctx.layout)
         return dx, None
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(Function):
     """From a tensor that every worker has to blocks."""
 
     @staticmethod
@@ -218,5 +219,5 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        dy: torch.Tensor = _Whole.apply(dx, ctx.layout)  # type: ignore[no-untyped-call]
+        dy: torch.Tensor = _Whole.apply(dx, ctx.layout)
         return dy, None

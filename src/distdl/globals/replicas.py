@@ -23,6 +23,7 @@ from distdl.globals.context import Context
 from distdl.globals.table import REPLICATED
 from distdl.plan.planners import all_sum
 from distdl.tensors.derivatives import NONE
+from distdl.tensors.function import Function
 from distdl.transport import Label
 
 _LABEL = Label("gradients of replicated tensors")
@@ -133,7 +134,7 @@ def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
     """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message."""
     if len(context.everyone) == 1:
         return tuple(tensors)
-    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Sum.of(context, tensors), *tensors)  # type: ignore[no-untyped-call]
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Sum.of(context, tensors), *tensors)
     return copies
 
 
@@ -145,11 +146,11 @@ def _same(value: torch.Tensor) -> torch.Tensor:
     """A copy as one variable, the same on every worker: of its gradient, one worker has all."""
     if type(value) is not Replica:
         return value
-    same: torch.Tensor = _Same.apply(copy_of(value), value._context.me == 0)  # type: ignore[no-untyped-call]
+    same: torch.Tensor = _Same.apply(copy_of(value), value._context.me == 0)
     return same
 
 
-class _Same(torch.autograd.Function):
+class _Same(Function):
     """From each worker's copy to the one variable. The gradient is one worker's part, and so counts once."""
 
     @staticmethod
@@ -160,11 +161,11 @@ class _Same(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part: torch.Tensor = _Part.apply(dy, ctx.first)  # type: ignore[no-untyped-call]
+        part: torch.Tensor = _Part.apply(dy, ctx.first)
         return part, None
 
 
-class _Part(torch.autograd.Function):
+class _Part(Function):
     """The adjoint: the gradient on one worker, zeros on the others."""
 
     @staticmethod
@@ -174,7 +175,7 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        same: torch.Tensor = _Same.apply(cotangent, ctx.first)  # type: ignore[no-untyped-call]
+        same: torch.Tensor = _Same.apply(cotangent, ctx.first)
         return same, None
 
 
@@ -218,7 +219,7 @@ class _Sum:
         return [total if n else None for total, n in zip(totals, owners.real.tolist(), strict=True)]
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Function):
     """Each worker's copies of tensors that are the same everywhere."""
 
     @staticmethod
@@ -232,11 +233,11 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, *_Leave.apply(ctx.total, ctx.device, *parts)  # type: ignore[no-untyped-call]
+            return None, *_Leave.apply(ctx.total, ctx.device, *parts)
         return None, *ctx.total(parts, ctx.device)
 
 
-class _Leave(torch.autograd.Function):
+class _Leave(Function):
     """The sums over workers of what each has a part of."""
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from distdl.tensors.function import Function
 from distdl.tensors.memory import empty, is_channels_last
 
 
@@ -25,17 +26,17 @@ def affine(
             be after a reshape.
     """
     given = None if shape is None or tuple(shape) == tuple(x.shape) else tuple(shape)
-    y: torch.Tensor = _Affine.apply(x, scale, shift, given)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Affine.apply(x, scale, shift, given)
     return y
 
 
 def less(x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
     """``x - constant``, the constant being rows of which no derivative is asked."""
-    y: torch.Tensor = _Less.apply(x, constant)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Less.apply(x, constant)
     return y
 
 
-class _Affine(torch.autograd.Function):
+class _Affine(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, shape: tuple[int, ...] | None
@@ -67,7 +68,7 @@ class _Affine(torch.autograd.Function):
         return dy if ctx.shape is None else dy.reshape(ctx.shape)
 
 
-class _Less(torch.autograd.Function):
+class _Less(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
         return torch.sub(x, constant, out=_like(x))

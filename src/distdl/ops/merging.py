@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from distdl.ops.affine import combine, is_differentiated
+from distdl.tensors.function import Function
 
 
-class Measure(torch.autograd.Function):
+class Measure(Function):
     """The entries of a block, over some dims: mean and M2, or the mean of the squares if there is no centre.
 
     Args:
@@ -54,7 +55,7 @@ class Measure(torch.autograd.Function):
         return torch.stack([along, ctx.cells * (squares - 2 * offset * along)])
 
 
-class Merge(torch.autograd.Function):
+class Merge(Function):
     r"""One state of several, the entries with their kinds in dim 1, by a balanced tree.
 
     With :math:`n_i` cells behind entry i, :math:`d\mu = \sum n_i / n\, d\mu_i` and

@@ -186,7 +186,7 @@ class Moments:
             centre = x.new_zeros(smallest)
 
         def entries(block: torch.Tensor) -> torch.Tensor:
-            measured: torch.Tensor = Measure.apply(block, centre, self._dims)  # type: ignore[no-untyped-call]
+            measured: torch.Tensor = Measure.apply(block, centre, self._dims)
             return measured
 
         return local(entries, self.measured, (x, smallest))
@@ -204,7 +204,7 @@ class Moments:
             return zeros_on(states, states.shape[1:])
         merged: torch.Tensor = states[0]
         if len(self._counts) > 1:
-            merged = Merge.apply(states, self._counts)  # type: ignore[no-untyped-call]
+            merged = Merge.apply(states, self._counts)
         # a worker that gathers nothing has one mean along merged dims all the same: of no cell, but it broadcasts
         absent = [dim for dim, (one, n) in enumerate(zip(self.along, extents, strict=True), 1) if one.merges and not n]
         return merged.sum(absent, keepdim=True) if absent else merged

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.tensors.derivatives import is_checkpointed
+from distdl.tensors.function import Function
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -34,11 +35,11 @@ def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     storage = y.untyped_storage()._cdata  # (not the address of its memory: meta tensors have none)
     if not y.numel() or any(x is not None and x.untyped_storage()._cdata == storage for x in inputs):
         return y.clone()
-    own: torch.Tensor = _Whole.apply(y)  # type: ignore[no-untyped-call]
+    own: torch.Tensor = _Whole.apply(y)
     return own
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Function):
     """A view as a tensor by itself, in the same memory: its graph does not change where it is written in place."""
 
     @staticmethod
@@ -65,11 +66,11 @@ def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         y = y + zeros_on(other, ())
     if not (y.requires_grad and is_checkpointed()):
         return y
-    recorded: torch.Tensor = _Outside.apply(y)  # type: ignore[no-untyped-call]
+    recorded: torch.Tensor = _Outside.apply(y)
     return recorded
 
 
-class _Outside(torch.autograd.Function):
+class _Outside(Function):
     """A copy, which saves a tensor."""
 
     @staticmethod
@@ -98,7 +99,7 @@ def tie(x: torch.Tensor, absent: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         absent: an empty tensor of the dtype and on the device of the weight. It requires no gradient.
     """
     leaf = absent.detach().requires_grad_()
-    tied: torch.Tensor = _Tied.apply(x, _Absent(leaf))  # type: ignore[no-untyped-call]
+    tied: torch.Tensor = _Tied.apply(x, _Absent(leaf))
     return tied, leaf
 
 
@@ -106,7 +107,7 @@ class _Absent(NamedTuple):
     weight: torch.Tensor
 
 
-class _Tied(torch.autograd.Function):
+class _Tied(Function):
     """x itself. This backward comes after that of the sum, for it is that of an older node."""
 
     @staticmethod

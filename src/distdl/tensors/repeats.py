@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distdl.tensors.derivatives import is_checkpointed
+from distdl.tensors.function import Function
 
 
 class CallCount:
@@ -64,7 +65,7 @@ def checked(x: torch.Tensor, number: int) -> torch.Tensor:
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    y: torch.Tensor = _Checked.apply(x, anchor, number, inside)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _Checked.apply(x, anchor, number, inside)
     return y
 
 
@@ -102,7 +103,7 @@ class _Repeat:
         return number
 
 
-class _Checked(torch.autograd.Function):
+class _Checked(Function):
     """The identity. What it saves is its number; a checkpoint puts the number of the repeat in its place."""
 
     @staticmethod

@@ -23,6 +23,7 @@ from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
 from distdl.plan.planners import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
+from distdl.tensors.function import Function
 from distdl.transport import Label
 
 _KERNEL = torch.ops.aten.native_batch_norm.default
@@ -121,11 +122,11 @@ def normalised(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
     """This worker's block of the result."""
-    y: torch.Tensor = _BatchNorm.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _BatchNorm.apply(x, weight, bias, options)
     return y
 
 
-class _BatchNorm(torch.autograd.Function):
+class _BatchNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options

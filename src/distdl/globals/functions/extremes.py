@@ -22,6 +22,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
+from distdl.tensors.function import Function
 
 
 @handles("amax amin", "torch Tensor")
@@ -95,11 +96,11 @@ def _extreme(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -
     target = y._layout
     if not target.active:
         value = value.reshape(-1)[:0].reshape(target.local)
-    y = GlobalTensor._of(_Instead.apply(y._block, value), target)  # type: ignore[no-untyped-call]
+    y = GlobalTensor._of(_Instead.apply(y._block, value), target)
     return y if keepdim else without_dims(y, dims)
 
 
-class _Instead(torch.autograd.Function):
+class _Instead(Function):
     """A value that has the derivative of a product with its share. (The product itself is not exact, nor finite.)"""
 
     @staticmethod

@@ -31,6 +31,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import NONE, saved_tensors_hooks
+from distdl.tensors.function import Function
 
 
 class Shares:
@@ -292,7 +293,7 @@ class Gathered:
         """The whole tensors, which depend on the shares."""
         copies: tuple[torch.Tensor, ...] = _Gather.apply(
             self.gathering, self, *(one._block for one in self._parameters)
-        )  # type: ignore[no-untyped-call]
+        )
         return copies
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
@@ -324,7 +325,7 @@ class Gathered:
         return self._wholes
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     """From shares to the whole tensors on every worker."""
 
     @staticmethod
@@ -340,13 +341,13 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)  # type: ignore[no-untyped-call]
+            return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)
         if ctx.gathered is not None:
             ctx.gathered.release()
         return None, None, *ctx.gathering.scatter(parts, ctx.device)
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(Function):
     """The adjoint: from each worker's part of a gradient to shares of the sum."""
 
     @staticmethod
@@ -366,7 +367,7 @@ class _Scatter(torch.autograd.Function):
             torch.zeros(layout.local, dtype=gathering.dtype, device=ctx.device) if one is None else one
             for one, layout in zip(cotangents, gathering.layouts, strict=True)
         ]
-        found = _Gather.apply(gathering, None, *blocks)  # type: ignore[no-untyped-call]
+        found = _Gather.apply(gathering, None, *blocks)
         return None, None, *(one if given else None for one, given in zip(found, ctx.given, strict=True))
 
 
