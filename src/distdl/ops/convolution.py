@@ -34,6 +34,7 @@ partition does not split, nobody sends. All four movements are made in ``distdl.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,11 @@ class Convolution:
         border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # (a batch may be empty)
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
+        padded = self._padded_by_torch(x.layout.extents[2:], space)
+        read = [
+            [(0, extent)] if cells else along
+            for along, extent, cells in zip(read, x.layout.extents[2:], padded, strict=True)
+        ]
         runs = balanced(self.out_channels, out)
         channels: Intervals = balanced(self.in_channels, inner)
         gathered = gathers(x, 1, inner, self.groups)
@@ -110,7 +116,14 @@ class Convolution:
             autocast=self.autocast,
         )
         pieces = self._pieces(site, runs)
-        return contraction.setup(lambda *boxes: self._local(pieces), self._smallest(pieces))
+        return contraction.setup(lambda *boxes: self._local(pieces, padded), self._smallest(pieces))
+
+    def _padded_by_torch(self, extents: Shape, space: Sequence[int]) -> Shape:
+        """Zeros that torch's convolution puts on both sides itself: where a dim is not split. None are copied then."""
+        return tuple(
+            before if places == 1 and before == behind and extent and self.padding_mode == "zeros" else 0
+            for extent, places, (before, behind) in zip(extents, space, self.sliding.widths, strict=True)
+        )
 
     @property
     def _group(self) -> tuple[int, int]:
@@ -134,13 +147,13 @@ class Convolution:
             inputs, outputs, read = stop - first, pieces[-1][1] - pieces[0][0], self._group[0]
         return (1, inputs, *self.sliding.spans), (outputs, read, *self.sliding.kernel), (outputs,)
 
-    def _local(self, pieces: list[Interval]) -> Local:
+    def _local(self, pieces: list[Interval], padded: Shape) -> Local:
         """torch's convolution of a window; of channels that cut through groups, piece by piece."""
         convolve = getattr(functional, f"conv{len(self.sliding.kernel)}d")
         stride, dilation = self.sliding.stride, self.sliding.dilation
 
         def at_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            y: torch.Tensor = convolve(x, weight, bias, stride, 0, dilation, x.shape[1] // weight.shape[1])
+            y: torch.Tensor = convolve(x, weight, bias, stride, padded, dilation, x.shape[1] // weight.shape[1])
             return y
 
         if len(pieces) < 2:
