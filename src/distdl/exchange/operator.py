@@ -51,6 +51,9 @@ class Operator:
             those of the tensors of zero volume that stand in.
         keeps_format: y is channels_last where x is. Otherwise it is contiguous.
         still: nothing moves. Then the operator is the identity.
+        lends: one function of torch's sees y, and nobody else; so the gradient of y is memory that nobody else reads,
+            and the adjoint may make that of x in it.
+        reuses: whether the result may lie in the memory of x: the adjoint of what lends.
     Attributes:
         recorded: whether the movement is recorded for differentiation, on every member.
     """
@@ -67,11 +70,14 @@ class Operator:
         outputs: Sequence[Shape],
         keeps_format: bool = False,
         still: bool = False,
+        lends: bool = False,
+        reuses: bool = False,
     ) -> None:
         self.plan, self.comm, self.members, self.label = plan, comm, members, label
         self.dtype, self.derivatives = dtype, derivatives
         self.inputs, self.outputs = tuple(map(tuple, inputs)), tuple(map(tuple, outputs))
         self.keeps_format, self.still = keeps_format, still
+        self.lends, self.reuses = lends, reuses
         self.recorded = (derivatives.gradient or derivatives.tangent) and carries_gradients(dtype)
         self._calls = comm.calls(members)
         self._taken = Packing(self.inputs, plan.inputs.get(comm.rank))
@@ -101,7 +107,7 @@ class Operator:
         """The adjoint."""
         transposed = Operator(
             self.plan.T, self.comm, self.members, self.label, self.dtype, self.derivatives, self.outputs, self.inputs,
-            self.keeps_format, self.still,
+            self.keeps_format, self.still, self.reuses, self.lends,
         )  # fmt: skip
         transposed.__dict__["T"] = self
         return transposed
@@ -117,9 +123,10 @@ class Operator:
     def _like(self, derivatives: Derivatives) -> Operator:
         other = Operator(
             self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs, self.outputs,
-            self.keeps_format, self.still,
+            self.keeps_format, self.still, self.lends, self.reuses,
         )  # fmt: skip
-        other._programs = self._programs
+        if not self.reuses or other.recorded == self.recorded:
+            other._programs = self._programs
         return other
 
     def __call__(self, *xs: torch.Tensor) -> Any:
@@ -191,7 +198,7 @@ class Operator:
             self._programs.clear()
         program = self._programs[layout] = Program(
             self.comm, self.plan.pattern, self.plan.schedule(self.comm.rank), x, self._made.shape, shape is None,
-            self.dtype, channels_last,
+            self.dtype, channels_last, self.reuses and not self.recorded,
         )  # fmt: skip
         return program
 

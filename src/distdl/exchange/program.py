@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from distdl.exchange.packing import pack, unpack
 from distdl.geometry.boxes import Shape
-from distdl.plan.plan import Pattern, Role, Schedule
+from distdl.plan.plan import Index, Pattern, Role, Schedule
 from distdl.tensors.memory import SMALLEST, empty
 from distdl.transport.communicator import Communicator, Pending, contiguous, fold, fold_into, wait_all
 from distdl.transport.view import Addressed, View
@@ -39,6 +40,7 @@ class Program:
         blank: whether the plan has no y for this worker: then it is zeros.
         dtype: of y, and of x where the plan reads it.
         channels_last: whether y is.
+        reuses: whether y may lie in the memory of x.
     """
 
     def __init__(
@@ -51,11 +53,18 @@ class Program:
         blank: bool,
         dtype: torch.dtype,
         channels_last: bool,
+        reuses: bool = False,
     ) -> None:
         self._comm, self._pattern, self._roles = comm, pattern, schedule.roles
         self._shape, self._dtype, self._channels_last = shape, dtype, channels_last
         given = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
         made = empty(shape, dtype, given, channels_last)
+        self._reused: View | None = None
+        if reuses and not blank and made.nbytes > _SHORT_COPY and given.is_contiguous():
+            index = _all_of_y(schedule)
+            if index is not None:
+                self._reused, made = View.of(_X, given, index), given[index]
+                schedule = replace(schedule, kept=())
         self._buffers = [extents for _, index, extents in schedule.receives if index is None]
         sums = iter(range(_BUFFERS, _BUFFERS + len(self._buffers)))
         receives = [
@@ -118,7 +127,10 @@ class Program:
 
     def begin(self, x: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
         """Do all that needs no message. The result, which is there after the wait; x is only read."""
-        if self._plain:  # ``empty`` comes to the same, more slowly
+        if self._reused is not None:
+            y = self._reused.take((x,))
+            buffers = [empty(extents, self._dtype, x) for extents in self._buffers]
+        elif self._plain:  # ``empty`` comes to the same, more slowly
             y = torch.empty(self._shape, dtype=self._dtype, device=_CPU)
             buffers = [torch.empty(extents, dtype=self._dtype, device=_CPU) for extents in self._buffers]
         else:
@@ -154,6 +166,16 @@ class Program:
                 total.add_(fold(terms, torch.add))
             else:
                 fold_into(total, terms)
+
+
+def _all_of_y(schedule: Schedule) -> Index | None:
+    """Where in x all of y stands, but for what arrives and is added to it; None if there is no such place."""
+    arrives = all(index is None for _, index, _ in schedule.receives)
+    added = schedule.adds or not schedule.sums
+    own = any(not isinstance(term, int) for _, terms in schedule.sums for term in terms)
+    if len(schedule.kept) != 1 or schedule.blank or schedule.roles or own or not (arrives and added):
+        return None
+    return schedule.kept[0][1]
 
 
 class _Packed(NamedTuple):

@@ -139,7 +139,7 @@ class Contraction:
             fetch, found = site.identity(x.dtype, x.derivatives, x.local), x.local
         else:
             plan = copy(owned, needed, me, border.repeats(owned.extents))
-            fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], [self._blank], keeps_format)
+            fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], [self._blank], keeps_format, lends=True)
         if not spreads:
             return fetch, site.identity(x.dtype, x.derivatives, found)
         plan = broadcast(owned.partition.reshape(*batch, 1, -1, *space), self.work, needed.shapes, me)

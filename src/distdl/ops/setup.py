@@ -53,6 +53,7 @@ class Site(NamedTuple):
         blanks: Sequence[Shape] = ((0,),),
         keeps_format: bool = False,
         outputs: Sequence[Shape] | None = None,
+        lends: bool = False,
     ) -> Operator:
         """The operator of a plan that moves one tensor, or several of which the results are known.
 
@@ -60,12 +61,13 @@ class Site(NamedTuple):
             inputs: shapes of this worker's tensors.
             blanks: shapes of its results where the plan has none for it; of several results, always their shapes.
             outputs: shapes of its results, where they are not those of the plan.
+            lends: whether one function of torch's, and nobody else, sees its result.
         """
         planned = plan.outputs.get(self.me)
         if outputs is None:
             outputs = [planned] if planned is not None and len(blanks) == 1 else blanks
         return Operator(
-            plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format=keeps_format
+            plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format, lends=lends
         )
 
     def identity(self, dtype: torch.dtype, derivatives: Derivatives, *shapes: Shape) -> Operator:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.keeping import keeping
+from distdl.globals.functions.keeping import Place, keeping
 from distdl.globals.operands import block_of, derivatives_of, signature_of
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -17,11 +17,23 @@ from distdl.partition import Partition, Signature
 from distdl.transport import Label
 
 
-class Ready(NamedTuple):
-    """An op that is set up: its steps on this worker, and the layouts of its results."""
+class Ready:
+    """An op that is set up for tensors of given signatures: its steps on this worker.
 
-    setup: Setup
-    results: tuple[KnownLayout, ...]
+    Args:
+        results: the layouts of its results.
+    """
+
+    def __init__(self, setup: Setup, results: tuple[KnownLayout, ...]) -> None:
+        self.setup, self.results = setup, results
+        self._places: dict[Any, Place | None] = {}
+
+    def place(self, block: torch.Tensor, window: torch.Tensor) -> Place | None:
+        """Where the block stands in the window that is made of it; see ``keeping``."""
+        shapes = block.shape, window.shape
+        if shapes not in self._places:
+            self._places[shapes] = Place.of(self.setup.move_in.operators, block, window)
+        return self._places[shapes]
 
 
 def ready(
@@ -51,7 +63,7 @@ def run(made: Ready, *tensors: Any) -> Any:
     setup = made.setup
     moved = setup.move_in(*tensors)
     if isinstance(moved[0], torch.Tensor):
-        with keeping(setup.move_in.operators, tensors[0], moved[0]):
+        with keeping(made.place, tensors[0], moved[0]):
             y = setup.local(*moved)
     else:
         y = setup.local(*moved)

@@ -72,7 +72,7 @@ class Moments:
         self._own = owned.local
         counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
         self.count = sum(counts)
-        self.counts = torch.tensor(counts, dtype=torch.float64).view(-1, 1)
+        self._shares = torch.tensor(counts, dtype=torch.float64) / self.count
         self.row = (1, channels, *[1] * (dims - 2))
         self._channels = channels
 
@@ -86,21 +86,19 @@ class Moments:
         if x.numel():
             # (which torch has not for meta tensors)
             measure = torch.batch_norm_update_stats if x.is_cpu else _nothing
-            mean, variance = measure(x, None, None, 0.0)
-            cells = x.numel() // x.shape[1]
-            entries = torch.stack([mean, variance]).double()
-            entries[1] *= cells
+            entries = torch.stack(measure(x, None, None, 0.0)).double()
         else:
             entries = x.new_zeros(self._own, dtype=torch.float64)
-        means, squares = self._gather.execute(entries.view(self._own)).unbind(1)
-        counts = self.counts.to(x.device)
-        mean = (counts * means).sum(0) / self.count
-        return mean, (squares + counts * (means - mean).square()).sum(0) / self.count
+        means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
+        shares = self._shares.to(x.device)
+        mean = shares @ means
+        away = means - mean
+        return mean, shares @ variances.addcmul(away, away)
 
-    def total(self, bias: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over all workers of what each has of two rows."""
-        both = self._sum.execute(torch.cat([bias, weight]).double())
-        return both[: self._channels], both[self._channels :]
+    def averages(self, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Sums over all workers of what each has of two rows, per cell."""
+        both: torch.Tensor = self._sum.execute(torch.cat([bias, weight]).double())
+        return both.div_(self.count).view(2, self._channels)
 
 
 class Options(NamedTuple):
@@ -136,7 +134,7 @@ class _BatchNorm(Function):
         if options.running is not None:
             unbiased = variance * (moments.count / (moments.count - 1))
             for one, towards in zip(options.running, (mean, unbiased), strict=True):
-                one.mul_(1 - options.momentum).add_(options.momentum * towards)
+                one.lerp_(towards.to(one.dtype), options.momentum)
         mean, variance = mean.to(x.dtype), variance.to(x.dtype)
         ctx.options = options
         ctx.save_for_backward(x, weight, bias, mean, variance)
@@ -162,15 +160,15 @@ class _BatchNorm(Function):
             dw = db = torch.zeros_like(mean)
         dx = None
         if needs_x:
-            totals, products = moments.total(db, dw)
+            averages = moments.averages(db, dw)
             if x.numel():
                 inverse = (variance.double() + eps).rsqrt()
                 scale = inverse if weight is None else inverse * weight
-                slope = scale * inverse * products / -moments.count
-                shift = scale * totals / -moments.count
-                slope, shift, scale = (one.to(x.dtype) for one in (slope, shift, scale))
+                shift, slope = averages.mul_(scale).neg_()
+                rows = torch.stack([scale, shift, slope.mul_(inverse)]).to(x.dtype)
+                scale, shift, slope = rows
                 dx = _KERNEL(x, slope, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-                dx.add_(dy * scale.view(moments.row))
+                dx.addcmul_(dy, scale.view(moments.row))
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None

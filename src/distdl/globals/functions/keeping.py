@@ -8,63 +8,81 @@ would be a second copy of the block, which is saved already by what computed it:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import around, slices, volume, whole
 
+Index = tuple[slice, ...]
+
+_NOTHING = nullcontext()
 _WORTH = 1 << 14  # bytes from which two copies cost more than what keeps one
 
 
-def keeping(operators: Any, block: torch.Tensor, window: torch.Tensor) -> AbstractContextManager[Any]:
+class Place(NamedTuple):
+    """Which box of a block is which box of the window, as indices.
+
+    Attributes:
+        margins: boxes that cover the rest of the window.
+    """
+
+    source: Index
+    target: Index
+    margins: list[Index]
+
+    @classmethod
+    def of(cls, operators: Sequence[Operator], block: torch.Tensor, window: torch.Tensor) -> Place | None:
+        """None if the block is less than half of the window."""
+        moving = [op for op in operators if not op.still]
+        if len(moving) != 1 or block.dim() != window.dim():
+            return None
+        plan, me = moving[0].plan, moving[0].comm.rank
+        if plan.outputs.get(me) != tuple(window.shape) or plan.inputs.get(me) != tuple(block.shape):
+            return None
+        own = [move for move in plan.moves if move.source == me == move.target]
+        if len(own) != 1 or 2 * volume(own[0].dst) < window.numel():
+            return None
+        margins = [slices(box) for box in around(own[0].dst, whole(window.shape))]
+        return cls(slices(own[0].src), slices(own[0].dst), margins)
+
+
+def keeping(
+    place: Callable[[torch.Tensor, torch.Tensor], Place | None], block: torch.Tensor, window: torch.Tensor
+) -> AbstractContextManager[Any]:
     """Inside, what autograd saves of a window is kept as its margins and the block."""
     if window is block or not torch.is_grad_enabled() or window.nbytes < _WORTH:
-        return nullcontext()
+        return _NOTHING
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counts = None if hooks is None else getattr(hooks[0], "counts", None)
     if hooks is not None and counts is None:
-        return nullcontext()  # a checkpoint, which keeps nothing
-    place = _place(operators, block, window)
-    if place is None:
-        return nullcontext()
-    kept = _Kept(block.detach(), block, window, *place, counts)
+        return _NOTHING  # a checkpoint, which keeps nothing
+    found = place(block, window)
+    if found is None:
+        return _NOTHING
+    kept = _Kept(block.detach(), block, window, found, counts)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)
-
-
-def _place(operators: Any, block: torch.Tensor, window: torch.Tensor) -> tuple[Any, Any] | None:
-    """Which box of the block is which box of the window; None if less than half of it."""
-    moving: list[Operator] = [op for op in operators if not op.still]
-    if len(moving) != 1 or block.dim() != window.dim():
-        return None
-    operator, me = moving[0], moving[0].comm.rank
-    if operator.plan.outputs.get(me) != tuple(window.shape) or operator.plan.inputs.get(me) != tuple(block.shape):
-        return None
-    own = [move for move in operator.plan.moves if move.source == me == move.target]
-    if len(own) != 1 or 2 * volume(own[0].dst) < window.numel():
-        return None
-    return own[0].src, own[0].dst
 
 
 class _Kept:
     def __init__(
-        self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, source: Any, target: Any, counts: Any
+        self, block: torch.Tensor, written: torch.Tensor, window: torch.Tensor, place: Place, counts: Any
     ) -> None:
         self._counts = counts
         self._block, self._written, self._version = block, written, written._version
         self._shape, self._strides = window.shape, window.stride()
         self._memory = window.untyped_storage()._cdata
-        self._source, self._target = slices(source), slices(target)
-        self._boxes = [slices(box) for box in around(target, whole(window.shape))]
+        self._place = place
         self._margins: list[torch.Tensor] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage()._cdata != self._memory or tensor.shape != self._shape:
             return tensor
         if self._margins is None:
-            self._margins = [tensor[box].clone() for box in self._boxes]
+            self._margins = [tensor[box].clone() for box in self._place.margins]
             for one in (self._block, *self._margins) if self._counts is not None else ():
                 self._counts(one)
         return self
@@ -83,7 +101,8 @@ class _Kept:
             )
         assert self._margins is not None
         window = torch.empty_strided(self._shape, self._strides, dtype=self._block.dtype, device=self._block.device)
-        window[self._target] = self._block[self._source]
-        for box, margin in zip(self._boxes, self._margins, strict=True):
+        source, target, boxes = self._place
+        window[target] = self._block[source]
+        for box, margin in zip(boxes, self._margins, strict=True):
             window[box] = margin
         return window

@@ -70,13 +70,17 @@ class Replicas:
         self.module, self.P = module, P
         self.running = 0
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
+        self._held: list[Parameters] | None = None
 
     def begin(self) -> None:
         self._copies = {}
         if not torch.is_grad_enabled():
             return
+        if self._held is None:
+            self._held = list(_held(self.module))
         context = Context.of(self.P.comm)
-        for bucket in _buckets(list(replicated(self.module))):
+        listed = {id(p): p for held in self._held for p in held.values() if p is not None and p.requires_grad}
+        for bucket in _buckets(list(listed.values())):
             for parameter, copy in zip(bucket, enter(context, bucket), strict=True):
                 self._copies[id(parameter)] = Replica._of(copy, context)
 
@@ -92,6 +96,15 @@ class Replicas:
             return self
         made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
         return made
+
+
+def _held(module: torch.nn.Module) -> Iterator[Parameters]:
+    """The parameters of the modules that are distributed; those of modules of ``distdl.nn`` live on some workers."""
+    own = {id(p) for child in module.modules() if isinstance(child, Module) for p in child.parameters()}
+    for child in module.modules():
+        held = child._parameters
+        if isinstance(held, Parameters) and not any(id(p) in own for p in held.values()):
+            yield held
 
 
 def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
