@@ -56,3 +56,19 @@ def test_transposed_convolution_in_other_dims():
 def test_bad_shapes_are_torchs_errors():
     with pytest.raises(RuntimeError, match="to have 3 channels, but got 4 channels"):
         assert_same(lambda x, w: F.conv2d(torch.zeros_like(x), w), Global(x4), noise(5, 3, 3, 3))
+
+
+def test_large_blocks_twice():
+    """Their gradients are made in the memory of the windows', and a graph that is kept can be walked again."""
+
+    def twice(x, w):
+        y = F.conv2d(F.relu(F.conv2d(x, w, padding=1)), w, padding=2, dilation=2)
+        first = torch.autograd.grad(y.square().sum(), [x, w], retain_graph=True)
+        second = torch.autograd.grad(y.square().sum(), [x, w], retain_graph=True)
+        assert all(bool((one == other).all()) for one, other in zip(first, second, strict=True))
+        return y
+
+    assert_same(
+        twice, Global(noise(1, 8, 48, 47)), noise(8, 8, 3, 3), grids=[(1, 1, 2, 2), (1, 1, 3, 1)], twice=True,
+        tolerance=1e-11,
+    )  # fmt: skip

@@ -78,5 +78,30 @@ def test_a_program_applies_the_matrix_of_its_plan(world, monkeypatch, name, layo
             assert all(torch.equal(x, before[worker]) for worker, x in xs.items())
 
 
+def test_a_program_may_make_y_in_the_memory_of_x(world, monkeypatch):
+    """The same matrix, where the plan allows it: each worker has all of y in one place of x, but for what is added."""
+    monkeypatch.setattr(program, "_SHORT_COPY", 0)
+    reused, numbers = set(), np.random.default_rng(0)
+    for name in NAMES:
+        forward = plans(world)[name](None)
+        for kind, plan in (("", forward), (".T", forward.T)):
+            xs = {w: laid_out("contiguous", extents, torch.float64, numbers) for w, extents in plan.inputs.items()}
+            expected = plan.matrix() @ flat(xs)
+            letters, begun = defaultdict(list), {}
+            for worker in range(12):
+                x, extents = xs.get(worker, torch.zeros(0).double()), plan.outputs.get(worker)
+                made = Program(
+                    Post(worker, letters), plan.pattern, plan.schedule(worker), x, (0,) if extents is None else extents,
+                    extents is None, torch.float64, False, reuses=True,
+                )  # fmt: skip
+                begun[worker] = made.begin(x, 5)
+                if x.numel() and begun[worker][0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                    reused.add(name + kind)
+            for _, pending in begun.values():
+                pending.wait()
+            assert np.array_equal(flat({worker: begun[worker][0] for worker in plan.outputs}), expected), name + kind
+    assert any(name.endswith(".T") for name in reused)
+
+
 def flat(tensors):
     return np.concatenate([tensors[worker].numpy().ravel() for worker in sorted(tensors)] or [np.zeros(0)])
