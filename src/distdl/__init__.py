@@ -1,6 +1,6 @@
 """distdl: model-parallel deep learning for PyTorch, done as linear algebra."""
 
-from distdl import backend, backends, data, nn, utilities
+from distdl import amp, backend, backends, data, nn, utilities
 from distdl.agreement import fixed_shapes
 from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register, suggest, summary
 from distdl.nn.checking import check
@@ -8,6 +8,7 @@ from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
 from distdl.workers.launch import run_workers
 from distdl.workers.ledger import ledger, name_layers
+from distdl.workers.reproducible import reproducible
 from distdl.workers.worlds import world
 
 __version__ = "0.1.0"
@@ -17,6 +18,7 @@ __all__ = [
     "CommunicationError",
     "GlobalTensor",
     "Partition",
+    "amp",
     "backend",
     "backends",
     "check",
@@ -29,6 +31,7 @@ __all__ = [
     "name_layers",
     "nn",
     "register",
+    "reproducible",
     "run_workers",
     "suggest",
     "summary",

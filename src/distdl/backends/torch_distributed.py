@@ -99,7 +99,7 @@ class TorchCommunicator(Communicator):
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
-        if tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
+        if self.ordered or tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
             return super().sum(group, x, y)
         # gloo leaves partial sums in the tensors of the other members, so those give a copy
         buffer = self._readable(tensor).clone() if y is None else self._landing(y)
@@ -110,7 +110,7 @@ class TorchCommunicator(Communicator):
         return self._pending(work, group, buffer if y is None else y, buffer)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        if y.dtype not in _SUMS or len(group) < 3:
+        if self.ordered or y.dtype not in _SUMS or len(group) < 3:
             return super().all_sum(group, x, y)
         buffer = self._landing(y)
         buffer.copy_(x)

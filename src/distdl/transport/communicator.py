@@ -139,6 +139,7 @@ class Communicator(ABC):
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
         kept: what others keep for as long as this communicator lives, under keys of their own.
+        ordered: whether sums are made in the order of the workers (see ``distdl.reproducible``), not as it is fastest.
         watch: called before each exchange of an operator, with its label, members and dtype; may raise.
         recorder: the communicator that records what goes through this one, and passes it on; None if nothing does.
     """
@@ -149,6 +150,7 @@ class Communicator(ABC):
     released: bool = False
     imagined: bool = False
     started_alone: bool = False
+    ordered: bool = False
     watch: Callable[..., None] | None = None
     recorder: Communicator | None = None
     where: object = "an exchange"

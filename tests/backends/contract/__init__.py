@@ -7,7 +7,7 @@ Attributes:
     CHECKS: the functions by their names.
 """
 
-from contract import changes, differentiation, errors, layers, messages, models, primitives, worlds
+from contract import changes, differentiation, errors, layers, messages, models, numbers, primitives, worlds
 
 
 def collect(*files):
@@ -17,4 +17,4 @@ def collect(*files):
     return dict(found)
 
 
-CHECKS = collect(worlds, messages, primitives, changes, errors, differentiation, layers, models)
+CHECKS = collect(worlds, messages, primitives, changes, errors, differentiation, layers, models, numbers)

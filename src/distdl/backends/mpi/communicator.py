@@ -115,7 +115,8 @@ class MPICommunicator(Communicator):
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
         tensor = x if y is None else y
-        if tensor is None or tensor.dtype not in TYPES or (len(group) == 2 and tensor.nbytes > SMALL_SUM):
+        few = tensor is not None and len(group) == 2 and tensor.nbytes > SMALL_SUM
+        if self.ordered or tensor is None or tensor.dtype not in TYPES or few:
             return super().sum(group, x, y)
         comm, root = self._handle(group)
         if y is None:
@@ -128,7 +129,7 @@ class MPICommunicator(Communicator):
         return self._pending(group, requests, y, buffer)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        if y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
+        if self.ordered or y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
             return super().all_sum(group, x, y)
         (comm, _), buffer, ready = self._handle(group), self._landing(y), self._readable(x)
         pairs = zip(pieces(ready, typed=True), pieces(buffer, typed=True), strict=True)
