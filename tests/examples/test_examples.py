@@ -1,5 +1,6 @@
 """Every example runs, alone and in launched jobs, and prints what its comments say."""
 
+import functools
 import re
 import runpy
 import subprocess
@@ -11,23 +12,46 @@ from cases import MAKERS
 from launchers import mpirun, python_path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LENET = EXAMPLES / "lenet_digits.py"
 LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
-ALL_OF_THEM = Path(__file__).parent / "run_examples.py"
-ONE_EPOCH = Path(__file__).parent / "run_lenet.py"
+SCRIPT = Path(__file__).parent / "run_examples.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+JOBS = {  # the examples that each runs, in one launch
+    "threads": ([sys.executable, str(SCRIPT)], LARGE),
+    "mpirun": (mpirun(4, SCRIPT), (*SMALL, *LARGE)),
+    "torchrun": ([*TORCHRUN, str(SCRIPT)], (*SMALL, "lenet_digits")),
+}
+LIMIT = 400  # seconds for a job
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory):
+    """``job(launcher)``: what each example of the job printed, and the picture that it wrote."""
+    folder = tmp_path_factory.mktemp("pictures")
+
+    @functools.cache
+    def start(launcher):
+        command, names = JOBS[launcher]
+        picture = folder / f"{launcher}.png"
+        words = [f"{name}={picture}" if name == "vae_decode" else name for name in names]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT, env=python_path())
+        printed = dict(re.findall(r"^# (\w+)\n(.*?)(?=^# |\Z)", done.stdout, re.DOTALL | re.MULTILINE))
+        return done, printed, picture
+
+    return start
+
+
+def printed_by(job, launcher, name):
+    """What an example printed; a job that failed is an error for the example at which it ended."""
+    done, printed, _ = job(launcher)
+    assert name in printed, f"{name} was not reached\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0 or name != list(printed)[-1], done.stdout + done.stderr
+    return printed[name]
 
 
 def expected(name):
     text = (EXAMPLES / f"{name}.py").read_text()
     return text[text.index("# It prints:\n") + 13 :].replace("# ", "")
-
-
-def run(command, seconds):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=python_path())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_there_is_an_example_for_every_primitive():
@@ -40,21 +64,22 @@ def test_on_threads(name, capsys):
     assert capsys.readouterr().out == expected(name)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_in_a_launched_job(launcher):
-    command = mpirun(4, ALL_OF_THEM, *SMALL) if launcher == "mpirun" else [*TORCHRUN, str(ALL_OF_THEM), *SMALL]
-    assert run(command, 100) == "".join(f"{name}\n{expected(name)}" for name in SMALL)
+def test_in_a_launched_job(launcher, job):
+    for name in SMALL:
+        assert printed_by(job, launcher, name) == expected(name)
 
 
-def test_the_readme_example_runs_as_it_stands(tmp_path):
+def test_the_readme_example_runs_as_it_stands(tmp_path, capsys):
     lines, code = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
     short = re.sub(r"torch.rand\(.*?\)", "x", code)
     assert all(line.partition("  #")[0].strip() in short for line in lines.splitlines())
     assert len([line for line in code.splitlines() if line]) <= 15
     script = tmp_path / "first.py"
     script.write_text(code)
-    assert run([sys.executable, str(script)], 50).splitlines()[3] == "worker 3 holds (2, 8, 8, 11) of (2, 8, 16, 23)"
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[3] == "worker 3 holds (2, 8, 8, 11) of (2, 8, 16, 23)"
 
 
 def printed_examples():
@@ -75,40 +100,37 @@ def test_documented_example_prints_what_stands_below_it(code, output, tmp_path, 
     assert capsys.readouterr().out == output
 
 
-def lenet(command):
+def lenet(printed):
     """The number of epochs, and the accuracy in percent, of a run whose losses and weights are the sequential ones."""
-    *epochs, accuracy, difference = run(command, 280).splitlines()
+    *epochs, accuracy, difference = printed.splitlines()
     assert all(float(line.rpartition(" ")[2]) < 1e-10 for line in epochs)
     assert accuracy.startswith("accuracy on 360 test images:")
     assert difference.startswith("largest difference of any weight") and float(difference.split()[-1]) <= 1e-8
     return len(epochs), float(accuracy.split()[-1].rstrip("%"))
 
 
-@pytest.mark.timeout(300)
-def test_lenet_equals_the_sequential_network_and_learns():
-    epochs, accuracy = lenet([sys.executable, str(LENET)])
+@pytest.mark.timeout(LIMIT + 20)
+def test_lenet_equals_the_sequential_network_and_learns(job):
+    epochs, accuracy = lenet(printed_by(job, "threads", "lenet_digits"))
     assert epochs >= 2 and accuracy >= 96
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
-def test_lenet_equals_the_sequential_network_in_a_launched_job(launcher):
-    """For one epoch of 45 steps: the back-ends differ in how they move tensors, not in what a network learns later."""
-    epochs, accuracy = lenet(mpirun(4, ONE_EPOCH) if launcher == "mpirun" else [*TORCHRUN, str(ONE_EPOCH)])
+def test_lenet_equals_the_sequential_network_in_a_launched_job(launcher, job):
+    """For one epoch of 45 steps."""
+    epochs, accuracy = lenet(printed_by(job, launcher, "lenet_digits"))
     assert epochs == 1 and accuracy >= 50  # after four epochs it is 96; by chance, 10
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("launcher", ["threads", "mpirun"])
 @pytest.mark.parametrize("name", ["unet3d", "vae_decode"])
-def test_a_model_that_is_distributed_needs_a_share_of_the_memory(name, launcher, tmp_path):
+def test_a_model_that_is_distributed_needs_a_share_of_the_memory(name, launcher, job):
     """And computes the same, or the example itself would stop."""
-    script, picture = EXAMPLES / f"{name}.py", tmp_path / "picture.png"
-    more = [str(picture)] if name == "vae_decode" else []
-    command = mpirun(4, script, *more) if launcher == "mpirun" else [sys.executable, str(script), *more]
-    found = re.findall(r"(sequential|worker \d) holds at most +([\d.]+) MiB", run(command, 100))
+    found = re.findall(r"(sequential|worker \d) holds at most +([\d.]+) MiB", printed_by(job, launcher, name))
     assert [who for who, _ in found] == ["sequential", *(f"worker {worker}" for worker in range(4))]
     sequential, *workers = (float(size) for _, size in found)
     # (threads read each other's messages in place, and memory counts for the worker that meets it first)
     assert max(workers) < (0.7 if launcher == "mpirun" else 0.9) * sequential and sum(workers) < 2.8 * sequential
-    assert picture.exists() == (name == "vae_decode")
+    assert name != "vae_decode" or job(launcher)[2].exists()
