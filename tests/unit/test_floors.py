@@ -1,6 +1,7 @@
 """The floors of the library: a folder imports only from the folders that stand before it in this list."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def path_of(module: str) -> Path:
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
+@functools.cache
 def modules_on_disk() -> set[str]:
     found = set()
     for path in SOURCE.rglob("*.py"):
@@ -36,6 +38,7 @@ def modules_on_disk() -> set[str]:
     return found
 
 
+@functools.cache
 def imports_of(module: str) -> list[tuple[str, bool]]:
     """Imported modules of ours, as ``(name, at the top of the file)``."""
     tree = ast.parse(path_of(module).read_text())
