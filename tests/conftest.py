@@ -1,7 +1,9 @@
+import functools
 import os
 
 import pytest
 import torch
+from launchers import run_suites
 from xdist.scheduler import LoadScopeScheduling
 
 from distdl.partition import Partition
@@ -20,6 +22,18 @@ def world():
     return lambda size, rank=0: Partition(Silent(rank, size))
 
 
+@pytest.fixture(scope="session")
+def suites(tmp_path_factory):
+    """``suites(backend)``: the folder in which the job of all suites wrote what they found, and what it printed."""
+
+    @functools.cache
+    def run(backend):
+        folder = tmp_path_factory.mktemp(backend)
+        return folder, run_suites(backend, folder)
+
+    return run
+
+
 def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         cuda = [item for item in items if item.get_closest_marker("cuda")]
@@ -33,7 +47,9 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
 
 
+STARTING = ("tests/backends/", "tests/examples/", "tests/names/", "tests/layers/test_properties.py", "docs/code/")
+
+
 class Scheduler(LoadScopeScheduling):
     def _split_scope(self, nodeid):
-        starts = nodeid.startswith(("tests/backends/", "tests/examples/", "tests/names/", "docs/code/"))
-        return "processes" if starts or "processes" in nodeid else nodeid
+        return "processes" if nodeid.startswith(STARTING) or "processes" in nodeid else nodeid

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+LIMIT = 480  # seconds for the job of all suites
 
 
 def mpirun(workers, script, *arguments):
@@ -20,5 +22,20 @@ def mpirun(workers, script, *arguments):
 
 def python_path(**variables):
     """The environment for a job: with the folders of the tests on Python's path."""
-    folders = [str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]
+    tests = FOLDER.parent
+    folders = [str(FOLDER), str(tests), str(tests / "layers"), str(tests / "models"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+
+
+def run_suites(backend, folder):
+    """Run ``run_suites.py`` on four processes; what it printed."""
+    script = str(FOLDER / "run_suites.py")
+    started = [sys.executable, script, str(folder), backend]
+    command = mpirun(4, script, str(folder)) if backend == "mpi" else started
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=python_path(DISTDL_TIMEOUT="60"), timeout=LIMIT
+        )
+        return f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+    except subprocess.TimeoutExpired as error:
+        return f"not ended after {LIMIT} s\n{error.stdout}\n{error.stderr}"

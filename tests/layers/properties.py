@@ -5,16 +5,13 @@ asserts, and returns what it has shown: ``exact`` (output, gradient of the input
 those of the sequential layer), ``refused`` (the same ValueError on every worker) or ``none`` (the layer knows no such
 thing).
 
-``python tests/layers/properties.py`` runs all cells on threads and writes the table. ``python properties.py FOLDER
-[BACKEND]``, under mpirun too, writes down what each cell gave on each worker.
+``python tests/layers/properties.py`` runs all cells on threads and writes the table.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
-import sys
 import traceback
 from pathlib import Path
 
@@ -75,7 +72,4 @@ def page(results):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        distdl.run_workers(functools.partial(run, sys.argv[1]), WORKERS, *sys.argv[2:])
-    else:
-        PAGE.write_text(page(distdl.run_workers(run, WORKERS)[0]))
+    PAGE.write_text(page(distdl.run_workers(run, WORKERS)[0]))

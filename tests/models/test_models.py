@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import run_models
 import torch
-from launchers import mpirun, python_path
+from launchers import LIMIT
+from run_suites import WORKERS
 from training import STEPS, Split, alone, differences, distributed, identical, splits_of
 from zoo import ENTRIES, Entry
 
@@ -52,14 +50,13 @@ def test_a_few_models(name, split):
     assert_trains(BY_NAME[name], split, "Adam")
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
-def test_a_few_models_on_processes(launcher):
-    script = Path(run_models.__file__)
-    command = mpirun(4, script) if launcher == "mpirun" else [sys.executable, str(script), launcher]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == list(run_models.FEW)
+@pytest.mark.timeout(LIMIT + 20)
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_few_models_on_processes(backend, suites):
+    folder, output = suites(backend)
+    for rank in range(WORKERS):
+        file = folder / f"{rank}.models"
+        assert file.exists() and file.read_text().splitlines() == list(run_models.FEW), f"worker {rank}\n{output}"
 
 
 @pytest.mark.every_model

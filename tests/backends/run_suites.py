@@ -1,6 +1,7 @@
-"""Run the contract in a job of several processes, and write down what each check gave on each worker.
+"""What is tested on the back-ends whose workers are processes, all in one job, for starting one is what costs.
 
-``python run_contract.py FOLDER`` under mpirun; or ``python run_contract.py FOLDER gloo``, which starts the processes.
+``python run_suites.py FOLDER`` under mpirun; or ``python run_suites.py FOLDER gloo``, which starts the processes. The
+contract comes first, then the properties of the layers, then a few models. Each writes down what each worker found.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import properties
+import run_models
 from contract import CHECKS
 
 import distdl
@@ -19,7 +22,14 @@ WORKERS = 4
 
 
 def run(folder: str) -> None:
-    """Run the checks in order; the first that fails ends the job, for its workers are no longer in step."""
+    """Run all in order; the first that fails ends the job, for its workers are no longer in step."""
+    run_contract(folder)
+    properties.run(folder)
+    run_models.run(folder)
+
+
+def run_contract(folder: str) -> None:
+    """Write a line for each check."""
     rank = distdl.world().rank
     with Path(folder, f"{rank}.jsonl").open("w") as report:
         for name, check in CHECKS.items():
