@@ -118,7 +118,7 @@ def test_lenet_equals_the_sequential_network_and_learns(job):
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_lenet_equals_the_sequential_network_in_a_launched_job(launcher, job):
-    """For one epoch of 45 steps."""
+    """For one epoch of 23 steps."""
     epochs, accuracy = lenet(printed_by(job, launcher, "lenet_digits"))
     assert epochs == 1 and accuracy >= 50  # after four epochs it is 96; by chance, 10
 
