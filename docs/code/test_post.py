@@ -14,7 +14,7 @@ import distdl
 FOLDER = Path(__file__).parent
 TESTS = FOLDER.parents[1] / "tests"
 PRINTED = [line[7:] for line in (FOLDER / "post.py").read_text().splitlines() if line.startswith("    #: ")]
-RUN = [sys.executable, "-m", "distdl", "run", "-n", "4"]
+RUN = [sys.executable, "-m", "distdl", "run", "-n", "2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
@@ -34,7 +34,7 @@ def kind():
 @pytest.mark.timeout(120)
 def test_run_workers_starts_what_the_environment_names(monkeypatch):
     monkeypatch.setenv("DISTDL_BACKEND", "post")
-    assert distdl.run_workers(kind, workers=3) == [("PostCommunicator", True, rank) for rank in range(3)]
+    assert distdl.run_workers(kind, workers=2) == [("PostCommunicator", True, rank) for rank in range(2)]
 
 
 @pytest.mark.timeout(180)
@@ -53,7 +53,7 @@ def test_distdl_run_launches_it_by_its_name_with_a_script_that_does_not_know_it(
     script.write_text("import distdl\nP = distdl.world()\nP.print_sequential(f'{P.rank} {type(P.comm).__name__}')\n")
     (tmp_path / "post.py").write_text((FOLDER / "post.py").read_text())
     got = output_of([*RUN, "--backend", "post", str(script)])
-    assert got == [f"{rank} PostCommunicator" for rank in range(4)]
+    assert got == [f"{rank} PostCommunicator" for rank in range(2)]
 
 
 def test_outside_of_a_job_it_says_how_to_launch_one():
