@@ -1,5 +1,6 @@
 # make demo    train LeNet-5 on real images over four workers, beside the sequential network
 # make test    lint, type-check and run all tests: threads, gloo and MPI
+# make sweep   the products of cases of which make test runs a part (a few minutes)
 # make models  train other people's models on every split that the tests know (an hour)
 # make lint    ruff and mypy alone
 # make bench   time against the transports, written to benchmarks/results (5 minutes)
@@ -12,13 +13,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test models lint bench docs clean
+.PHONY: demo test sweep models lint bench docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadscope
+
+sweep: $(VENV)/test.installed
+	$(BIN)/python -m pytest -n 2 -m every_case
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models

@@ -75,8 +75,11 @@ def _train(model, x, truth):
 
 @pytest.mark.parametrize(
     ("shape", "grid"),
-    [((251, 198), (2, 2)), ((384, 128), (4, 1)), ((90, 98, 24), (2, 2, 1))],
-    ids=["2-d", "2-d, over rows", "3-d"],
+    [
+        pytest.param((251, 198), (2, 2), id="2-d", marks=pytest.mark.every_case),
+        pytest.param((384, 128), (4, 1), id="2-d, over rows"),
+        pytest.param((90, 98, 24), (2, 2, 1), id="3-d"),
+    ],
 )
 def test_a_worker_needs_its_share_of_a_unet(shape, grid):
     """Over four of five workers; the fifth holds no activations."""

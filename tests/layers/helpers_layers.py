@@ -1,6 +1,7 @@
 """What several tests of layers need."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ def filled(module):
 def noise(*shape, seed=0):
     """The same random tensor on every worker."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def share(cases, number, of):
+    """One of so many shares of the cases, which are mixed: those of the numbers 0 to ``of`` - 1 together are all."""
+    return random.Random(0).sample(cases, len(cases))[number % of :: of]
 
 
 def gathered(P, layout, y):

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 import torch
-from helpers_layers import assert_options, every_worker_raises, noise, on_workers
+from helpers_layers import assert_options, every_worker_raises, noise, on_workers, share
 from helpers_losses import UNREADABLE, assert_loss_matches, assert_works_in_place_behind_a_loss
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -31,6 +31,9 @@ GRIDS = [  # workers of the world, those of P_x, its shape, the extents of its b
     (3, [1, 2], (2, 1), ([2, 1], [4])),
     (4, [0, 1, 2, 3], (2, 2), ([4, 0], [3, 0])),
 ]
+
+
+OPTIONS = list(itertools.product((False, True), (0.0, 0.3)))  # whether there is a weight, and the smoothing
 
 
 def numbers(classes, *shape, seed=1):
@@ -62,14 +65,15 @@ def test_negative_log_likelihood_matches_sequential(reduction, weighted):
         on_workers(workers, main)
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("of", [2, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(("first", "reduction"), list(enumerate(["none", "mean", "sum"])))
 @pytest.mark.parametrize("kind", ["classes", "ignored", "probabilities"])
-def test_cross_entropy_matches_sequential(reduction, kind):
-    for workers, *how in GRIDS:
+def test_cross_entropy_matches_sequential(first, reduction, kind, of):
+    for number, (workers, *how) in enumerate(GRIDS, first):
 
-        def main(P, how=how):
+        def main(P, how=how, number=number):
             P_x, shape, places, blocks = cut(*how, P)
-            for weighted, smoothing in itertools.product((False, True), (0.0, 0.3)):
+            for weighted, smoothing in share(OPTIONS, number, of):
                 weight = noise(shape[1], seed=2).abs() if weighted else None
                 target = numbers(shape[1], *places)
                 if kind == "ignored":

@@ -6,7 +6,7 @@ from typing import Required, get_args, get_origin, get_type_hints, is_typeddict
 import numpy as np
 import pytest
 import torch
-from helpers_layers import every_worker_raises, filled, noise, on_workers
+from helpers_layers import every_worker_raises, filled, noise, on_workers, share
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -32,12 +32,13 @@ GEOMETRIES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6])
-def test_every_geometry_split_over_space(workers):
+@pytest.mark.parametrize("of", [3, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(("number", "workers"), list(enumerate([1, 2, 3, 4, 6])))
+def test_every_geometry_split_over_space(number, workers, of):
     """With 11 cells, kernels reach far beyond the neighbours' blocks."""
 
     def main(P):
-        for k, s, p, d in GEOMETRIES:
+        for k, s, p, d in share(GEOMETRIES, number, of):
             layer = DistributedConv1d(
                 P.reshape(1, 1, workers), in_channels=2, out_channels=3, kernel_size=k, stride=s, padding=p, dilation=d
             ).double()
@@ -46,10 +47,13 @@ def test_every_geometry_split_over_space(workers):
     on_workers(workers, main)
 
 
-@pytest.mark.parametrize("sizes", [[1, 0, 9, 1], [0, 0, 0, 11], [5, 0, 0, 6], [11, 0, 0, 0], [2, 3, 1, 5]])
-def test_uneven_and_empty_blocks(sizes):
+@pytest.mark.parametrize("of", [8, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(
+    ("number", "sizes"), list(enumerate([[1, 0, 9, 1], [0, 0, 0, 11], [5, 0, 0, 6], [11, 0, 0, 0], [2, 3, 1, 5]]))
+)
+def test_uneven_and_empty_blocks(number, sizes, of):
     def main(P):
-        for k, s, p, d in GEOMETRIES[::4]:
+        for k, s, p, d in share(GEOMETRIES, number, of):
             layer = DistributedFeatureConv1d(P.reshape(1, 1, 4), 2, 3, k, s, p, dilation=d).double()
             reference = filled(torch.nn.Conv1d(2, 3, k, s, p, d))
             assert_matches_sequential(layer, reference, noise(2, 2, 11), [runs([2]), runs([2]), runs(sizes)])

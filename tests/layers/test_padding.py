@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_layers import every_worker_raises, noise, on_workers, share
 from properties_padding import Sequential
 from torch.nn import functional
 
@@ -17,15 +17,16 @@ def check(P, x, padding, mode, value, blocks=None):
     assert_matches_sequential(DistributedPad(P, padding, mode, value), Sequential(padding, mode, value), x, blocks)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("of", [2, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(("number", "workers"), list(enumerate([1, 2, 3, 4, 6])))
 @pytest.mark.parametrize(("mode", "value"), MODES)
-def test_every_mode_over_blocks_of_any_size(workers, mode, value):
+def test_every_mode_over_blocks_of_any_size(number, workers, mode, value, of):
     """With 6 cells, padding reaches over several blocks."""
 
     def main(P):
         P = P.reshape(1, 1, workers)
         sizes = {1: [[6]], 2: [[0, 6], [5, 1]], 3: [[1, 4, 1], [0, 0, 6]], 4: [[1, 0, 4, 1], [6, 0, 0, 0]]}
-        for padding in PADDINGS:
+        for padding in share(PADDINGS, number, of):
             if mode == "circular" and max(padding) > 6 + min(padding[0], 0) + min(padding[1], 0):
                 continue
             if mode == "reflect" and max(padding) == 6:

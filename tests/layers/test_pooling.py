@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, gathered, noise, on_workers
+from helpers_layers import every_worker_raises, gathered, noise, on_workers, share
 
 import distdl
 from distdl.geometry.boxes import runs
@@ -27,11 +27,12 @@ GEOMETRIES = [
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6])
-def test_every_geometry(workers):
+@pytest.mark.parametrize("of", [2, pytest.param(1, marks=pytest.mark.every_case)])
+@pytest.mark.parametrize(("number", "workers"), list(enumerate([1, 2, 3, 4, 6])))
+def test_every_geometry(number, workers, of):
     def main(P):
         line = P.reshape(1, 1, workers)
-        for k, s, p, d in GEOMETRIES:
+        for k, s, p, d in share(GEOMETRIES, number, of):
             x = noise(2, 2, 11) - 5  # all below zero: zeros at the border would win
             assert_matches_sequential(DistributedMaxPool1d(line, k, s, p, d), torch.nn.MaxPool1d(k, s, p, d), x)
             if d == 1:

@@ -19,14 +19,15 @@ def on_threads(maker, seeds, check, workers):
     assert distdl.run_workers(main, workers) == [len(seeds)] * workers
 
 
+@pytest.mark.parametrize("cases", [12, pytest.param(30, marks=pytest.mark.every_case)])
 @pytest.mark.parametrize("workers", [1, 3, 6])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_value_and_adjoint(maker, workers):
+def test_value_and_adjoint(maker, workers, cases):
     def check(case):
         assert_value(case)
         assert_adjoint(case.layer, my_input(case))
 
-    on_threads(maker, range(100 * workers, 100 * workers + 30), check, workers)
+    on_threads(maker, range(100 * workers, 100 * workers + cases), check, workers)
 
 
 @pytest.mark.parametrize("maker", MAKERS)

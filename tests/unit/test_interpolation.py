@@ -83,11 +83,12 @@ def evenly(workers):
     return lambda m: balanced(m, workers)
 
 
+@pytest.mark.parametrize("workers", [(2, 5), pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.every_case)], ids=len)
 @pytest.mark.parametrize("case", [case for case in KINDS if not (case[2] and "nearest" in case[0])])
-def test_every_length_in_balanced_pieces(case):
-    splits = [evenly(workers) for workers in range(1, 6)]
+def test_every_length_in_balanced_pieces(case, workers):
+    splits = [evenly(one) for one in workers]
     checked = sum(check(case, n, m, None, splits) for n, m in itertools.product(range(1, 15), range(1, 29)))
-    assert checked == 14 * 28 * 15
+    assert checked == 14 * 28 * sum(workers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -104,16 +105,20 @@ def test_long_ones_in_both_precisions(case):
         check(case, n, m, None, [evenly(3)], dtype)
 
 
-@settings(max_examples=2500, deadline=None)
-@given(
-    st.integers(1, 40),
-    st.integers(1, 80),
-    st.none() | st.sampled_from(FACTORS) | st.floats(0.05, 5),
-    st.lists(st.integers(0, 200), max_size=4),
-    st.sampled_from(KINDS),
-)
-def test_any_extents_and_any_split(n, size, factor, cuts, computed):
-    """Each example is a case for each of the 8 kinds, 20 000 in all; blocks may be empty."""
+@pytest.mark.parametrize("examples", [300, pytest.param(2500, marks=pytest.mark.every_case)])
+def test_any_extents_and_any_split(examples):
+    """Each example is a case for each of the 8 kinds; blocks may be empty."""
+    drawn = given(
+        st.integers(1, 40),
+        st.integers(1, 80),
+        st.none() | st.sampled_from(FACTORS) | st.floats(0.05, 5),
+        st.lists(st.integers(0, 200), max_size=4),
+        st.sampled_from(KINDS),
+    )
+    settings(max_examples=examples, deadline=None, database=None)(drawn(check_any))()
+
+
+def check_any(n, size, factor, cuts, computed):
     m = size if factor is None else max(int(n * factor), 1)
     if factor is not None and int(n * factor) == 0:
         factor = None

@@ -19,6 +19,7 @@ from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.repeats import CallCount
 from distdl.testing import Silent
 
+every = partial(pytest.param, marks=pytest.mark.every_case)
 GRIDS = {  # the shape of P_x, and the extents of its blocks; one more worker is outside
     "alone": ((1, 1, 1), ([3], [4], [2])),
     "batch": ((3, 1, 1), ([2, 0, 1], [4], [2])),
@@ -90,10 +91,19 @@ def assert_together(found, expected, whole, blocks):
                 assert ours.shape == part.shape and torch.allclose(ours, part, rtol=1e-10, atol=1e-12), order
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "batchmean"])
+@pytest.mark.parametrize(
+    ("reduction", "idle"),
+    [
+        ("sum", False),
+        ("mean", False),
+        ("batchmean", False),
+        ("mean", True),
+        every("sum", True),
+        every("batchmean", True),
+    ],
+)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", ELEMENTS)
-@pytest.mark.parametrize("idle", [False, True])
 def test_a_loss_of_elements(name, grid, reduction, idle):
     """An idle worker may take part, too, with tensors of zero volume."""
     function, options, x, target, weight, positive = ELEMENTS[name]
@@ -134,10 +144,9 @@ CLASSES = {  # the operation, torch's function, whether there is a weight, the t
 }
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("reduction", "idle"), [("sum", False), ("mean", False), ("mean", True), every("sum", True)])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("idle", [False, True])
 def test_a_loss_of_classes(name, grid, reduction, idle):
     """An idle worker may take part, too, with tensors of zero volume."""
     make, sequential, weighted, target = CLASSES[name]

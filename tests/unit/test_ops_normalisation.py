@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import in_pairs
 from ops import Case, assert_computes, matrices, signature, site, together
 from torch.nn import functional
 
@@ -36,6 +37,8 @@ SPLITS = {
     "first": lambda extent, places: runs([extent] + [0] * (places - 1)),
 }
 
+RUNNING = list(in_pairs([BatchNorm, InstanceNorm], list(GRIDS), list(SPLITS), [0.25, None]))
+
 
 def work(grid):
     """With a worker in front that takes no part."""
@@ -55,17 +58,13 @@ def places(grid, split, dims, weights):
     return layouts
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "grid", "split"), list(in_pairs(list(OPS), list(GRIDS), list(SPLITS))))
 def test_normalisations_are_torchs(name, grid, split):
     op, sequential, dims, weights = OPS[name]
     assert_computes(Case(9, op, work(GRIDS[grid]), places(GRIDS[grid], split, dims, weights), sequential))
 
 
-@pytest.mark.parametrize("split", ["uneven", "first"])
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "grid", "split"), list(in_pairs(list(OPS), list(GRIDS), ["uneven", "first"])))
 def test_with_weights_everywhere_normalisations_are_torchs(name, grid, split):
     """Also where workers are idle: each has the whole of weight and bias, and nothing is sent for them."""
     op, sequential, dims, weights = OPS[name]
@@ -84,10 +83,7 @@ def test_with_weights_everywhere_normalisations_are_torchs(name, grid, split):
     assert set(together(9, operators)) == {1}
 
 
-@pytest.mark.parametrize("momentum", [0.25, None])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("kind", [BatchNorm, InstanceNorm])
+@pytest.mark.parametrize(("kind", "grid", "split", "momentum"), RUNNING)
 def test_running_statistics_everywhere(kind, grid, split, momentum):
     """All workers have those of all channels, to the same bits: with an empty block and outside the partition, too.
 
@@ -153,10 +149,7 @@ def test_with_running_statistics_a_normalisation_is_affine(split):
     assert torch.allclose(ours, theirs, rtol=1e-12)
 
 
-@pytest.mark.parametrize("momentum", [0.25, None])
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("kind", [BatchNorm, InstanceNorm])
+@pytest.mark.parametrize(("kind", "grid", "split", "momentum"), RUNNING)
 def test_running_statistics_take_note_of_a_batch(kind, grid, split, momentum):
     grid = GRIDS[grid]
     x = torch.randn(EXTENTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 3

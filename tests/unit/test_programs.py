@@ -5,6 +5,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
+from covering import in_pairs
 from plans import NAMES, plans
 
 from distdl.exchange import program
@@ -48,9 +49,10 @@ def laid_out(layout, extents, dtype, numbers):
     return x
 
 
-@pytest.mark.parametrize("short", [0, 24, 1 << 15])
-@pytest.mark.parametrize("layout", ["contiguous", "reversed", "apart", "expanded"])
-@pytest.mark.parametrize("name", NAMES)
+LAYOUTS = ["contiguous", "reversed", "apart", "expanded"]
+
+
+@pytest.mark.parametrize(("name", "layout", "short"), list(in_pairs(NAMES, LAYOUTS, [0, 24, 1 << 15])))
 def test_a_program_applies_the_matrix_of_its_plan(world, monkeypatch, name, layout, short):
     """Whether it copies short parts by address, some of them, or none."""
     monkeypatch.setattr(program, "_SHORT_COPY", short)

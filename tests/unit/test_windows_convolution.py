@@ -82,11 +82,12 @@ def lengths(cuts: list[int], extent: int) -> list[int]:
 
 
 @pytest.mark.timeout(300)
-def test_arbitrary_splits_of_inputs_and_outputs():
+@pytest.mark.parametrize("examples", [220, pytest.param(2200, marks=pytest.mark.every_case)])
+def test_arbitrary_splits_of_inputs_and_outputs(examples):
     """Empty blocks included. The cells come through the plan from the blocks in which they lie."""
     seen = set()
 
-    @settings(max_examples=2200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.binary(min_size=16 * BYTES, max_size=16 * BYTES))
     def check(numbers):
         for at in range(0, len(numbers), BYTES):
@@ -102,7 +103,7 @@ def test_arbitrary_splits_of_inputs_and_outputs():
             seen.add(case)
 
     check()
-    assert len(seen) >= 20_000, len(seen)
+    assert len(seen) >= 9 * examples, len(seen)
 
 
 @functools.cache

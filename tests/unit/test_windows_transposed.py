@@ -61,10 +61,13 @@ def check_run(layer, expected, run, extent):
             assert stop == 0  # a cell before the tensor
 
 
+@pytest.mark.parametrize(
+    "extents", [(1, 2, 3, 4, 6, 9, 14), pytest.param(tuple(range(1, 15)), marks=pytest.mark.every_case)], ids=len
+)
 @pytest.mark.parametrize(("k", "s"), [(k, s) for k in range(1, 8) for s in range(1, 5)])
-def test_every_geometry_piece_by_piece_over_balanced_splits(k, s):
+def test_every_geometry_piece_by_piece_over_balanced_splits(k, s, extents):
     checked = 0
-    for p, d, extent in itertools.product(range(4), range(1, 4), range(1, 15)):
+    for p, d, extent in itertools.product(range(4), range(1, 4), extents):
         for more in range(max(s, d)):
             layer = geometry(k, s, p, d, more)
             count = (extent - 1) * s - 2 * p + d * (k - 1) + 1 + more
@@ -79,16 +82,20 @@ def test_every_geometry_piece_by_piece_over_balanced_splits(k, s):
             for run in {run for workers in range(1, 6) for run in balanced(count, workers)}:
                 check_run(layer, expected, run, extent)
                 checked += 1
-    assert checked > 2000
+    assert checked > 130 * len(extents)
 
 
 CASES, BYTES = 20, 12  # in one example, and of one case
 
 
-@settings(max_examples=1000, deadline=None, database=None)
-@given(st.binary(min_size=CASES * BYTES, max_size=CASES * BYTES))
-def test_arbitrary_splits(drawn):
-    """20,000 of them. (A byte for each number: drawing the numbers one by one takes longer than all else.)"""
+@pytest.mark.parametrize("examples", [200, pytest.param(1000, marks=pytest.mark.every_case)])
+def test_arbitrary_splits(examples):
+    """20 of each example. (A byte for each number: drawing the numbers one by one takes longer than all else.)"""
+    drawn = st.binary(min_size=CASES * BYTES, max_size=CASES * BYTES)
+    settings(max_examples=examples, deadline=None, database=None)(given(drawn)(check_splits))()
+
+
+def check_splits(drawn):
     for at in range(0, len(drawn), BYTES):
         k, s, p, d, more, extent, places, *cuts = drawn[at : at + BYTES]
         k, s, d, extent = k % 7 + 1, s % 4 + 1, d % 3 + 1, extent % 14 + 1
