@@ -105,6 +105,7 @@ def test_long_ones_in_both_precisions(case):
         check(case, n, m, None, [evenly(3)], dtype)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("examples", [300, pytest.param(2500, marks=pytest.mark.every_case)])
 def test_any_extents_and_any_split(examples):
     """Each example is a case for each of the 8 kinds; blocks may be empty."""
