@@ -1,9 +1,10 @@
 import contextlib
+import struct
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -85,3 +86,56 @@ def test_a_message_that_ends_early_or_late_is_refused(value, count):
     for damaged in (message[:-count], message + b"\0" * count):
         with pytest.raises(ValueError, match="could not be decoded"):
             decode(damaged)
+
+
+CONTENTS = st.one_of(
+    VALUES,
+    hnp.arrays(st.sampled_from(["<f4", "i2", "?", "c8", "S3", "U2", "M8[ns]"]), hnp.array_shapes(max_side=2)),
+    st.sampled_from([torch.ones(2, 3), torch.zeros(0, 4), np.float32(1.5), [np.ones(2), {"a": torch.ones(1)}]]),
+)
+
+
+@given(
+    CONTENTS, st.lists(st.tuples(st.integers(0), st.integers(0, 255), st.sampled_from("sid")), min_size=1, max_size=4)
+)
+@settings(max_examples=400)
+def test_a_mutated_message_gives_a_value_or_a_value_error(value, changes):
+    """Bytes are set, inserted and deleted anywhere in a message."""
+    message = bytearray(encode(value))
+    for place, byte, kind in changes:
+        at = place % (len(message) + 1)
+        message[at : at + (kind != "i")] = b"" if kind == "d" else bytes([byte])
+    with contextlib.suppress(ValueError):
+        decode(bytes(message))
+
+
+def _array_of(dtype, body=b"\0" * 8):
+    content = struct.pack("<Q", len(dtype)) + dtype + struct.pack("<BQ", 1, 1) + body
+    return b"a" + struct.pack("<Q", len(content)) + content
+
+
+def _nested(depth):
+    message = b"n" + bytes(8)
+    for _ in range(depth):
+        message = b"l" + struct.pack("<Q", len(message)) + message
+    return message
+
+
+@pytest.mark.parametrize("message", [
+    _array_of(b"(2"), _array_of(b"f4,"), _array_of(b"<f4,<i4"), _array_of(b"O"), _array_of(b"|V8"), _array_of(b"{"),
+    _array_of(b"<M8[x]"), _array_of(b"<U999999999999999999"), _array_of(b"a8"), _array_of(b"a" * 9), _nested(100_000),
+    b"T" + struct.pack("<Q", 18) + bytes([0, 2]) + struct.pack("<2Q", 1 << 63, 0),
+    b"d" + struct.pack("<Q", 9) + b"n" + bytes(8),
+], ids=range(13))  # fmt: skip
+def test_messages_that_raised_other_errors_are_value_errors(message):
+    """NumPy raised SyntaxError and DeprecationWarning for names of dtypes, and nesting RecursionError."""
+    with pytest.raises(ValueError, match="a message could not be decoded"):
+        decode(message)
+
+
+def test_containers_nested_too_deeply_are_refused_by_the_sender():
+    value = []
+    value.append(value)
+    with pytest.raises(ValueError, match="nested so deeply"):
+        encode(value)
+    assert decode(encode([[[[]]]])) == [[[[]]]]

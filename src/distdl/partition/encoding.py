@@ -6,6 +6,7 @@ Decoding builds numbers, strings, arrays and containers and nothing else; no cod
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from math import prod
@@ -19,6 +20,7 @@ from distdl.tensors.memory import readable
 from distdl.transport.communicator import as_bytes
 
 _ARRAY_KINDS = "biufcSUmM"
+_ARRAY_DTYPE = re.compile(rf"[<>|][{_ARRAY_KINDS}]\d{{1,18}}(\[\d{{0,9}}[A-Za-z]{{1,2}}\])?")
 
 
 def encode(value: Any) -> bytes:
@@ -27,8 +29,15 @@ def encode(value: Any) -> bytes:
     Args:
         value: None, a bool, int, float, complex, str, bytes, NumPy array or scalar, tensor (its values only: not its
             gradient nor its device), or a tuple, list or dict of these.
-    Raises: ValueError for anything else.
+    Raises: ValueError for anything else, and for containers that are nested too deeply.
     """
+    try:
+        return _encode_one(value)
+    except RecursionError:
+        raise ValueError("cannot send a value whose containers are nested so deeply (or contain themselves)") from None
+
+
+def _encode_one(value: Any) -> bytes:
     for kind, accepts, write, _ in _KINDS:
         if accepts(value):
             return kind + _sized(write(value))
@@ -41,14 +50,14 @@ def encode(value: Any) -> bytes:
 def decode(message: bytes) -> Any:
     """The value whose :func:`encode` gives these bytes.
 
-    Raises: ValueError if they are not the bytes of exactly one value.
+    Raises: ValueError, and nothing else, if they are not the bytes of exactly one value.
     """
     try:
         value, rest = _decode_one(memoryview(message))
-    except (struct.error, UnicodeDecodeError, TypeError, IndexError, KeyError) as error:
+        if len(rest):
+            raise ValueError(f"{len(rest)} bytes are left over")
+    except Exception as error:  # whatever the readers of its parts make of bytes that nobody has encoded
         raise ValueError(f"a message could not be decoded: {error}") from error
-    if len(rest):
-        raise ValueError(f"a message could not be decoded: {len(rest)} bytes are left over")
     return value
 
 
@@ -56,7 +65,7 @@ def _decode_one(message: memoryview) -> tuple[Any, memoryview]:
     kind = bytes(message[:1])
     body, rest = _cut(message[1:])
     if kind not in _READERS:
-        raise ValueError(f"a message could not be decoded: {kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is no kind of value")
     return _READERS[kind](body), rest
 
 
@@ -67,7 +76,7 @@ def _sized(body: bytes) -> bytes:
 def _cut(message: memoryview) -> tuple[memoryview, memoryview]:
     (length,) = struct.unpack_from("<Q", message)
     if length > len(message) - 8:
-        raise ValueError(f"a message could not be decoded: it ends {length - len(message) + 8} bytes early")
+        raise ValueError(f"it ends {length - len(message) + 8} bytes early")
     return message[8 : 8 + length], message[8 + length :]
 
 
@@ -95,9 +104,10 @@ def _write_array(value: Any) -> bytes:
 
 def _read_array(body: memoryview) -> Any:
     name, body = _cut(body)
-    dtype = np.dtype(bytes(name).decode("ascii"))
-    if dtype.kind not in _ARRAY_KINDS:
-        raise ValueError(f"a message could not be decoded: it has an array of {dtype}")
+    text = bytes(name).decode("ascii")
+    if not _ARRAY_DTYPE.fullmatch(text):  # NumPy reads far more than it writes, some of it by Python's parser
+        raise ValueError(f"it has an array of {text!r}")
+    dtype = np.dtype(text)
     shape, body = _cut_dims(body)
     return np.frombuffer(body, dtype).reshape(shape).copy()
 
@@ -112,7 +122,7 @@ def _read_tensor(body: memoryview) -> torch.Tensor:
     dtype = DTYPES[body[0]]
     shape, body = _cut_dims(body[1:])
     if prod(shape) * dtype.itemsize != len(body):
-        raise ValueError(f"a message could not be decoded: {len(body)} bytes for a tensor of {list(shape)} {dtype}")
+        raise ValueError(f"{len(body)} bytes for a tensor of {list(shape)} {dtype}")
     if not len(body):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(body), dtype=dtype).reshape(shape)
@@ -145,8 +155,8 @@ _KINDS: tuple[tuple[bytes, Callable[[Any], bool], Callable[[Any], bytes], Callab
     (b"y", _of(bytes), lambda value: value, bytes),
     (b"a", _is_array, _write_array, _read_array),
     (b"T", lambda value: isinstance(value, torch.Tensor), _write_tensor, _read_tensor),
-    (b"t", _of(tuple), lambda value: b"".join(map(encode, value)), lambda body: tuple(_read_items(body))),
-    (b"l", _of(list), lambda value: b"".join(map(encode, value)), _read_items),
-    (b"d", _of(dict), lambda value: b"".join(map(encode, value.items())), lambda body: dict(_read_items(body))),
+    (b"t", _of(tuple), lambda value: b"".join(map(_encode_one, value)), lambda body: tuple(_read_items(body))),
+    (b"l", _of(list), lambda value: b"".join(map(_encode_one, value)), _read_items),
+    (b"d", _of(dict), lambda value: b"".join(map(_encode_one, value.items())), lambda body: dict(_read_items(body))),
 )  # fmt: skip
 _READERS = {kind: read for kind, _, _, read in _KINDS}
