@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from distdl import __version__
-from distdl.backends import find, names
+from distdl.backends import chosen, find, names
 from distdl.workers.launch import run_workers
 
 
@@ -20,10 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="run a script on several workers")
     run.add_argument("-n", "--workers", type=_count, default=4, help="how many workers (default: 4)")
-    default = os.environ.get("DISTDL_BACKEND") or "threads"
-    run.add_argument(
-        "--backend", default=default, help=f"one of {', '.join(names())}, or your own (default: {default})"
-    )
+    known = f"one of {', '.join(names())}, or your own"
+    run.add_argument("--backend", help=f"{known} (default: what DISTDL_BACKEND names, else threads)")
     run.add_argument("script", type=Path)
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(arguments)
@@ -31,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"there is no script {options.script}")
     sys.path.insert(0, str(options.script.resolve().parent))  # a back-end of the user's may lie beside the script
     try:
-        backend = find(options.backend)
+        name = chosen() if options.backend is None else options.backend
+        backend = find(name)
     except ValueError as error:
         parser.error(str(error))
     program = [str(options.script), *options.arguments]
@@ -45,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = [*torchrun, "--nproc-per-node", str(options.workers), *program]
     else:
-        return _execute(options.workers, options.backend, options.script, program)
-    return subprocess.run(command, env={**_environment(), "DISTDL_BACKEND": options.backend}).returncode
+        return _execute(options.workers, name, options.script, program)
+    return subprocess.run(command, env={**_environment(), "DISTDL_BACKEND": name}).returncode
 
 
 def _count(text: str) -> int:

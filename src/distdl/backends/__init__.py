@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from distdl.environment import chosen_backend
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import Job, job
 
-__all__ = ["BACKENDS", "Backend", "Job", "Work", "find", "job", "names", "register"]
+__all__ = ["BACKENDS", "Backend", "Job", "Work", "chosen", "find", "job", "names", "register"]
 
 _OWN = {
     "serial": "distdl.backends.serial",
@@ -79,6 +80,19 @@ def find(name: str) -> Backend:
             f"(distdl.backends.register)"
         )
     return _registered[name]
+
+
+def chosen() -> str:
+    """The name of the back-end that ``DISTDL_BACKEND`` names; threads if it is not set.
+
+    Raises: ValueError, which names the variable, if there is none of that name.
+    """
+    name = chosen_backend() or "threads"
+    try:
+        find(name)
+    except ValueError as error:
+        raise ValueError(f"the environment variable DISTDL_BACKEND is {name!r}: {error}") from None
+    return name
 
 
 def names() -> list[str]:

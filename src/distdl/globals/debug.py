@@ -7,13 +7,13 @@ worker that takes part in it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from distdl import environment
 from distdl.globals.paths import current_path
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
@@ -33,7 +33,7 @@ on = False
 
 def wanted() -> bool:
     """Whether workers are to compare, by the environment variable."""
-    return os.environ.get("DISTDL_DEBUG", "0") not in ("", "0")
+    return environment.debug()
 
 
 def watch(comm: Communicator) -> None:

@@ -8,7 +8,6 @@ and 0 switches recycling off.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from distdl.environment import recycled_memory
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
 
@@ -95,7 +96,7 @@ class _Lease(np.ndarray[Any, Any]):
             pool.give(block)
 
 
-pool = Pool(int(os.environ.get("DISTDL_RECYCLED_MEMORY", "512")) << 20)
+pool = Pool(recycled_memory())
 
 
 def empty(

@@ -10,7 +10,6 @@ root, it comes first.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from distdl import environment
 from distdl.geometry.boxes import balanced
 from distdl.tensors.memory import empty as empty
 from distdl.transport.view import Addressed as Addressed
@@ -32,7 +32,6 @@ Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = 600.0
 SMALL_SUM = 1 << 15  # bytes that each member of an all-sum sends to each other rather than add up in parts
 
 
@@ -156,7 +155,7 @@ class Communicator(ABC):
     where: object = "an exchange"
 
     def __init__(self) -> None:
-        self.timeout = float(os.environ.get("DISTDL_TIMEOUT", DEFAULT_TIMEOUT))
+        self.timeout = environment.timeout()
         self.kept: dict[Any, Any] = {}
         self._calls: dict[Group, Calls] = {}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
-from distdl.backends import find
+from distdl.backends import chosen, find
 from distdl.transport.communicator import Communicator
 from distdl.workers.processes import run_processes
 from distdl.workers.worlds import inside, launched, world
@@ -37,7 +36,7 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
     here = launched()
     if here is not None and backend in (None, here):
         return _run_here(function, workers, here)
-    name = backend or os.environ.get("DISTDL_BACKEND") or "threads"
+    name = backend or chosen()
     found = find(name)
     if found.check is not None:
         found.check()

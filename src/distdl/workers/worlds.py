@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distdl import environment
 from distdl.backends import find, names
 from distdl.partition import Partition
 from distdl.transport.communicator import Communicator
@@ -86,7 +87,7 @@ def _is_entered(name: Any) -> bool:
 
 
 def _torch_backend() -> str:
-    chosen = os.environ.get("DISTDL_BACKEND")
+    chosen = environment.chosen_backend()
     if chosen:
         if not _is_of_processes(chosen):
             raise ValueError(
@@ -94,7 +95,7 @@ def _torch_backend() -> str:
                 f"whose workers are processes (registered are {', '.join(names())}); it is {chosen!r}"
             )
         return chosen
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = environment.whole("LOCAL_WORLD_SIZE", 1)
     return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "gloo"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -12,12 +11,14 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from distdl import environment
+
 
 def is_cuda_aware() -> bool:
     """Whether MPI reads and writes CUDA memory; the environment variable ``DISTDL_CUDA_AWARE_MPI`` overrides it."""
-    asked = os.environ.get("DISTDL_CUDA_AWARE_MPI")
+    asked = environment.cuda_aware_mpi()
     if asked is not None:
-        return asked not in ("", "0")
+        return asked
     try:
         return torch.cuda.is_available() and bool(ctypes.CDLL(None).MPIX_Query_cuda_support())
     except AttributeError:

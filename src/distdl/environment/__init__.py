@@ -1,0 +1,21 @@
+"""The environment variables that distdl reads."""
+
+from distdl.environment.variables import (
+    LONGEST_TIMEOUT,
+    chosen_backend,
+    cuda_aware_mpi,
+    debug,
+    recycled_memory,
+    timeout,
+    whole,
+)
+
+__all__ = [
+    "LONGEST_TIMEOUT",
+    "chosen_backend",
+    "cuda_aware_mpi",
+    "debug",
+    "recycled_memory",
+    "timeout",
+    "whole",
+]

@@ -1,0 +1,74 @@
+"""Environment variables, each with its rule: a value that breaks it is a ValueError that names variable and rule.
+
+Nothing else in distdl reads a variable that has a rule, so that none is taken for another value than it says.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NoReturn
+
+DEFAULT_TIMEOUT = 600.0
+LONGEST_TIMEOUT = 2_000_000  # seconds; gloo counts milliseconds in 32 bits
+LARGEST_MEMORY = 1 << 40  # MiB
+
+
+def timeout() -> float:
+    """``DISTDL_TIMEOUT``: longest wait for other workers, in seconds.
+
+    Raises: ValueError unless it is a number above 0 and at most ``LONGEST_TIMEOUT``; so no wait is without limit.
+    """
+    text = os.environ.get("DISTDL_TIMEOUT")
+    if text is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= LONGEST_TIMEOUT:  # of nan neither holds
+        _refuse("DISTDL_TIMEOUT", f"a number of seconds above 0 and at most {LONGEST_TIMEOUT}", text)
+    return seconds
+
+
+def recycled_memory() -> int:
+    """``DISTDL_RECYCLED_MEMORY``, which is in MiB, as a number of bytes."""
+    return whole("DISTDL_RECYCLED_MEMORY", 512, largest=LARGEST_MEMORY, unit="MiB") << 20
+
+
+def chosen_backend() -> str | None:
+    """``DISTDL_BACKEND``: the name of a back-end; None if it is not set, or empty."""
+    return os.environ.get("DISTDL_BACKEND") or None
+
+
+def debug() -> bool:
+    """``DISTDL_DEBUG``: whether workers compare what they do before each exchange."""
+    return bool(_flag("DISTDL_DEBUG"))
+
+
+def cuda_aware_mpi() -> bool | None:
+    """``DISTDL_CUDA_AWARE_MPI``: whether MPI takes addresses of GPU memory; None if it is not set."""
+    return _flag("DISTDL_CUDA_AWARE_MPI")
+
+
+def whole(name: str, default: int, largest: int = (1 << 31) - 1, unit: str = "") -> int:
+    """A variable that is a whole number from 0 to ``largest``."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) > largest:
+        _refuse(name, f"a whole number {f'of {unit} ' if unit else ''}from 0 to {largest}", text)
+    return int(text)
+
+
+def _flag(name: str) -> bool | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if text not in ("", "0", "1"):
+        _refuse(name, "0 or 1", text)
+    return text == "1"
+
+
+def _refuse(name: str, rule: str, text: str) -> NoReturn:
+    raise ValueError(f"the environment variable {name} has to be {rule}; it is {text!r}")
