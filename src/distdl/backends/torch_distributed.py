@@ -9,8 +9,6 @@ A process that ends closes its sockets, and whoever waits for it gets an error a
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -34,13 +32,19 @@ from distdl.transport.communicator import (
     name_workers,
 )
 from distdl.transport.job import job, of_group
+from distdl.transport.stores import absent, described, within
+from distdl.transport.watch import Watch
 
 # what the transports can add up; other dtypes are summed by messages
 _SUMS = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int8, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
-_PATIENCE = 1.0  # seconds after which a waiting worker writes into the store that it waits
+_MARGIN = 2.0  # seconds after which a group that gloo should have given up is given up
+_ADVICE = (
+    ". Each worker listens at the address of its host's name. If the others cannot reach that, as where it is "
+    "127.0.1.1, set GLOO_SOCKET_IFNAME on every host to the network interface that joins them (`ip address` lists them)"
+)
 
 
 class TorchCommunicator(Communicator):
@@ -50,9 +54,12 @@ class TorchCommunicator(Communicator):
         store: a store that all workers share, for distdl alone.
         rank, size: this worker's number, and how many there are.
         nccl: whether CUDA tensors go through NCCL; else they are staged through CPU memory and gloo.
+        host: the address at which gloo listens. None: that of the interfaces ``GLOO_SOCKET_IFNAME``, or else the one
+            of this host's name.
+    Raises: CommunicationError at the time limit, if some worker has not come or cannot be reached.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, nccl: bool = False) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, nccl: bool = False, host: str | None = None) -> None:
         super().__init__()
         self.rank = rank
         self.size = size
@@ -61,7 +68,8 @@ class TorchCommunicator(Communicator):
         self._nccl = nccl
         self._groups: dict[tuple[bool, Group], Any] = {}
         self._generation = 0
-        self._watch = _Watch(store, rank)
+        self._host = host
+        self._watch = Watch(store, rank)
         self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
@@ -154,17 +162,49 @@ class TorchCommunicator(Communicator):
         if (direct, workers) not in self._groups:
             name = f"{self._generation}/{'nccl' if direct else 'gloo'}/{'_'.join(map(str, workers))}"
             store, place = dist.PrefixStore(name, self._store), workers.index(self.rank)
+            # members meet in the store, where they would not notice the end of another, so let them meet first
             if self._groups:
-                # members meet in the store, where they would not notice the end of another, so let them meet here first
                 self.all_gather(workers, torch.zeros(1))
+            else:
+                self._gather_in(store, workers)
             if direct:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._limit
                 made: Any = dist.ProcessGroupNCCL(store, place, len(workers), options)
             else:
-                made = self._meet(lambda: dist.ProcessGroupGloo(store, place, len(workers), self._limit), workers)
+                made = self._gloo(store, workers)
             self._groups[direct, workers] = made
         return self._groups[direct, workers]
+
+    def _gather_in(self, store: dist.Store, workers: Group) -> None:
+        try:
+            found = absent(store, self.rank, workers, self.timeout)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"worker {self.rank} of {self.size} opens a world, and {described(store)} does not answer ({error}): "
+                f"the process that keeps it has gone, is stopped or out of reach"
+            ) from error
+        if found:
+            come = ", ".join(f"worker {worker} ({place})" for worker, place in found.items() if place)
+            late = self.overdue(worker for worker, place in found.items() if place is None)
+            raise CommunicationError(f"{late}, which did not come to {described(store)}; {come} did")
+
+    def _gloo(self, store: dist.Store, workers: Group) -> Any:
+        options: Any = self._limit
+        if self._host is not None:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout, options._threads = self._limit, 2
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+        place, limit = workers.index(self.rank), self.timeout + _MARGIN
+        try:
+            return within(limit, lambda: dist.ProcessGroupGloo(store, place, len(workers), options))
+        except RuntimeError as error:
+            others = [worker for worker in workers if worker != self.rank]
+            advice = "" if self._host is not None else _ADVICE
+            raise CommunicationError(
+                f"worker {self.rank} of {self.size} could not connect to {name_workers(others)} by gloo: "
+                f"{_first_line(error)}{advice}"
+            ) from error
 
     def _meet(self, make: Callable[[], Any], workers: Group) -> Any:
         self._watch.begin(self.where)
@@ -187,58 +227,24 @@ class TorchCommunicator(Communicator):
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
         others = [worker for worker in workers if worker != self.rank]
-        if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
-            return CommunicationError(
-                f"worker {self.rank} lost a connection in {self.where}, waiting for {name_workers(others)}: {error}"
-            )
-        waiting = self._watch.waiting(others)
-        late = self.overdue([worker for worker in others if worker not in waiting] or others)
-        return CommunicationError(
-            str(late) + "".join(f"; worker {worker} waits in {where}" for worker, where in sorted(waiting.items()))
-        )
+        reason = _first_line(error)
+        late = any(words in reason.lower() for words in ("timed out waiting", "timeout"))
+
+        def tell(waiting: dict[int, str]) -> str:
+            if not late:
+                awaited = name_workers(others)
+                return f"worker {self.rank} lost a connection in {self.where}, waiting for {awaited}: {reason}"
+            overdue = self.overdue([worker for worker in others if worker not in waiting] or others)
+            return str(overdue) + "".join(f"; worker {w} waits in {where}" for w, where in sorted(waiting.items()))
+
+        first, own = self._watch.first_failure(others, late, tell), f"worker {self.rank} "
+        if first.startswith(own):
+            return CommunicationError(first)
+        return CommunicationError(f"{own}gave up in {self.where}, after another worker had: {first}")
 
 
-class _Watch:
-    """Writes into the store where this worker waits, once a wait has become long, for others to see who is absent."""
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store = store
-        self._key = f"waits/{rank}"
-        self._wait: tuple[float, object] | None = None
-        self._written = False
-        self._lock = threading.Lock()
-        threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
-
-    def begin(self, where: object) -> None:
-        with self._lock:
-            self._wait = (time.monotonic(), where)
-
-    def end(self) -> None:
-        with self._lock:
-            self._wait = None
-            if self._written:
-                self._store.delete_key(self._key)
-                self._written = False
-
-    def waiting(self, workers: Sequence[int]) -> dict[int, str]:
-        """Those of the workers that wait too, and where."""
-        keys = {worker: f"waits/{worker}" for worker in workers}
-        try:
-            return {worker: self._store.get(key).decode() for worker, key in keys.items() if self._store.check([key])}
-        except RuntimeError:  # the store went away together with the worker that kept it
-            return {}
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(_PATIENCE / 2)
-            with self._lock:
-                if self._wait is None or self._written or time.monotonic() - self._wait[0] < _PATIENCE:
-                    continue
-                try:
-                    self._store.set(self._key, str(self._wait[1]))
-                except RuntimeError:
-                    return
-                self._written = True
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]  # torch appends its stack
 
 
 _over: dict[Any, TorchCommunicator] = {}
@@ -268,7 +274,7 @@ def _open(backend: str) -> TorchCommunicator:
     found = job(backend)
     if backend == "nccl":
         torch.cuda.set_device(found.local_rank)
-    return TorchCommunicator(found.store, found.rank, found.size, backend == "nccl")
+    return TorchCommunicator(found.store, found.rank, found.size, backend == "nccl", found.host)
 
 
 def _check_nccl() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+
+from distdl import environment
+from distdl.transport.communicator import CommunicationError
+from distdl.transport.stores import connect
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -22,12 +24,14 @@ class Job(NamedTuple):
         rank, size: this worker's number, and how many there are.
         local_rank: its number among those of the same machine.
         store: maps strings to bytes. ``store.get(key)`` waits until some worker has made ``store.set(key, value)``.
+        host: the address at which workers listen for each other, if all are on this machine; None: any of it.
     """
 
     rank: int
     size: int
     local_rank: int
     store: dist.Store
+    host: str | None = None
 
 
 _joined: Job | None = None
@@ -45,15 +49,15 @@ def job(backend: str) -> Job:
 
     Args:
         backend: the name of the back-end that asks: the entries of different back-ends do not meet.
-    Raises: RuntimeError, saying how to launch one, if this process was started in none.
+    Raises: RuntimeError, saying how to launch one, if this process was started in none; CommunicationError if its
+        store does not answer within the time limit.
     """
     if not dist.is_available():
         raise RuntimeError(f"the {backend} back-end needs a build of torch that has torch.distributed")
     if _joined is None and dist.is_initialized():
         joined = of_group(dist.group.WORLD)
     elif _joined is None and all(variable in os.environ for variable in TORCHRUN):
-        store, rank, size = next(iter(dist.rendezvous("env://")))
-        joined = Job(rank, size, _local_rank(), store)
+        joined = _of_torchrun()
         join(joined)
     elif _joined is None:
         raise RuntimeError(
@@ -68,21 +72,27 @@ def job(backend: str) -> Job:
 
 
 def of_group(group: Any) -> Job:
-    """The job of a process group that the user made, with a new store. Collective over its workers."""
-    gloo = "gloo" in str(dist.get_backend_config(group))
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    address = torch.zeros(256, dtype=torch.uint8, device="cpu" if gloo else "cuda")
-    if rank == 0:
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        text = f"{host} {store.port}".encode()
-        address[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    dist.broadcast(address, group_src=0, group=group)
-    if rank != 0:
-        host, port = bytes(address.tolist()).rstrip(b"\0").decode().split()
-        store = dist.TCPStore(host, int(port), is_master=False)
+    """The job of a process group that the user made, with a part of its store for us alone."""
+    store = dist.PrefixStore("distdl", group.get_group_store())
+    return Job(dist.get_rank(group), dist.get_world_size(group), _local_rank(), store)
+
+
+def _of_torchrun() -> Job:
+    """The job that torchrun's variables tell of. Its store is kept by torchrun, or else by the first worker."""
+    rank, size = environment.whole("RANK", 0), environment.whole("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ValueError(f"the environment variable RANK has to be less than WORLD_SIZE; they are {rank} and {size}")
+    host, port = os.environ["MASTER_ADDR"], environment.whole("MASTER_PORT", 0, largest=65535)
+    keep = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = connect(host, port, environment.timeout(), keep)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"worker {rank} of {size} {error} (DISTDL_TIMEOUT; the address is MASTER_ADDR and MASTER_PORT, where "
+            f"{'torchrun' if 'TORCHELASTIC_RUN_ID' in os.environ else 'worker 0'} keeps the store of the job)"
+        ) from error
     return Job(rank, size, _local_rank(), store)
 
 
 def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return environment.whole("LOCAL_RANK", 0)

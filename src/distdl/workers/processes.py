@@ -12,10 +12,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from distdl import environment
 from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.job import Job, join
+from distdl.transport.stores import LOOPBACK, connect, local_store
 from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")
@@ -49,7 +50,7 @@ def run_processes(
             f"at the top of a module; got {function!r} and the opener {opener!r} ({error})"
         ) from error
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store(environment.timeout())
     reports: Any = context.Queue()
     processes = [
         context.Process(target=_work, args=(content, rank, workers, store.port, backend, reports), daemon=True)
@@ -96,7 +97,7 @@ def _collect(processes: Sequence[BaseProcess], reports: Any) -> dict[int, Any]:
 def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports: Any) -> None:
     try:
         torch.set_num_threads(1)
-        join(Job(rank, size, rank, dist.TCPStore("127.0.0.1", port, is_master=False)))
+        join(Job(rank, size, rank, connect(LOOPBACK, port, environment.timeout()), LOOPBACK))
         opener, function = pickle.loads(content)
         enter(opener(), backend)
         report = (rank, True, pickle.dumps(function()))

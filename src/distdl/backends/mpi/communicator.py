@@ -60,8 +60,9 @@ class MPICommunicator(Communicator):
         self.rank = parent.Get_rank()
         self.size = parent.Get_size()
         self.parent = parent
-        self._world = parent.Dup()
-        self._groups: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): self._world}
+        self._world = parent  # until there is a duplicate, this serves to ask who is absent
+        self._duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None
+        self._groups: dict[Group, MPI.Intracomm] = {}
         self._handles: dict[Group, tuple[MPI.Intracomm, int]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
@@ -71,7 +72,10 @@ class MPICommunicator(Communicator):
 
     @classmethod
     def over(cls, parent: MPI.Intracomm) -> MPICommunicator:
-        """The communicator over the workers of ``parent``: collective the first time, then always the same object."""
+        """The communicator over the workers of ``parent``: collective the first time, then always the same object.
+
+        Raises: CommunicationError at the time limit, if some worker has not come. Called again, it goes on waiting.
+        """
         if cls._keyval is None:
             cls._keyval = MPI.Comm.Create_keyval()
         known = parent.Get_attr(cls._keyval)
@@ -79,7 +83,19 @@ class MPICommunicator(Communicator):
             known = cls(parent)
             parent.Set_attr(cls._keyval, known)
         assert isinstance(known, MPICommunicator)
+        if not known._groups:
+            known._open()
         return known
+
+    def _open(self) -> None:
+        everyone = tuple(range(self.size))
+        if self._duplicate is None:
+            self._duplicate = self.parent.Idup()
+        duplicate, through = self._duplicate
+        self.where = f"the opening of a world of {self.size} workers"
+        self.finish([through], everyone)
+        del self.where
+        self._world = self._groups[everyone] = duplicate
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()

@@ -1,0 +1,232 @@
+"""Opening a world has a limit, and says who is missing and what was tried; so has all that is asked of a store."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launchers import FOLDER, mpirun, python_path
+
+import distdl
+from distdl import CommunicationError
+from distdl.backends.torch_distributed import TorchCommunicator
+from distdl.transport.stores import LOOPBACK, connect, local_store
+
+SCRIPT = FOLDER / "run_openings.py"
+
+
+def each(count, function):
+    """What ``function(0)``, ``function(1)``, ... return or raise, called in a thread each, and after how long."""
+    found = [None] * count
+
+    def call(worker):
+        begun = time.monotonic()
+        try:
+            result = function(worker)
+        except Exception as error:
+            result = error
+        found[worker] = (result, time.monotonic() - begun)
+
+    threads = [threading.Thread(target=call, args=(worker,), daemon=True) for worker in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert None not in found, "a worker waits without limit"
+    return found
+
+
+@pytest.fixture
+def store():
+    return local_store(30)
+
+
+def link(store, rank, size, host=LOOPBACK):
+    """A worker's communicator in this process, with a connection of its own to the store."""
+    return TorchCommunicator(connect(LOOPBACK, store.port, 10), rank, size, host=host)
+
+
+# -- opening: gloo
+
+
+def test_gloo_with_half_of_the_workers_says_who_is_missing(store, monkeypatch):
+    monkeypatch.setenv("DISTDL_TIMEOUT", "1")
+    for error, seconds in each(2, lambda worker: link(store, worker, 4)):
+        assert isinstance(error, CommunicationError) and 0.9 < seconds < 4
+        assert "waited longer than 1 s (DISTDL_TIMEOUT)" in str(error)
+        came = f"worker 0 (process {os.getpid()} on"
+        assert f"for workers 2, 3, which did not come to the store at 127.0.0.1:{store.port}; {came}" in str(error)
+
+
+@contextmanager
+def listener(answer):
+    """Something that listens, and is no store."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        kept = []
+
+        def serve():
+            while True:
+                try:
+                    kept.append(listening.accept()[0])
+                    if answer:
+                        kept[-1].sendall(answer)
+                        kept[-1].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listening.getsockname()[1]
+
+
+@contextmanager
+def nobody():
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        port = listening.getsockname()[1]
+    yield port
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    (lambda: listener(b""), "got no answer from 127.0.0.1:{} within 1 s"),
+    (lambda: listener(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9), "could not reach a store at 127.0.0.1:{} within 1 s"),
+    (nobody, "127.0.0.1:{} within 1 s"),
+], ids=["silent", "http", "nobody"])  # fmt: skip
+def test_an_address_without_a_store_is_an_error_at_the_limit(monkeypatch, what, words):
+    with what() as port:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+        for name, value in {**variables, "DISTDL_TIMEOUT": "1", "DISTDL_BACKEND": "gloo"}.items():
+            monkeypatch.setenv(name, value)
+        begun = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"worker 1 of 2 .*MASTER_ADDR and MASTER_PORT") as error:
+            distdl.world()
+        assert words.format(port) in str(error.value) and time.monotonic() - begun < 4
+
+
+def test_a_connection_that_is_refused_is_no_long_wait_and_tells_the_cure(store, monkeypatch):
+    """Worker 1 has told an address at which nobody listens, as a host does whose name means 127.0.1.1 to it."""
+    monkeypatch.setenv("DISTDL_TIMEOUT", "20")
+    told = dist.PrefixStore("0/gloo/0_1", store)
+    told.set("here/1", "elsewhere")
+    with pytest.raises(RuntimeError):
+        dist.ProcessGroupGloo(told, 1, 2, timedelta(seconds=0.5))
+    begun = time.monotonic()
+    with pytest.raises(CommunicationError, match="worker 0 of 2 could not connect to worker 1 by gloo") as error:
+        link(store, 0, 2, host=None)
+    assert time.monotonic() - begun < 10
+    text = str(error.value)
+    assert "Connection refused" in text and "GLOO_SOCKET_IFNAME" in text and "waited longer" not in text
+
+
+# -- after that: gloo
+
+
+def test_who_waits_is_not_blamed_where_another_worker_gave_up_a_moment_before(store, monkeypatch):
+    """Worker 2 is busy, and worker 0 waits for it. Worker 1 waits for worker 0, which gives up first."""
+    monkeypatch.setenv("DISTDL_TIMEOUT", "3")
+    comms = [comm for comm, _ in each(3, lambda worker: link(store, worker, 3))]
+
+    def work(worker):
+        if worker < 2:
+            time.sleep(0.5 * worker)
+            comms[worker].where = f"call {worker}"
+            comms[worker].exchange([], [(2 if worker == 0 else 0, torch.zeros(1))]).wait()
+
+    (first, seconds), (second, later), _ = each(3, work)
+    told = "worker 0 waited longer than 3 s (DISTDL_TIMEOUT) in call 0 for worker 2"
+    assert str(first) == told and 3 <= seconds < 7
+    assert str(second) == f"worker 1 gave up in call 1, after another worker had: {told}" and later < 7
+
+
+def stopped(folder, process):
+    """Stop the process once both workers have noted that they are there, and then let them go on."""
+    await_files(folder, ["pid0", "pid1"], 40)
+    os.kill(process.pid, signal.SIGSTOP)
+    (folder / "go").touch()
+
+
+def await_files(folder, names, seconds):
+    until = time.monotonic() + seconds
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < until, f"{names} are not all there: {sorted(map(str, folder.iterdir()))}"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(90)
+def test_gloo_ends_its_wait_where_the_process_that_keeps_the_store_is_stopped(tmp_path):
+    command = [sys.executable, str(SCRIPT), "stopped_store", str(tmp_path)]
+    process = subprocess.Popen(command, env=python_path(DISTDL_TIMEOUT="3"), stderr=subprocess.DEVNULL)
+    try:
+        stopped(tmp_path, process)
+        await_files(tmp_path, ["error"], 20)
+    finally:
+        for file in tmp_path.glob("pid?"):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        process.kill()
+        process.wait()
+    seconds, _, text = (tmp_path / "error").read_text().partition(" ")
+    assert 3 <= float(seconds) < 12
+    assert "worker 0 waited longer than 3 s (DISTDL_TIMEOUT) in allgather_data" in text and "for worker 1" in text
+    assert "the store at 127.0.0.1:" in text and "does not answer: the process that keeps it is stopped" in text
+
+
+# -- opening: MPI
+
+
+def launch(scenario, folder, **variables):
+    command = mpirun(3, SCRIPT, scenario, str(folder))
+    return subprocess.run(command, capture_output=True, text=True, timeout=70, env=python_path(**variables))
+
+
+@pytest.mark.timeout(90)
+def test_a_worker_that_is_late_for_mpis_dup_is_named_and_the_others_may_try_again(tmp_path):
+    done = launch("late_for_dup", tmp_path, DISTDL_TIMEOUT="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    opening = "the opening of a world of 3 workers"
+    for worker, other in ((0, 2), (2, 0)):
+        errors = [file.read_text().partition(" ") for file in tmp_path.glob(f"error{worker}.*")]
+        assert errors and all(2 <= float(seconds) < 6 for seconds, _, _ in errors)
+        waited = f"worker {worker} waited longer than 2 s (DISTDL_TIMEOUT) in {opening} for worker 1; "
+        assert f"{waited}worker {other} waits in {opening}" in [text for _, _, text in errors]
+    assert {file.name for file in tmp_path.glob("opened*")} == {"opened0", "opened1", "opened2"}
+
+
+@pytest.mark.timeout(90)
+def test_a_worker_that_never_starts_mpi_ends_the_job_at_the_limit(tmp_path):
+    begun = time.monotonic()
+    done = launch("late_for_init", tmp_path, DISTDL_TIMEOUT="2")
+    assert done.returncode != 0 and time.monotonic() - begun < 25, done.stdout + done.stderr
+    assert "worker 0 waited longer than 2 s (DISTDL_TIMEOUT) in MPI_Init" in done.stderr
+
+
+# -- sockets
+
+
+def listening_addresses():
+    """The addresses at which this process listens for TCP connections, as the kernel writes them."""
+    own = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    inodes = {os.readlink(path) for path in own if os.path.islink(path)}
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in inodes:
+                found.add(columns[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs the kernel's table of sockets")
+def test_what_run_workers_opens_listens_on_the_loopback_address_only(store):
+    before = listening_addresses()
+    comms = each(2, lambda worker: link(store, worker, 2))
+    assert all(isinstance(comm, TorchCommunicator) for comm, _ in comms)
+    assert "0100007F" in listening_addresses() and listening_addresses() - before <= {"0100007F"}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port))
