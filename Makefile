@@ -5,6 +5,7 @@
 # make lint    ruff and mypy alone
 # make bench   time against the transports, written to benchmarks/results (5 minutes)
 # make docs    the documentation, in docs/_build
+# make audit   the installed dependencies against constraints.txt, without a network
 #
 # Each makes .venv and installs what it needs. PYTHON=... chooses the interpreter (3.11 or newer).
 
@@ -13,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test sweep models lint bench docs clean
+.PHONY: demo test sweep models lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -37,6 +38,9 @@ bench: $(VENV)/bench.installed
 
 docs: $(VENV)/docs.installed
 	$(BIN)/python -m sphinx -W -b html docs docs/_build
+
+audit: $(VENV)/test.installed
+	$(BIN)/python tools/audit.py
 
 $(VENV)/%.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'

@@ -284,7 +284,7 @@ class _File:
 def _open(path: str, name: str) -> Any:
     kind = Path(path).suffix
     if kind == ".npy":
-        return np.load(path, mmap_mode="r")
+        return np.load(path, mmap_mode="r", allow_pickle=False)
     if kind in (".h5", ".hdf5"):
         file = _library("h5py", "HDF5").File(path, "r")
         if not name and len(file) != 1:
