@@ -9,6 +9,7 @@ A process that ends closes its sockets, and whoever waits for it gets an error a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -203,7 +204,7 @@ class TorchCommunicator(Communicator):
             advice = "" if self._host is not None else _ADVICE
             raise CommunicationError(
                 f"worker {self.rank} of {self.size} could not connect to {name_workers(others)} by gloo: "
-                f"{_first_line(error)}{advice}"
+                f"{_reason(error)}{advice}"
             ) from error
 
     def _meet(self, make: Callable[[], Any], workers: Group) -> Any:
@@ -227,7 +228,7 @@ class TorchCommunicator(Communicator):
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
         others = [worker for worker in workers if worker != self.rank]
-        reason = _first_line(error)
+        reason = _reason(error)
         late = any(words in reason.lower() for words in ("timed out waiting", "timeout"))
 
         def tell(waiting: dict[int, str]) -> str:
@@ -243,8 +244,10 @@ class TorchCommunicator(Communicator):
         return CommunicationError(f"{own}gave up in {self.where}, after another worker had: {first}")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]  # torch appends its stack
+def _reason(error: Exception) -> str:
+    """What gloo says, without its advice, its source file and torch's stack."""
+    text = str(error).partition("\n")[0].partition(". This is typically caused")[0]
+    return re.sub(r"\[[^ \]]*\.cc:\d+\] ", "", text)
 
 
 _over: dict[Any, TorchCommunicator] = {}
