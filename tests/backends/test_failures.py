@@ -32,11 +32,13 @@ def test_threads_stop_with_the_failing_workers_exception_and_traceback():
     assert [entry.name for entry in error.traceback][-1] == "main"
 
 
-def test_threads_name_every_wait_when_none_can_go_on():
+def test_threads_name_every_wait_for_a_worker_that_returned():
     def main():
         P = distdl.world()
         if P.rank != 1:
             Broadcast(P[:1].reshape(1), P.reshape(4))(torch.ones(2))
+        while len(P.comm.hub._waits) < 3:
+            time.sleep(0.01)
 
     with pytest.raises(
         CommunicationError, match=r"worker 3 waits in Broadcast \(P_x: 1 on workers 0; P_y: 4.*worker 1 r"

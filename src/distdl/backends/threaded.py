@@ -3,12 +3,17 @@
 A sender posts a reference; the receiver copies from it into its own tensor and marks the message as read. So a message
 is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made.
 
-All waiting goes through one lock and one wake-up per worker, so the hub knows at any moment who waits for what. When
-every worker that still runs is waiting, nothing can ever arrive: that is an error at once, which names all the waits.
+All waiting goes through one lock and one wake-up per worker, so the hub knows at any moment who waits for what. When a
+worker waits for one that has ended, or every worker that still runs is waiting, nothing can ever arrive: that is an
+error at once, which names all the waits.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
+import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -29,7 +34,7 @@ from distdl.transport.communicator import (
     name_workers,
 )
 
-_GRACE = 5.0  # seconds that the others get to end, once one worker has failed
+_GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
 
 
 class _Letter:
@@ -78,7 +83,7 @@ class Hub:
         self._meetings: dict[Group, _Meeting] = {}
         self._bells = [threading.Semaphore(0) for _ in range(size)]
         self._waits: dict[int, _Wait] = {}
-        self._finished: set[int] = set()
+        self._ended: dict[int, str] = {}
 
     def post(self, sender: int, target: int, tag: int, tensor: torch.Tensor) -> _Letter:
         """Put a letter into the target's inbox. Hold the lock."""
@@ -132,10 +137,10 @@ class Hub:
         with self.lock:
             self._check_failure()
 
-    def finish(self, worker: int) -> None:
-        """Note that a worker has returned: whoever waits for it now waits in vain."""
+    def finish(self, worker: int, how: str) -> None:
+        """Note that a worker has ended, and how: whoever waits for it now waits in vain."""
         with self.lock:
-            self._finished.add(worker)
+            self._ended[worker] = how
             if self.failure is None and self._is_stuck():
                 self._end(self._deadlock())
 
@@ -170,15 +175,27 @@ class Hub:
             raise error
 
     def _is_stuck(self) -> bool:
-        return bool(self._waits) and len(self._waits) + len(self._finished) == self.size
+        if not self._waits:
+            return False
+        return len(self._waits) + len(self._ended) == self.size or bool(self._ended and self._missed())
+
+    def _missed(self) -> set[int]:
+        """The workers that have ended and for which others wait."""
+        return {worker for wait in self._waits.values() for worker in wait.awaited() if worker in self._ended}
 
     def _deadlock(self) -> CommunicationError:
+        missed = self._missed()
+        rule = (
+            f"{name_workers(missed)} ended while others wait for it"
+            if missed
+            else "every worker waits for another one, so none can go on"
+        )
         waits = "; ".join(
             f"worker {worker} waits in {wait.where} for {name_workers(wait.awaited())}"
             for worker, wait in sorted(self._waits.items())
         )
-        gone = f" ({name_workers(self._finished)} returned)" if self._finished else ""
-        return CommunicationError(f"every worker waits for another one, so none can go on: {waits}{gone}")
+        ended = ", ".join(f"worker {worker} {how}" for worker, how in sorted(self._ended.items()))
+        return CommunicationError(f"{rule}: {waits}{f' ({ended})' if ended else ''}")
 
 
 class ThreadCommunicator(Communicator):
@@ -288,15 +305,23 @@ def _start(work: Work, workers: int) -> list[Any]:
 def _run(work: Work, workers: int) -> list[Any]:
     hub = Hub(workers)
     results: dict[int, Any] = {}
+    exits: dict[int, SystemExit] = {}
 
     def run(rank: int) -> None:
         try:
             with torch.autograd.set_multithreading_enabled(False):  # backward runs on this thread, CUDA's too
                 results[rank] = work(ThreadCommunicator(hub, rank))
         except BaseException as error:
-            hub.fail(error)
+            if isinstance(error, SystemExit) and not error.code:
+                exits[rank] = error
+                hub.finish(rank, "called sys.exit")
+            else:
+                error.add_note(f"(raised on worker {rank} of {workers})")
+                if isinstance(error, SystemExit) and hub.failure is None:  # which ends a process without a traceback
+                    print(f"distdl: worker {rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+                hub.fail(error)
         else:
-            hub.finish(rank)
+            hub.finish(rank, "returned")
 
     running = [
         threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)
@@ -310,11 +335,45 @@ def _run(work: Work, workers: int) -> list[Any]:
     except BaseException as interruption:  # of the caller's thread: by the keyboard, or by a test's time limit
         hub.fail(interruption)
     if hub.failure is not None:
-        deadline = time.monotonic() + _GRACE
+        _join(running)
         for thread in running:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            _stop(thread)
         raise hub.failure
+    if exits:
+        raise exits[min(exits)]  # nobody waited for those that called sys.exit, so what they asked for can be done
     return [results[rank] for rank in range(workers)]
+
+
+class _Stopped(SystemExit):
+    """Ends a worker that still computes when ``run_workers`` has raised."""
+
+
+_stopped: list[threading.Thread] = []
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Let a thread that is alive end at its next Python statement."""
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
+        _stopped.append(thread)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    deadline = time.monotonic() + _GRACE
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+@atexit.register
+def _await_stopped() -> None:
+    """Before the interpreter ends: a thread that it finds in the midst of torch's code aborts the process."""
+    _join(_stopped)
+    computing = [thread.name for thread in _stopped if thread.is_alive()]
+    if computing:
+        sys.stdout.flush()
+        print(f"distdl: {', '.join(computing)} still computes, though run_workers has failed", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 register("threads", _open, start=_start)
