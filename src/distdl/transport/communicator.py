@@ -274,6 +274,9 @@ class Communicator(ABC):
         """Give back what this communicator has made (groups, duplicates). Collective over all workers."""
         self._calls.clear()
 
+    def leave(self) -> None:  # noqa: B027 (a back-end need not)
+        """Say that this worker has come to its end, so that others that wait for it know. Called at the very end."""
+
     def deadline(self) -> float:
         """The moment (of ``time.monotonic``) at which a wait that begins now has taken too long."""
         return time.monotonic() + self.timeout

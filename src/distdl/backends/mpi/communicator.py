@@ -19,11 +19,13 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
+from distdl.backends.mpi.leaving import Leaving
 from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
 from distdl.transport.communicator import (
     SMALL_SUM,
     Addressed,
+    Calls,
     CommunicationError,
     Communicator,
     Group,
@@ -35,6 +37,7 @@ from distdl.transport.communicator import (
     contiguous,
     deliver,
     empty,
+    name_workers,
 )
 
 _ASK, _ANSWER, _GROUP_TAG, _MAXIMUM_TAG = 32768, 32769, 32770, 32771  # beyond the tags of exchanges
@@ -63,10 +66,11 @@ class MPICommunicator(Communicator):
         self._world = parent  # until there is a duplicate, this serves to ask who is absent
         self._duplicate: tuple[MPI.Intracomm, MPI.Request] | None = None
         self._groups: dict[Group, MPI.Intracomm] = {}
-        self._handles: dict[Group, tuple[MPI.Intracomm, int]] = {}
+        self._handles: dict[Group, tuple[tuple[MPI.Intracomm, int], Calls]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
         self._cuda_aware = is_cuda_aware()
+        self._leaving = Leaving(parent)
         if self.size > 1:
             abort_on_uncaught_exceptions()
 
@@ -96,6 +100,8 @@ class MPICommunicator(Communicator):
         self.finish([through], everyone)
         del self.where
         self._world = self._groups[everyone] = duplicate
+        self._leaving.forget()
+        self._leaving = Leaving(duplicate)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
@@ -199,6 +205,7 @@ class MPICommunicator(Communicator):
         if self.released:
             return
         self.released = True
+        self._leaving.forget()
         self._handles.clear()
         self._lent.pop(tuple(range(self.size)))
         for made in (self._groups, self._lent):
@@ -215,14 +222,16 @@ class MPICommunicator(Communicator):
 
     def _handle(self, group: Group) -> tuple[MPI.Intracomm, int]:
         """The MPI communicator over the workers of a group, and the place of the group's root in it."""
-        handle = self._handles.get(group)
-        if handle is None:
+        known = self._handles.get(group)
+        if known is None:
             self._check_released()
             workers = tuple(sorted(group))
             if workers not in self._groups:
                 self._groups[workers] = self._create(workers)
-            handle = self._handles[group] = (self._groups[workers], workers.index(group[0]))
-        return handle
+            handle = self._groups[workers], workers.index(group[0])
+            known = self._handles[group] = handle, self._leaving.calls(workers)
+        known[1].number += 1
+        return known[0]
 
     def _create(self, workers: Group) -> MPI.Intracomm:
         self._check_released()
@@ -273,11 +282,32 @@ class MPICommunicator(Communicator):
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
                 self._answer()
+                self._check_left(requests, workers)
             if waited > self.timeout:
                 self._abandoned.append((requests, memory))  # MPI may still write to it
                 if len(requests) == len(workers):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)
+
+    def _check_left(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+        """Raise if the requests can never be through, because a worker that they need has come to its end."""
+        if not self._leaving.look():
+            return
+        if self.rank in workers:  # a group, whose members call together
+            gone = self._leaving.before_last_call(tuple(sorted(workers)))
+        elif len(requests) == len(workers):
+            missing = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
+            gone = self._leaving.among(missing)
+        else:
+            return
+        if gone:
+            raise CommunicationError(
+                f"worker {self.rank} waits in {self.where} for {name_workers(gone)}, which had come to the end of the "
+                f"program (or called sys.exit)"
+            )
+
+    def leave(self) -> None:
+        self._leaving.leave()
 
     def _answer(self) -> None:
         """Tell workers that look for absent ones where this one waits."""
