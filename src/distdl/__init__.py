@@ -9,6 +9,7 @@ from distdl.transport.communicator import CommunicationError
 from distdl.workers.launch import run_workers
 from distdl.workers.ledger import ledger, name_layers
 from distdl.workers.reproducible import reproducible
+from distdl.workers.termination import on_terminate
 from distdl.workers.worlds import world
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "local_map",
     "name_layers",
     "nn",
+    "on_terminate",
     "register",
     "reproducible",
     "run_workers",

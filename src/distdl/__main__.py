@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -45,7 +44,10 @@ def main(arguments: list[str] | None = None) -> int:
         command = [*torchrun, "--nproc-per-node", str(options.workers), *program]
     else:
         return _execute(options.workers, name, options.script, program)
-    return subprocess.run(command, env={**_environment(), "DISTDL_BACKEND": name}).returncode
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the launcher takes this process's place, and so the signals that are meant for it
+    os.execvpe(command[0], command, {**_environment(), "DISTDL_BACKEND": name})
 
 
 def _count(text: str) -> int:

@@ -9,8 +9,11 @@ A process that ends closes its sockets, and whoever waits for it gets an error a
 
 from __future__ import annotations
 
+import atexit
 import re
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +49,7 @@ _ADVICE = (
     ". Each worker listens at the address of its host's name. If the others cannot reach that, as where it is "
     "127.0.1.1, set GLOO_SOCKET_IFNAME on every host to the network interface that joins them (`ip address` lists them)"
 )
+_LEFT = "left"  # the key of the store under which stand the workers that have come to their end
 
 
 class TorchCommunicator(Communicator):
@@ -71,6 +75,7 @@ class TorchCommunicator(Communicator):
         self._generation = 0
         self._host = host
         self._watch = Watch(store, rank)
+        _open_ones.add(self)
         self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
@@ -139,6 +144,26 @@ class TorchCommunicator(Communicator):
         super().release()
         self._groups.clear()
         self._generation += 1
+
+    def leave(self) -> None:
+        """Write into the store that this worker has come to its end, and close its connections."""
+        if self._groups:
+            with suppress(RuntimeError):  # the store went away together with the worker that kept it
+                within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", str(self.rank)))
+            self._groups.clear()
+
+    def _left(self) -> str:
+        """What an error says of workers that have come to their end."""
+
+        def ask() -> list[int]:
+            keys = [f"{_LEFT}/{n + 1}" for n in range(self._store.add(_LEFT, 0))]
+            return [int(self._store.get(key)) for key in keys if self._store.check([key])]
+
+        try:
+            left = within(_MARGIN, ask)
+        except RuntimeError:
+            left = []
+        return f"; {name_workers(left)} had come to the end of the program (or called sys.exit)" if left else ""
 
     @property
     def _limit(self) -> timedelta:
@@ -234,7 +259,8 @@ class TorchCommunicator(Communicator):
         def tell(waiting: dict[int, str]) -> str:
             if not late:
                 awaited = name_workers(others)
-                return f"worker {self.rank} lost a connection in {self.where}, waiting for {awaited}: {reason}"
+                lost = f"worker {self.rank} lost a connection in {self.where}, waiting for {awaited}: {reason}"
+                return lost + self._left()
             overdue = self.overdue([worker for worker in others if worker not in waiting] or others)
             return str(overdue) + "".join(f"; worker {w} waits in {where}" for w, where in sorted(waiting.items()))
 
@@ -251,6 +277,14 @@ def _reason(error: Exception) -> str:
 
 
 _over: dict[Any, TorchCommunicator] = {}
+_open_ones: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Close all connections before the interpreter ends: their threads abort a process that ends beside them."""
+    for communicator in list(_open_ones):
+        communicator.leave()
 
 
 def over(group: Any) -> TorchCommunicator:

@@ -67,7 +67,8 @@ def job(backend: str) -> Job:
         )
     else:
         joined = _joined
-    prefix = f"distdl/{backend}/{next(_opened[backend])}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the workers of a start
+    prefix = f"distdl/{restart}/{backend}/{next(_opened[backend])}"
     return joined._replace(store=dist.PrefixStore(prefix, joined.store))
 
 

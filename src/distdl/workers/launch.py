@@ -10,6 +10,7 @@ import torch
 from distdl.backends import chosen, find
 from distdl.transport.communicator import Communicator
 from distdl.workers.processes import run_processes
+from distdl.workers.termination import catching_for_threads
 from distdl.workers.worlds import inside, launched, world
 
 Result = TypeVar("Result")
@@ -47,7 +48,8 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
         with inside(communicator, name):
             return function()
 
-    return found.start(work, workers)
+    with catching_for_threads():
+        return found.start(work, workers)
 
 
 def _run_here(function: Callable[[], Result], workers: int, backend: str) -> list[Result]:

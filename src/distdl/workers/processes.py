@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import queue
+import signal
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,10 +21,12 @@ from distdl import environment
 from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.job import Job, join
 from distdl.transport.stores import LOOPBACK, connect, local_store
+from distdl.workers.launchers import end_with, grace
 from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")
-_GRACE = 5.0  # seconds that the others get to end, once one worker has failed
+_GRACE = 5.0  # seconds that the others get to end by themselves, once one worker has failed
+_PATIENCE = 0.2  # seconds between two looks at processes that may have ended without a word
 
 
 class WorkerTraceback(Exception):
@@ -30,17 +36,27 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+class _Report(NamedTuple):
+    """How a worker ended: ``returned`` a result, ``called sys.exit``, or ``failed`` by an error."""
+
+    how: str
+    value: Any
+    trace: str = ""
+
+
 def run_processes(
     function: Callable[[], Result], workers: int, backend: str, opener: Callable[[], Communicator]
 ) -> list[Result]:
     """Start processes that find each other by a store, run ``function()`` in each as a worker, and return the results.
+
+    None of them lives on when this has returned or raised, or when this process has ended.
 
     Args:
         function, opener: what each process runs, in the world of the communicator that ``opener()`` returns.
         workers: how many.
         backend: the name of the back-end whose opener it is.
     Raises: what the first worker to fail raised, caused by a :class:`WorkerTraceback`; ValueError if the function
-        cannot be sent to another process.
+        cannot be sent to another process; SystemExit if a worker called ``sys.exit``, or this process gets SIGTERM.
     """
     try:
         content = pickle.dumps((opener, function))
@@ -51,67 +67,147 @@ def run_processes(
         ) from error
     context = multiprocessing.get_context("spawn")
     store = local_store(environment.timeout())
-    reports: Any = context.Queue()
-    processes = [
-        context.Process(target=_work, args=(content, rank, workers, store.port, backend, reports), daemon=True)
-        for rank in range(workers)
-    ]
+    patience = grace()
+    processes: list[BaseProcess] = []
+    reports: dict[Connection, int] = {}
+    ends: dict[int, _Report] = {}
+    with _sigterm_as_exit():
+        try:
+            for rank in range(workers):
+                report, sender = context.Pipe(duplex=False)
+                arguments = (content, rank, workers, store.port, backend, sender)
+                process = context.Process(target=_work, args=arguments, daemon=True)
+                process.start()
+                sender.close()
+                processes.append(process)
+                reports[report] = rank
+            _collect(processes, reports, ends)
+            if not reports:
+                _join(processes, _GRACE)
+            patience = 1.0  # they had their time
+        except BaseException:
+            failed = _first_failure(ends)
+            if failed is not None:  # the interruption must not hide what is known
+                print(f"(in worker {failed})\n{ends[failed].trace}", file=sys.stderr, flush=True)
+            raise
+        finally:
+            _end(processes, patience)
+    return _results(ends, workers)
+
+
+def _collect(processes: Sequence[BaseProcess], reports: dict[Connection, int], ends: dict[int, _Report]) -> None:
+    """Note how each worker ends, in the order in which they do. After a failure the others have some seconds."""
+    deadline = float("inf")
+    while reports and time.monotonic() < deadline:
+        ended = [report for report, rank in reports.items() if processes[rank].exitcode is not None]
+        for report in {*wait(list(reports), _PATIENCE), *ended}:
+            assert isinstance(report, Connection)
+            rank = reports.pop(report)
+            ends[rank] = _read(report, rank, processes[rank])
+            if ends[rank].how == "failed" and deadline == float("inf"):
+                deadline = time.monotonic() + _GRACE
+
+
+def _read(report: Connection, rank: int, process: BaseProcess) -> _Report:
     try:
-        for process in processes:
-            process.start()
-        results = _collect(processes, reports)
-    finally:
+        if report.poll():
+            how, content, trace = report.recv()
+            return _Report(how, pickle.loads(content), trace)
+    except (EOFError, OSError):
+        process.join(1.0)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return _Report("failed", RuntimeError(f"worker {rank} was ended by {signal.Signals(-code).name}"))
+    return _Report("failed", RuntimeError(f"worker {rank} ended with exit code {code}"))
+
+
+def _first_failure(ends: dict[int, _Report]) -> int | None:
+    failures = [rank for rank, end in ends.items() if end.how == "failed"]
+    # those that only lost the others tell nothing new
+    return min(failures, key=lambda rank: isinstance(ends[rank].value, CommunicationError), default=None)
+
+
+def _results(ends: dict[int, _Report], workers: int) -> list[Any]:
+    first = _first_failure(ends)
+    if first is not None:
+        error = ends[first].value
+        for rank, end in ends.items():  # in the order in which they ended
+            if rank != first:
+                how = f"raised {type(end.value).__name__}: {end.value}" if end.how == "failed" else end.how
+                error.add_note(f"worker {rank} {how}")
+        if isinstance(error, SystemExit):  # which ends a process without a traceback
+            print(f"distdl: worker {first} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+        raise error from WorkerTraceback(f"(in worker {first})\n{ends[first].trace}")
+    for rank in range(workers):
+        if ends[rank].how != "returned":
+            raise ends[rank].value  # nobody waited for those that called sys.exit, so what they asked for can be done
+    return [ends[rank].value for rank in range(workers)]
+
+
+def _end(processes: Sequence[BaseProcess], patience: float) -> None:
+    """End those that are alive: by SIGTERM, and by SIGKILL if they have not ended after so many seconds."""
+    try:
         for process in processes:
             if process.is_alive():
                 process.terminate()
+        _join(processes, patience)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
             process.join()
-    return [results[rank] for rank in range(workers)]
 
 
-def _collect(processes: Sequence[BaseProcess], reports: Any) -> dict[int, Any]:
-    results: dict[int, Any] = {}
-    failures: dict[int, tuple[BaseException, str]] = {}
-    deadline = float("inf")
-    while len(results) + len(failures) < len(processes) and time.monotonic() < deadline:
-        try:
-            rank, succeeded, content = reports.get(timeout=0.1)
-        except queue.Empty:
-            for rank, process in enumerate(processes):
-                if process.exitcode is not None and rank not in results and rank not in failures and reports.empty():
-                    failures[rank] = (RuntimeError(f"worker {rank} ended with exit code {process.exitcode}"), "")
-        else:
-            if succeeded:
-                results[rank] = pickle.loads(content)
-            else:
-                failures[rank] = pickle.loads(content)
-        if failures and deadline == float("inf"):
-            deadline = time.monotonic() + _GRACE
-    if failures:
-        # those that only lost the others tell nothing new
-        first = min(failures, key=lambda rank: isinstance(failures[rank][0], CommunicationError))
-        error, trace = failures[first]
-        raise error from WorkerTraceback(f"(in worker {first})\n{trace}")
-    return results
+def _join(processes: Sequence[BaseProcess], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0.0))
 
 
-def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports: Any) -> None:
+@contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), so that the workers are ended first; a handler of the user's stays."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports: Connection) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    end_with(parent.pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, Ctrl-C or not
+    communicator = None
     try:
         torch.set_num_threads(1)
         join(Job(rank, size, rank, connect(LOOPBACK, port, environment.timeout()), LOOPBACK))
         opener, function = pickle.loads(content)
-        enter(opener(), backend)
-        report = (rank, True, pickle.dumps(function()))
+        communicator = opener()
+        enter(communicator, backend)
+        report = _Report("returned", pickle.dumps(function()))
     except BaseException as error:
-        report = (rank, False, _pickled(error, traceback.format_exc()))
-    reports.put(report)
+        left = isinstance(error, SystemExit) and not error.code
+        how = "called sys.exit" if left else "failed"
+        report = _Report(how, _pickled(error), traceback.format_exc())
+    reports.send(tuple(report))
     reports.close()
-    reports.join_thread()
+    if communicator is not None and report.how != "failed":
+        communicator.leave()
 
 
-def _pickled(error: BaseException, trace: str) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     try:
-        content = pickle.dumps((error, trace))
+        content = pickle.dumps(error)
         pickle.loads(content)
     except Exception:
-        content = pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), trace))
+        content = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
     return content

@@ -15,6 +15,7 @@ from distdl.backends import find, names
 from distdl.partition import Partition
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import TORCHRUN
+from distdl.workers.launchers import serve_launcher
 
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
@@ -111,6 +112,8 @@ def _open(name: Any, asked_for: bool) -> Communicator:
         return _here.communicator
     if not isinstance(name, str):
         return _open_over(name)
+    if name != "serial":
+        serve_launcher()
     communicator = find(name).opener()
     communicator.started_alone = name == "serial" and not asked_for
     return communicator

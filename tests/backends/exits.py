@@ -1,0 +1,103 @@
+"""Workers that end as they should not, or whose launcher ends, for ``test_exits``: ``exits.py NAME [FOLDER]``."""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import distdl
+from distdl.nn import AllSumReduce
+
+
+def layer_called_once(workers):
+    layer = AllSumReduce(distdl.world().reshape(workers), [0])
+    layer(torch.ones(2))
+    return layer
+
+
+def leaves():
+    """Worker 1 calls ``sys.exit(0)`` while the others wait for it."""
+    P = distdl.world()
+    layer = layer_called_once(P.size)
+    if P.rank == 1:
+        sys.exit(0)
+    layer(torch.ones(2))
+
+
+def returns():
+    """Worker 1 returns while the others wait for it."""
+    P = distdl.world()
+    layer = layer_called_once(P.size)
+    if P.rank != 1:
+        layer(torch.ones(2))
+
+
+def fails_beside_a_deaf_one():
+    """Worker 0 raises, and worker 1 does not hear SIGTERM."""
+    if distdl.world().rank == 0:
+        raise KeyError("the reason")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def computes_on():
+    """Worker 1 raises, and worker 0 computes for ever."""
+    if distdl.world().rank == 1:
+        raise KeyError("the reason")
+    x = torch.ones(300, 300)
+    while True:
+        torch.mm(x, x)
+
+
+def trains_on():
+    """Every worker writes its process id and goes on; worker 1 is stopped, worker 0 does not hear SIGTERM."""
+    P = distdl.world()
+    if P.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (FOLDER / "new").mkdir(exist_ok=True)
+    (FOLDER / "new" / str(P.rank)).write_text(str(os.getpid()))
+    P.allgather_data("all have written")
+    (FOLDER / "new" / str(P.rank)).rename(FOLDER / str(P.rank))
+    if P.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
+def saves_when_asked():
+    """Worker 0 is sent SIGTERM; both save at the same step."""
+    P = distdl.world()
+    steps = []
+    check = distdl.on_terminate(lambda: (FOLDER / str(P.rank)).write_text(str(P.allgather_data(steps[-1]))))
+    for step in range(1000):
+        steps.append(step)
+        if step == 3 and P.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+        check()
+
+
+def recovers():
+    """Worker 1 raises in the first start; in the second all end without a last collective."""
+    P = distdl.world()
+    layer = layer_called_once(P.size)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and P.rank == 1:
+        raise KeyError("the reason")
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        layer(torch.ones(2))
+    if P.rank == 0:
+        atexit._run_exitfuncs()
+        print("groups open at exit:", len(P.comm._groups), flush=True)
+
+
+FOLDER = Path(os.environ.get("EXITS_FOLDER", "."))
+
+if __name__ == "__main__":
+    scenario, how = sys.argv[1:]
+    if how == "alone":
+        globals()[scenario]()
+    else:
+        distdl.run_workers(globals()[scenario], 2, how)

@@ -1,0 +1,225 @@
+"""A worker that leaves is named, workers end with their launcher, and no error that is known gets lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import exits
+import pytest
+import torch
+from launchers import FOLDER, mpirun, python_path
+
+import distdl
+from distdl.__main__ import main as command_line
+from distdl.nn import AllSumReduce
+from distdl.transport.communicator import CommunicationError
+from distdl.workers import launchers
+
+SCRIPT = str(FOLDER / "exits.py")
+
+
+def run(command, **variables):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
+    return done.returncode, done.stdout + done.stderr
+
+
+# -- a worker that leaves while others wait
+
+
+@pytest.mark.parametrize(("scenario", "how"), [(exits.leaves, "called sys.exit"), (exits.returns, "returned")])
+def test_threads_name_the_worker_that_left(scenario, how):
+    with pytest.raises(CommunicationError, match=rf"worker 1 ended while others wait for it: .*\(worker 1 {how}\)"):
+        distdl.run_workers(scenario, 3)
+
+
+def test_threads_wait_for_one_that_has_left_no_longer_than_it_takes_to_see_it():
+    computing = threading.Event()
+
+    def main():
+        P = distdl.world()
+        if P.rank == 0:
+            try:
+                AllSumReduce(P[:2].reshape(2), [0])(torch.ones(2))
+            finally:
+                computing.set()
+        if P.rank == 2:
+            assert computing.wait(30)  # worker 0 is told before this one waits for anybody
+            return True
+
+    with pytest.raises(CommunicationError, match=r"worker 1 ended while others wait for it: worker 0 waits"):
+        distdl.run_workers(main, 3)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_all_workers_may_call_exit(code):
+    with pytest.raises(SystemExit) as ended:
+        distdl.run_workers(lambda: sys.exit(code), 3)
+    assert ended.value.code == code
+
+
+def test_another_exit_code_is_kept_and_its_worker_is_named(capsys):
+    def main():
+        P = distdl.world()
+        if P.rank == 1:
+            sys.exit(7)
+        P.allgather_data(0)
+
+    with pytest.raises(SystemExit) as ended:
+        distdl.run_workers(main, 3)
+    assert ended.value.code == 7 and "worker 1 called sys.exit(7)" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(90)
+def test_gloo_processes_name_the_worker_that_left():
+    with pytest.raises(CommunicationError, match=r"AllSumReduce.*worker 1 had come to the end") as error:
+        distdl.run_workers(exits.leaves, 2, "gloo")
+    assert "worker 1 called sys.exit" in error.value.__notes__
+
+
+@pytest.mark.timeout(120)
+def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
+    begun = time.monotonic()
+    status, output = run(mpirun(3, SCRIPT, "leaves", "alone"), DISTDL_TIMEOUT="200")
+    assert status != 0 and time.monotonic() - begun < 100
+    assert "waits in AllSumReduce (P_x: 3" in output and "for worker 1, which had come to the end" in output, output
+    assert output.count("Traceback") == 1 and " of 3 on " in output.partition("Traceback")[0], output
+
+
+# -- errors that are known, whatever the others do
+
+
+def test_the_traceback_says_which_thread_raised():
+    with pytest.raises(ZeroDivisionError) as error:
+        distdl.run_workers(lambda: 1 // (2 - distdl.world().rank), 3)
+    assert error.value.__notes__ == ["(raised on worker 2 of 3)"]
+
+
+@pytest.mark.timeout(90)
+def test_a_thread_that_computes_on_does_not_abort_the_process():
+    status, output = run([sys.executable, SCRIPT, "computes_on", "threads"])
+    assert status == 1 and "terminate called" not in output, output
+    assert "KeyError: 'the reason'\n(raised on worker 1 of 2)" in output, output
+
+
+@pytest.mark.timeout(90)
+def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error():
+    with pytest.raises(KeyError, match="the reason") as error:
+        distdl.run_workers(exits.fails_beside_a_deaf_one, 2, "gloo")
+    assert "in worker 0" in str(error.value.__cause__)
+
+
+# -- launchers
+
+
+STARTS = {
+    "run_workers": [sys.executable, SCRIPT, "trains_on", "gloo"],
+    "gloo": [sys.executable, "-m", "distdl", "run", "-n", "2", "--backend", "gloo", SCRIPT, "trains_on", "alone"],
+    "mpi": [sys.executable, "-m", "distdl", "run", "-n", "2", "--backend", "mpi", SCRIPT, "trains_on", "alone"],
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("start", "number"), [
+    ("run_workers", signal.SIGTERM),
+    ("run_workers", signal.SIGKILL),
+    ("gloo", signal.SIGKILL),
+    ("mpi", signal.SIGKILL),
+])  # fmt: skip
+def test_workers_end_with_the_one_that_started_them(start, number, tmp_path):
+    """Though one of them is stopped, and the other does not hear SIGTERM."""
+    environment = python_path(EXITS_FOLDER=str(tmp_path), DISTDL_GRACE="1")
+    parent = subprocess.Popen(STARTS[start], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    files = [tmp_path / "0", tmp_path / "1"]
+    until(lambda: all(file.exists() for file in files), 80)
+    workers = [int(file.read_text()) for file in files]
+    assert all(alive(worker) for worker in workers)
+    parent.send_signal(number)
+    assert parent.wait(20) == (143 if number == signal.SIGTERM else -number)
+    until(lambda: not any(alive(worker) for worker in workers), 20)
+
+
+def until(claim, seconds):
+    deadline = time.monotonic() + seconds
+    while not claim():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def alive(process):
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"  # (nobody may be there to ask for how it ended)
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_run_gives_its_place_to_the_launcher(monkeypatch, backend):
+    called = []
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: called.append(arguments))
+    command_line(["run", "-n", "2", "--backend", backend, SCRIPT, "leaves"])
+    [(file, command, environment)] = called
+    assert file == command[0] and command[-2:] == [SCRIPT, "leaves"] and environment["DISTDL_BACKEND"] == backend
+
+
+@pytest.mark.parametrize("text", ["abc", "", "-1", "nan", "inf"])
+def test_the_grace_period_is_a_number(monkeypatch, text):
+    monkeypatch.setenv("DISTDL_GRACE", text)
+    with pytest.raises(ValueError, match="DISTDL_GRACE must be a number of seconds, 0 or more; it is"):
+        launchers.grace()
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_restarts_a_job_and_it_ends_without_open_groups():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, output = run([*torchrun, "--max-restarts", "1", SCRIPT, "recovers", "alone"], DISTDL_TIMEOUT="20")
+    assert status == 0 and "KeyError: 'the reason'" in output, output
+    assert "groups open at exit: 0" in output, output
+
+
+def test_torchrun_is_told_of_the_error_and_takes_the_cause_for_the_first(monkeypatch, tmp_path, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failures = {}
+    for error in (CommunicationError("lost"), KeyError("the reason")):
+        file = tmp_path / f"{type(error).__name__}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        monkeypatch.setattr(time, "time", lambda: 100.5)
+        launchers.serve_launcher()
+        sys.excepthook(type(error), error, None)
+        failures[type(error)] = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+        assert json.loads(file.read_text())["message"]["message"] == f"{type(error).__name__}: {error}"
+    assert min(failures, key=lambda kind: failures[kind].timestamp) is KeyError
+    assert "the reason" in failures[KeyError].message["message"] and "KeyError" in capsys.readouterr().err
+
+
+# -- a last checkpoint
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_path):
+    status, output = run([sys.executable, SCRIPT, "saves_when_asked", backend], EXITS_FOLDER=str(tmp_path))
+    assert status == 143, output
+    saved = [json.loads((tmp_path / name).read_text()) for name in "01"]
+    assert saved[0] == saved[1] and saved[0][0] == saved[0][1] < 10
+
+
+def test_a_thread_of_the_users_cannot_catch_signals():
+    raised = []
+
+    def attempt():
+        try:
+            distdl.on_terminate(lambda: None)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=attempt, name="of the user")
+    thread.start()
+    thread.join()
+    assert len(raised) == 1 and "main thread" in raised[0] and "of the user" in raised[0]
