@@ -36,6 +36,15 @@ def returns():
         layer(torch.ones(2))
 
 
+def raises():
+    """Worker 1 raises while the others wait for it; worker 0 says what it heard of that."""
+    P = distdl.world()
+    layer = layer_called_once(P.size)
+    if P.rank == 1:
+        raise KeyError("the reason")
+    layer(torch.ones(2))
+
+
 def fails_beside_a_deaf_one():
     """Worker 0 raises, and worker 1 does not hear SIGTERM."""
     if distdl.world().rank == 0:

@@ -80,6 +80,15 @@ def test_gloo_processes_name_the_worker_that_left():
     assert "worker 1 called sys.exit" in error.value.__notes__
 
 
+@pytest.mark.timeout(90)
+def test_gloo_processes_that_lose_another_say_why():
+    with pytest.raises(KeyError, match="the reason") as error:
+        distdl.run_workers(exits.raises, 2, "gloo")
+    [note] = error.value.__notes__
+    assert note.startswith("worker 0 raised CommunicationError: worker 0 lost a connection in AllSumReduce")
+    assert "worker 1 failed with KeyError: 'the reason'" in note
+
+
 @pytest.mark.timeout(120)
 def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
     begun = time.monotonic()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,7 +50,7 @@ _ADVICE = (
     ". Each worker listens at the address of its host's name. If the others cannot reach that, as where it is "
     "127.0.1.1, set GLOO_SOCKET_IFNAME on every host to the network interface that joins them (`ip address` lists them)"
 )
-_LEFT = "left"  # the key of the store under which stand the workers that have come to their end
+_LEFT = "left"  # the key of the store under which stands how many workers have come to their end
 
 
 class TorchCommunicator(Communicator):
@@ -145,25 +146,28 @@ class TorchCommunicator(Communicator):
         self._groups.clear()
         self._generation += 1
 
-    def leave(self) -> None:
-        """Write into the store that this worker has come to its end, and close its connections."""
-        if self._groups:
+    def leave(self, failure: BaseException | None = None) -> None:
+        """Write into the store that this worker has come to its end, or failed, and close its connections."""
+        if self._groups and not isinstance(failure, CommunicationError):  # (which only follows from another's end)
+            how = "had come to the end of the program (or called sys.exit)"
+            if failure is not None:
+                how = f"failed with {type(failure).__name__}: {failure}"
+            text = f"worker {self.rank} {how}"
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
-                within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", str(self.rank)))
-            self._groups.clear()
+                within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
+        self._groups.clear()
 
     def _left(self) -> str:
         """What an error says of workers that have come to their end."""
 
-        def ask() -> list[int]:
+        def ask() -> str:
             keys = [f"{_LEFT}/{n + 1}" for n in range(self._store.add(_LEFT, 0))]
-            return [int(self._store.get(key)) for key in keys if self._store.check([key])]
+            return "".join(f"; {self._store.get(key).decode()}" for key in keys if self._store.check([key]))
 
         try:
-            left = within(_MARGIN, ask)
+            return within(_MARGIN, ask)
         except RuntimeError:
-            left = []
-        return f"; {name_workers(left)} had come to the end of the program (or called sys.exit)" if left else ""
+            return ""
 
     @property
     def _limit(self) -> timedelta:
@@ -284,7 +288,7 @@ _open_ones: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 def _leave() -> None:
     """Close all connections before the interpreter ends: their threads abort a process that ends beside them."""
     for communicator in list(_open_ones):
-        communicator.leave()
+        communicator.leave(getattr(sys, "last_value", None))
 
 
 def over(group: Any) -> TorchCommunicator:

@@ -274,8 +274,8 @@ class Communicator(ABC):
         """Give back what this communicator has made (groups, duplicates). Collective over all workers."""
         self._calls.clear()
 
-    def leave(self) -> None:  # noqa: B027 (a back-end need not)
-        """Say that this worker has come to its end, so that others that wait for it know. Called at the very end."""
+    def leave(self, failure: BaseException | None = None) -> None:  # noqa: B027 (a back-end need not)
+        """Say that this worker has come to its end, or failed, so that others that wait for it know. Called last."""
 
     def deadline(self) -> float:
         """The moment (of ``time.monotonic``) at which a wait that begins now has taken too long."""

@@ -186,7 +186,7 @@ def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports
     assert parent is not None and parent.pid is not None
     end_with(parent.pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers, Ctrl-C or not
-    communicator = None
+    communicator, failure = None, None
     try:
         torch.set_num_threads(1)
         join(Job(rank, size, rank, connect(LOOPBACK, port, environment.timeout()), LOOPBACK))
@@ -196,12 +196,12 @@ def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports
         report = _Report("returned", pickle.dumps(function()))
     except BaseException as error:
         left = isinstance(error, SystemExit) and not error.code
-        how = "called sys.exit" if left else "failed"
+        how, failure = ("called sys.exit", None) if left else ("failed", error)
         report = _Report(how, _pickled(error), traceback.format_exc())
     reports.send(tuple(report))
     reports.close()
-    if communicator is not None and report.how != "failed":
-        communicator.leave()
+    if communicator is not None:
+        communicator.leave(failure)
 
 
 def _pickled(error: BaseException) -> bytes:

@@ -306,7 +306,7 @@ class MPICommunicator(Communicator):
                 f"program (or called sys.exit)"
             )
 
-    def leave(self) -> None:
+    def leave(self, failure: BaseException | None = None) -> None:
         self._leaving.leave()
 
     def _answer(self) -> None:
