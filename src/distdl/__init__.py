@@ -2,6 +2,7 @@
 
 from distdl import amp, backend, backends, data, nn, utilities
 from distdl.agreement import fixed_shapes
+from distdl.checkpoint import export_state, finish_saving, import_state, load, save
 from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register, suggest, summary
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
@@ -26,8 +27,12 @@ __all__ = [
     "data",
     "distribute",
     "distribute_tensor",
+    "export_state",
+    "finish_saving",
     "fixed_shapes",
+    "import_state",
     "ledger",
+    "load",
     "local_map",
     "name_layers",
     "nn",
@@ -35,6 +40,7 @@ __all__ = [
     "register",
     "reproducible",
     "run_workers",
+    "save",
     "suggest",
     "summary",
     "utilities",

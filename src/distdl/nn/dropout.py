@@ -53,6 +53,16 @@ def _forward(self: Any, x: torch.Tensor) -> Any:
     return setup.move_out(setup.local(*moved, self.calls))
 
 
+def _random_state(self: Any) -> tuple[int, ...]:
+    """What the next mask follows from: the layer's key as this worker has it, and how many calls have had a mask."""
+    return (*self._marks, self.calls.number)
+
+
+def _resume(self: Any, state: tuple[int, ...]) -> None:
+    *marks, self.calls.number = state
+    self._marks = tuple(marks)
+
+
 def _alone(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
     return outside(x)
 
@@ -73,6 +83,7 @@ class DistributedDropout(Layer):
         inplace: only False is accepted.
     Attributes:
         calls.number: how many calls have had a mask. Set it to resume an earlier training run.
+        random_state: integers from which the next mask follows; to be set alike on all workers (checkpoints do).
     Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
         wrong rank or of integers. RuntimeError in a backward whose checkpoint repeats a call other than the latest: see
@@ -82,6 +93,7 @@ class DistributedDropout(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
+    random_state = property(_random_state, _resume)
     leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
 
     def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
@@ -101,6 +113,7 @@ class DistributedDropout1d(Layer):
     p = Option[float]()
     inplace = Option[bool]()
     space, leading = 1, 2
+    random_state = property(_random_state, _resume)
     __init__ = _build_of_channels
     forward = _forward
 
@@ -116,6 +129,7 @@ class DistributedDropout2d(Layer):
     p = Option[float]()
     inplace = Option[bool]()
     space, leading = 2, 2
+    random_state = property(_random_state, _resume)
     __init__ = _build_of_channels
     forward = _forward
 
@@ -131,5 +145,6 @@ class DistributedDropout3d(Layer):
     p = Option[float]()
     inplace = Option[bool]()
     space, leading = 3, 2
+    random_state = property(_random_state, _resume)
     __init__ = _build_of_channels
     forward = _forward

@@ -91,19 +91,19 @@ def keep_sequential_keys(module: torch.nn.Module) -> None:
 
 
 def _write_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, layout in _stored(module):
+    for name, layout in stored_tensors(module):
         if len(layout) == 1 and prefix + name in state:
             value = state.pop(prefix + name)
             one = name in getattr(
                 module, "sequential_names", {}
             )  # published with all dims of x; sequentially it has one
-            state[prefix + _sequential_name(module, name)] = value.flatten() if one else value
+            state[prefix + sequential_name(module, name)] = value.flatten() if one else value
 
 
 def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     parameters = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, layout in _stored(module):
-        key, sequential = prefix + name, prefix + _sequential_name(module, name)
+    for name, layout in stored_tensors(module):
+        key, sequential = prefix + name, prefix + sequential_name(module, name)
         if sequential in state and key not in state:
             state[key] = state.pop(sequential)
         if key in state and name not in parameters:
@@ -116,7 +116,7 @@ def _read_sequential_keys(module: Any, state: dict[str, Any], prefix: str, *_: A
                 state[key] = layout.block(state[key]).reshape(own)
 
 
-def _stored(module: Any) -> Iterator[tuple[str, Layout]]:
+def stored_tensors(module: Any) -> Iterator[tuple[str, Layout]]:
     """The names and layouts of the split parameters, and of the masks of those that are pruned."""
     for name, layout in module.parameter_layouts.items():
         yield name, layout
@@ -124,7 +124,8 @@ def _stored(module: Any) -> Iterator[tuple[str, Layout]]:
             yield name.removesuffix("orig") + "mask", layout
 
 
-def _sequential_name(module: Any, name: str) -> str:
+def sequential_name(module: Any, name: str) -> str:
+    """The name that one of :func:`stored_tensors` has in the sequential layer."""
     if "parametrizations." in name:
         return name[name.index("parametrizations.") :]
     renamed: str = getattr(module, "sequential_names", {}).get(name, name.rpartition(".")[2])

@@ -8,6 +8,7 @@ for saved tensors are those of the checkpoint.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,15 @@ class Draws:
         self._counts: Counter[int] = Counter()
         self._noted: WeakKeyDictionary[Any, list[Draw]] = WeakKeyDictionary()  # by checkpoint
         self._repeated: WeakKeyDictionary[Any, defaultdict[Any, int]] = WeakKeyDictionary()  # how many, by backward
+
+    def counted(self) -> list[Draw]:
+        """The latest draw of each seed, from which other draws go on after :meth:`resume`."""
+        return [Draw(seed, number) for seed, number in sorted(self._counts.items())]
+
+    def resume(self, seed: int | None, counted: Iterable[Draw]) -> None:
+        """Go on as other draws did, whose seed and latest draws are given."""
+        self.seed = seed
+        self._counts = Counter(dict(counted))
 
     def next(self) -> Draw:
         """The draw of this call; inside a checkpoint that recomputes, the one that the forward had at this place.

@@ -16,6 +16,7 @@ from distdl.nn.normalisation.state import (
     reported,
     reset_running,
     running,
+    running_layouts,
 )  # fmt: skip
 from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
@@ -137,6 +138,11 @@ class DistributedBatchNorm(Layer):
                     "which is no parameter of its own"
                 )
         super().register_parameter(name, param)
+
+    @property
+    def buffer_layouts(self) -> dict[str, Layout]:
+        """Which channels of the running statistics each worker keeps."""
+        return running_layouts(self)
 
     def reset_running_stats(self) -> None:
         """Start again: mean 0, variance 1, no batch counted."""

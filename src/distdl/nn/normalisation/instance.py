@@ -14,6 +14,7 @@ from distdl.nn.normalisation.state import (
     reported,
     reset_running,
     running,
+    running_layouts,
 )  # fmt: skip
 from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
@@ -92,6 +93,11 @@ class DistributedInstanceNorm(Layer):
     def parameter_layouts(self) -> dict[str, Layout]:
         """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
+
+    @property
+    def buffer_layouts(self) -> dict[str, Layout]:
+        """Which channels of the running statistics each worker keeps."""
+        return running_layouts(self)
 
     def reset_running_stats(self) -> None:
         """Start again: mean 0, variance 1, no batch counted."""

@@ -219,6 +219,16 @@ def running(module: Any) -> tuple[torch.Tensor, ...]:
     return mean, variance, torch.tensor(inf) if batches is None else batches
 
 
+def running_layouts(module: Any) -> dict[str, Layout]:
+    """Which channels of the running statistics each worker of P_x keeps; several keep the same ones."""
+    if module.running_mean is None:
+        return {}
+    P_x = module.P_x
+    channels = balanced(module.num_features, P_x.workers.shape[1])
+    kept = [channels[P_x.index_of(worker)[1]] for worker in P_x.workers.ravel().tolist()]
+    return dict.fromkeys(("running_mean", "running_var"), Layout.of(P_x.reshape(-1), [kept]))
+
+
 def reset_running(module: Any) -> None:
     """Start again: mean 0, variance 1, no batch counted."""
     for value, one in enumerate(running(module)[:2]):

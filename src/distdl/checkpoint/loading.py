@@ -1,0 +1,213 @@
+"""Loading: every worker reads the cells that it has, whoever has written them. Nothing is set before all is checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from distdl.checkpoint import optimisers, randomness
+from distdl.checkpoint.contents import having_extra_state, of_model
+from distdl.checkpoint.files import INDEX, Reader, find, safetensors
+from distdl.checkpoint.index import Index, from_text
+from distdl.checkpoint.records import Record, Records, communicator_of, local
+from distdl.checkpoint.saving import finish_saving
+from distdl.checkpoint.together import together
+from distdl.checkpoint.values import decode
+from distdl.geometry.boxes import Box, whole
+from distdl.partition import dims
+
+
+class Source(Protocol):
+    """Where tensors come from.
+
+    Attributes:
+        index: what there is.
+    """
+
+    index: Index
+
+    def read(self, key: str, box: Box) -> torch.Tensor:
+        """The cells of a box."""
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimiser: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    random: bool = True,
+) -> int | None:
+    """Load what :func:`save` has saved: on any number of workers, any back-end, any partition. Collective.
+
+    Each worker reads the cells that it has. Everything is checked before anything is set, so a model is never loaded in
+    part; the checksums of all blocks are compared once, each by one worker.
+
+    Args:
+        path: a checkpoint, or a folder of steps, of which the one saved last is loaded.
+        model: one with the names and shapes of the one that was saved, distributed in any way.
+        optimiser: of the same parameters, in the same groups; its options become those that were saved.
+        scheduler: of the same class.
+        random: whether the counters of random layers and torch's generators go on from where they were. With another
+            number of workers, all generators go on from that of worker 0.
+    Returns: the ``step`` with which it was saved.
+    Raises: the same error on every worker, and then nothing was set. FileNotFoundError if there is no complete
+        checkpoint; ValueError for names that are missing or too many, for other shapes or dtypes, for files that are
+        truncated, altered or missing, and if there is no optimiser or scheduler in it but one is asked for.
+    """
+    comm = communicator_of(model)
+    finish_saving(comm)
+    what = "distdl.load"
+    found = together(comm, what, lambda: _found(path) if comm.rank == 0 else None)[0]
+    folder = Path(found[0])
+    staged: list[Staged] = []
+
+    def stage() -> list[str]:
+        safetensors()
+        index = from_text(found[1], folder / INDEX)
+        with Reader(folder, index) as reader:
+            reader.check_sizes()
+            staged.append(Staged(reader, model, optimiser, scheduler))
+            for number, (key, block) in enumerate(index.written):
+                if number % comm.size == comm.rank:
+                    reader.check(key, block)
+            if random and index.facts["random"] is not None:
+                staged[0].read_random(comm.rank, comm.size)
+        return list(staged[0].names)
+
+    install_together(comm, what, stage, staged)
+    return staged[0].index.step
+
+
+def _found(path: str | os.PathLike[str]) -> tuple[str, str]:
+    text, folder = find(Path(path).absolute())
+    return str(folder), text
+
+
+def install_together(comm: Any, what: str, stage: Any, staged: list[Staged]) -> None:
+    """Stage on every worker, check that together they have all names, and then install. Collective.
+
+    Raises: the same error on every worker; only if it comes from a ``load_state_dict`` of an optimiser's or a
+        scheduler's own, something may have been set.
+    """
+    names = together(comm, what, stage)
+    missing = sorted(staged[0].wanted.difference(*names))
+    if missing:
+        raise ValueError(f"the model has no {_listed(missing)}, and the checkpoint has it")
+    together(comm, what, staged[0].install)
+
+
+class Staged:
+    """What is to be set on this worker, read and checked.
+
+    Attributes:
+        names: the keys that this worker's model and optimiser have.
+        wanted: the keys that the models and optimisers of all workers have to have.
+
+    Raises: ValueError if the model or the optimiser is not what was saved.
+    """
+
+    def __init__(
+        self, source: Source, model: torch.nn.Module, optimiser: torch.optim.Optimizer | None, scheduler: Any
+    ) -> None:
+        self.source, self.index = source, source.index
+        self.model, self.optimiser, self.scheduler = model, optimiser, scheduler
+        index, facts = self.index, self.index.facts
+        for name, one in (("optimiser", optimiser), ("scheduler", scheduler)):
+            if one is not None and facts[name] is None:
+                raise ValueError(f"the checkpoint has no {name}")
+        records = of_model(model)
+        self._check(records)
+        self.names = {*records.found, *records.aliases}
+        self.wanted = {key for key in index.tensors if key.startswith("model/")} | set(index.aliases)
+        self._tensors = [
+            (one, source.read(index.aliases.get(one.key, one.key), one.box))
+            for one in records.found.values()
+            if one.box is not None and one.tensor is not None
+        ]
+        self._state: dict[str, Any] | None = None
+        if optimiser is not None:
+            if not isinstance(optimiser, torch.optim.Optimizer):
+                raise TypeError(f"a checkpoint needs an optimiser of torch's; got a {type(optimiser).__name__}")
+            self._state = optimisers.restored(optimiser, records, facts["optimiser"], self._read)
+            self.names |= _in_groups(optimisers.names_of(optimiser, records))
+            self.wanted |= _in_groups([group["params"] for group in facts["optimiser"]["groups"]])
+        self._schedule = None if scheduler is None else decode(facts["scheduler"], self._whole)
+        self._extra = [
+            (module, decode(facts["extra_state"][path], self._whole))
+            for path, module in having_extra_state(model)
+            if path in facts["extra_state"]
+        ]
+        self._generators: dict[str, torch.Tensor] | None = None
+
+    def read_random(self, worker: int, size: int) -> None:
+        """Read the states of the generators with which this worker goes on."""
+        keys = randomness.keys_for(worker, size, self.index.workers, self.index.tensors)
+        self._generators = {kind: self._whole(key) for kind, key in keys.items()}
+
+    def install(self) -> None:
+        """Set everything."""
+        with torch.no_grad():
+            for record, cells in self._tensors:
+                assert record.tensor is not None
+                target = local(record.tensor)
+                target.copy_(cells.reshape(target.shape))
+        if self.optimiser is not None and self._state is not None:
+            self.optimiser.load_state_dict(self._state)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(self._schedule)
+        for module, state in self._extra:
+            module.set_extra_state(state)
+        if self._generators is not None:
+            comm = communicator_of(self.model)
+            randomness.restore(self.model, comm, self.index.facts["random"], self._generators)
+
+    def _check(self, records: Records) -> None:
+        """Check names, shapes and dtypes of this worker's tensors.
+
+        Raises: ValueError.
+        """
+        tensors, aliases = self.index.tensors, self.index.aliases
+        names = (*records.found, *records.aliases)
+        unknown = sorted(name for name in names if name not in tensors and name not in aliases)
+        if unknown:
+            raise ValueError(f"the checkpoint has no {_listed(unknown)}, and the model has it")
+        for name in names:
+            record = records.found[records.aliases.get(name, name)]
+            saved = tensors[aliases.get(name, name)]
+            dtype = saved.dtype if record.tensor is None else record.tensor.dtype
+            if (record.extents, dtype) != (saved.extents, saved.dtype):
+                raise ValueError(
+                    f"{_listed([name])} is {dims(saved.extents)} {saved.dtype} in the checkpoint and "
+                    f"{dims(record.extents)} {dtype} in the model"
+                )
+
+    def _read(self, key: str, record: Record | None) -> torch.Tensor:
+        if record is None:
+            return self._whole(key)
+        saved = self._saved(key)
+        if saved.extents != record.extents:
+            raise ValueError(f"{key} is {dims(saved.extents)} in the checkpoint; its parameter {dims(record.extents)}")
+        return torch.empty(0, dtype=saved.dtype) if record.box is None else self.source.read(key, record.box)
+
+    def _whole(self, key: str) -> torch.Tensor:
+        return self.source.read(key, whole(self._saved(key).extents))
+
+    def _saved(self, key: str) -> Any:
+        if key not in self.index.tensors:
+            raise ValueError(f"the checkpoint is damaged: it has no {key}")
+        return self.index.tensors[key]
+
+
+def _in_groups(groups: list[list[str]]) -> set[str]:
+    return {
+        f"{key.removeprefix('model/')} in group {n} of its optimiser" for n, own in enumerate(groups) for key in own
+    }
+
+
+def _listed(keys: list[str]) -> str:
+    named = [key.removeprefix("model/") for key in keys]
+    return ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")

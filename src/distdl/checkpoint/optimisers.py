@@ -1,0 +1,241 @@
+"""Optimisers: what they keep of each parameter follows the parameter, whole or in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from distdl.checkpoint.records import Record, Records, local
+from distdl.checkpoint.values import decode, encode
+from distdl.geometry.boxes import whole
+from distdl.globals import GlobalTensor
+from distdl.globals.context import Context
+from distdl.partition import dims
+
+Read = Callable[[str, "Record | None"], torch.Tensor]
+
+
+def describe(optimiser: torch.optim.Optimizer, records: Records) -> dict[str, Any]:
+    """What stands in the index for this worker's part of an optimiser; its tensors are added to the records.
+
+    Returns: ``groups``, each with its options and the names of its parameters, and the ``state`` of each parameter: of
+        each of its values the key of a tensor and whether it ``follows`` the parameter's blocks, or the value.
+    Raises: TypeError if it is no optimiser; ValueError for a parameter that the model does not have, and for a tensor
+        that is neither a block like that of its parameter nor the same on every worker.
+    """
+    if not isinstance(optimiser, torch.optim.Optimizer):
+        raise TypeError(f"a checkpoint needs an optimiser of torch's; got a {type(optimiser).__name__}")
+    names = names_of(optimiser, records)
+    found = optimiser.state_dict()
+    keep = keeper(records)
+    groups = [
+        {
+            "params": own,
+            "named": "param_names" in group,
+            "options": encode(options(group), f"optimiser/groups/{place}", keep),
+        }
+        for place, (own, group) in enumerate(zip(names, found["param_groups"], strict=True))
+    ]
+    state: dict[str, Any] = {}
+    numbers = [number for group in found["param_groups"] for number in group["params"]]
+    for number, name in zip(numbers, [name for own in names for name in own], strict=True):
+        parameter = records.found[name]
+        if parameter.box is not None:  # (what is kept of no cells tells nothing)
+            own = found["state"].get(number, {})
+            state[name] = {key: _described(value, key, parameter, records) for key, value in own.items()}
+    return {"kind": type(optimiser).__name__, "groups": groups, "state": state}
+
+
+def names_of(optimiser: torch.optim.Optimizer, records: Records) -> list[list[str]]:
+    """The names of the parameters of each group.
+
+    Raises: ValueError for a parameter that the model does not have.
+    """
+    for place, group in enumerate(optimiser.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in records.keys:
+                raise ValueError(
+                    f"a checkpoint needs an optimiser of the model's parameters; parameter {number} of group {place} "
+                    f"({dims(tuple(parameter.shape))}) is none of them"
+                )
+    return [[records.keys[id(parameter)] for parameter in group["params"]] for group in optimiser.param_groups]
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group: all but its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def keeper(records: Records) -> Callable[[str, torch.Tensor], None]:
+    """For :func:`encode`: adds tensors that are the same on every worker to the records."""
+
+    def keep(path: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, GlobalTensor):
+            raise ValueError(f"a checkpoint keeps global tensors of models and optimisers only; {path} is one")
+        records.add(Record(path, tuple(tensor.shape), whole(tensor.shape), tensor))
+
+    return keep
+
+
+def _described(value: Any, key: str, parameter: Record, records: Records) -> dict[str, Any]:
+    path = f"optimiser/{parameter.key}/{key}"
+    if not isinstance(value, torch.Tensor):
+        return {"value": encode(value, path, keeper(records))}
+    assert parameter.tensor is not None
+    follows = isinstance(value, GlobalTensor) is isinstance(parameter.tensor, GlobalTensor) and (
+        value.shape == parameter.tensor.shape
+    )
+    if follows:
+        other = parameter.tensor
+        if isinstance(value, GlobalTensor) and isinstance(other, GlobalTensor) and value.layout != other.layout:
+            raise ValueError(f"{path} needs to be split as its parameter is")
+        records.add(Record(path, parameter.extents, parameter.box, value))
+    elif isinstance(value, GlobalTensor):
+        layout = value.layout
+        me = layout.partition.comm.rank
+        box = layout[me] if me in layout.partition and value.to_local().numel() else None
+        records.add(Record(path, layout.extents, box, value))
+    elif value.dim() == 0 or parameter.is_whole:
+        records.add(Record(path, tuple(value.shape), whole(value.shape), value))
+    else:
+        raise ValueError(
+            f"a checkpoint needs what an optimiser keeps of a parameter that is split to be one number, or to have the "
+            f"shape of the block, {dims(tuple(parameter.tensor.shape))}; {path} has {dims(tuple(value.shape))}"
+        )
+    return {"tensor": path, "follows": follows}
+
+
+def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str, Any], read: Read) -> dict[str, Any]:
+    """The state_dict of this worker's optimiser, from what stands in an index.
+
+    Args:
+        index: as :func:`describe` returns it, of all workers together.
+        read: gives the tensor of a key: with a record, the cells that this worker has of it, else the whole.
+    Raises: ValueError if the optimiser has other groups, or other parameters in them.
+    """
+    names = names_of(optimiser, records)
+    check_groups(names, index)
+    state: dict[int, dict[str, Any]] = {}
+    groups = []
+    number = 0
+    for own, group, saved in zip(names, optimiser.param_groups, index["groups"], strict=True):
+        options = decode(saved["options"], lambda key: read(key, None))
+        placed = options.get("capturable") or options.get("fused")
+        numbers = []
+        for name, parameter in zip(own, group["params"], strict=True):
+            kept = index["state"].get(name, {})
+            if kept:
+                state[number] = {
+                    key: _value(one, parameter, records.found[name], read, bool(placed)) for key, one in kept.items()
+                }
+            numbers.append(number)
+            number += 1
+        named = {"param_names": group["param_names"]} if "param_names" in group else {}
+        groups.append({**options, "params": numbers, **named})
+    return {"state": state, "param_groups": groups}
+
+
+def check_groups(names: list[list[str]], index: dict[str, Any]) -> None:
+    """Check that the names of an optimiser's parameters are those of an index, as far as this worker has them.
+
+    Raises: ValueError.
+    """
+    saved = [group["params"] for group in index["groups"]]
+    if len(saved) != len(names):
+        raise ValueError(f"the optimiser has {len(names)} groups of parameters; saved were {len(saved)}")
+    for place, (own, theirs) in enumerate(zip(names, saved, strict=True)):
+        other = sorted(set(own) - set(theirs))
+        if other:
+            raise ValueError(
+                f"group {place} of the optimiser has {', '.join(other[:8])}; this group was saved without "
+                f"{'it' if len(other) == 1 else 'them'}"
+            )
+
+
+def _value(found: dict[str, Any], parameter: torch.Tensor, record: Record, read: Read, placed: bool) -> Any:
+    if "value" in found:
+        return decode(found["value"], lambda key: read(key, None))
+    key = found["tensor"]
+    if found["follows"]:
+        cells = read(key, record).to(parameter.device)
+        block = torch.empty_like(local(parameter), dtype=cells.dtype).copy_(cells.reshape(local(parameter).shape))
+        return GlobalTensor._of(block, parameter._layout) if isinstance(parameter, GlobalTensor) else block
+    value = read(key, None)
+    if isinstance(parameter, GlobalTensor) and value.dim():
+        context: Context = parameter._context
+        layout = context.whole(tuple(value.shape), 0)
+        return GlobalTensor._of(value if layout.active else value.new_zeros(layout.local), layout)
+    return value.to(parameter.device) if placed or value.dim() else value
+
+
+def merge(told: list[dict[str, Any]]) -> dict[str, Any]:
+    """An optimiser, from what each worker has described.
+
+    Raises: ValueError that names the workers, if they differ in options, or in what they keep of a parameter.
+    """
+    first = told[0]
+    for worker, one in enumerate(told):
+        if (one["kind"], len(one["groups"])) != (first["kind"], len(first["groups"])):
+            raise ValueError(
+                f"the optimiser has to be the same on every worker; on worker 0 it is {first['kind']} with "
+                f"{len(first['groups'])} groups, on worker {worker} {one['kind']} with {len(one['groups'])}"
+            )
+        for place, group in enumerate(one["groups"]):
+            ours, theirs = first["groups"][place]["options"], group["options"]
+            if ours != theirs:
+                raise ValueError(
+                    f"the options of group {place} of the optimiser have to be the same on every worker; "
+                    f"{_difference(ours, theirs, worker)}"
+                )
+    groups = [
+        {
+            "params": in_order([one["groups"][place]["params"] for one in told]),
+            "named": group["named"],
+            "options": group["options"],
+        }
+        for place, group in enumerate(first["groups"])
+    ]
+    state: dict[str, Any] = {}
+    owner: dict[str, int] = {}
+    for worker, one in enumerate(told):
+        for name, kept in one["state"].items():
+            if name in state and state[name] != kept:
+                raise ValueError(
+                    f"what the optimiser keeps of {name} has to be the same on every worker; "
+                    f"{_difference({'dict': [*state[name].items()]}, {'dict': [*kept.items()]}, worker, owner[name])}"
+                )
+            state.setdefault(name, kept)
+            owner.setdefault(name, worker)
+    return {
+        "kind": first["kind"],
+        "groups": groups,
+        "state": {name: kept for name, kept in state.items() if kept},
+    }
+
+
+def _difference(ours: Any, theirs: Any, worker: int, first: int = 0) -> str:
+    """Where two dicts differ, as they stand in JSON."""
+    mine, other = ({str(key): value for key, value in one["dict"]} for one in (ours, theirs))
+    for key in (*mine, *other):
+        if mine.get(key, "nothing") != other.get(key, "nothing"):
+            return (
+                f"{key} is {mine.get(key, 'nothing')} on worker {first} and {other.get(key, 'nothing')} on worker "
+                f"{worker}"
+            )
+    return f"their order differs on workers {first} and {worker}"
+
+
+def in_order(lists: list[list[str]]) -> list[str]:
+    """The names that workers have, each some of them, in an order that is that of each worker, if there is one."""
+    found = sorted(lists, key=len)[-1].copy()
+    for names in lists:
+        place = 0
+        for name in names:
+            if name in found:
+                place = found.index(name) + 1
+            else:
+                found.insert(place, name)
+                place += 1
+    return found

@@ -1,0 +1,169 @@
+"""Records: which tensors a model and its optimiser have, by their sequential names, and what a worker has of them.
+
+Also a model whose weights lie on one worker, on all of them, or in blocks has one list of records: those of the
+sequential model. So what one has saved, another can load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distdl.geometry.boxes import Box, Shape, shape, volume, whole
+from distdl.globals import GlobalTensor
+from distdl.nn.module import Module
+from distdl.nn.placement import sequential_name, stored_tensors
+from distdl.partition import Layout, dims
+from distdl.transport.communicator import Communicator
+from distdl.workers.worlds import world
+
+_WHOLE: tuple[str, Layout | None] = ("", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One tensor of the sequential model, and this worker's part of it.
+
+    Attributes:
+        key: its name.
+        extents: its whole shape.
+        box: the cells that this worker has; None if it has none.
+        tensor: what has them here, in any shape with so many elements; None if there is nothing.
+        saves: whether this worker's cells may be those that are saved.
+        equal: whether workers that have the same cells need to have the same values.
+    """
+
+    key: str
+    extents: Shape
+    box: Box | None
+    tensor: torch.Tensor | None
+    saves: bool = True
+    equal: bool = True
+
+    @property
+    def block(self) -> torch.Tensor:
+        """This worker's cells, a plain tensor in the shape of the box."""
+        assert self.box is not None and self.tensor is not None
+        return local(self.tensor).reshape(shape(self.box))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has all of its cells, as if it were alone."""
+        return self.box == whole(self.extents)
+
+
+@dataclass
+class Records:
+    """The records of a model.
+
+    Attributes:
+        found: by key.
+        aliases: further names of tensors that have several, and the key of each.
+        keys: by the id of a parameter that this worker has, its key.
+    """
+
+    found: dict[str, Record] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        self.found[record.key] = record
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this worker in a tensor, without its history."""
+    return (tensor.to_local() if isinstance(tensor, GlobalTensor) else tensor).detach()
+
+
+def records_of(model: torch.nn.Module) -> Records:
+    """The records of a model: its parameters and its persistent buffers. No message.
+
+    Raises: TypeError if it is no module; ValueError for a parameter whose shape is not known yet, or whose block is not
+        what the layout says.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"a checkpoint needs a model that is a torch.nn.Module; got a {type(model).__name__}")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(_buffers(model))}
+    layouts: dict[str, tuple[str, Layout | None]] = {}
+    stores: dict[str, bool] = {}  # of tensors beside blocks of a module: whether this worker has such blocks
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = list(_layouts(module))
+        for name, key, known in own:
+            layouts.setdefault(_join(prefix, name), (_join(prefix, key), known))
+        if own:
+            mine = any(known.partition.comm.rank in known.partition for _, _, known in own)
+            for name in (*(n for n, _ in module.named_parameters()), *(n for n, _ in module.named_buffers())):
+                stores.setdefault(_join(prefix, name), mine)
+    records = Records()
+    first: dict[int, str] = {}
+    for path in dict.fromkeys((*layouts, *tensors)):
+        tensor = tensors.get(path)
+        key, layout = layouts.get(path, _WHOLE)
+        key = key or path
+        if tensor is not None and id(tensor) in first:
+            records.aliases[key] = first[id(tensor)]
+            continue
+        if tensor is not None:
+            first[id(tensor)] = key
+            if path in parameters:
+                records.keys[id(tensor)] = key
+        saves, equal = stores.get(path, True) or layout is not None, path in parameters
+        records.add(_record(key, tensor, layout, saves, equal and saves))
+    return records
+
+
+def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves: bool, equal: bool) -> Record:
+    if tensor is not None and torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(f"a checkpoint needs a model whose parameters have their shapes; {key} gets it in a forward")
+    if isinstance(tensor, GlobalTensor):
+        layout = tensor.layout
+    if layout is None:
+        assert tensor is not None
+        return Record(key, tuple(tensor.shape), whole(tensor.shape), tensor, saves, equal)
+    me = layout.partition.comm.rank
+    box = layout[me] if me in layout.partition and volume(layout[me]) else None
+    if box is not None and (tensor is None or local(tensor).numel() != volume(box)):
+        found = "none" if tensor is None else dims(tuple(local(tensor).shape))
+        raise ValueError(f"{key} needs a block of {dims(shape(box))} on worker {me}, by its layout; it has {found}")
+    return Record(key, layout.extents, box, tensor, saves, equal)
+
+
+def _layouts(module: Any) -> Iterator[tuple[str, str, Layout]]:
+    """The tensors of a module that are blocks: names, those in the sequential layer, and layouts in its shapes."""
+    if getattr(module, "parameter_layouts", None) is None:
+        return
+    flat = getattr(module, "sequential_layouts", {})
+    for name, layout in stored_tensors(module):
+        key = sequential_name(module, name)
+        yield name, key, flat.get(key, layout) if name in getattr(module, "sequential_names", {}) else layout
+    for name, layout in getattr(module, "buffer_layouts", {}).items():
+        yield name, name, layout
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield _join(prefix, name), buffer
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def communicator_of(model: Any) -> Communicator:
+    """That of the world in which a model is distributed; else of the world in which this worker was launched."""
+    if isinstance(model, torch.nn.Module):
+        for module in model.modules():
+            copies = getattr(module._parameters, "copies", None)
+            if copies is not None:
+                found: Communicator = copies.P.comm
+                return found
+            if isinstance(module, Module):
+                for layout in getattr(module, "parameter_layouts", {}).values():
+                    return layout.partition.comm  # type: ignore[no-any-return]
+    return world().comm

@@ -1,0 +1,64 @@
+"""What one kind of model has saved, on some workers, any other kind loads, on any number of them: to the last bit."""
+
+import pytest
+from saved_models import KINDS, OPTIMISERS, assert_equal, equip, make, train
+
+import distdl
+
+
+def saved(path, kind, workers, optimiser="adamw"):
+    """Train two steps, and save; returns the state of the sequential model and optimiser, and of the scheduler."""
+
+    def work():
+        P = distdl.world()
+        model = make(kind, P)
+        steps, schedule = equip(model, optimiser)
+        train(model, steps, schedule, P, 0, 2)
+        distdl.save(path, model, steps, schedule, step=2)
+        return *distdl.export_state(model, steps), schedule.state_dict()
+
+    return distdl.run_workers(work, workers)[0]
+
+
+def loaded(path, kind, workers, optimiser="adamw"):
+    def work():
+        P = distdl.world()
+        model = make(kind, P, seed=1)
+        steps, schedule = equip(model, optimiser)
+        step = distdl.load(path, model, steps, schedule)
+        state = (*distdl.export_state(model, steps), schedule.state_dict())
+        return step, state, train(model, steps, schedule, P, 2, 3)
+
+    return distdl.run_workers(work, workers)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_load_what_one_has_saved(kind, tmp_path):
+    expected = saved(tmp_path, kind, 1 if kind == "plain" else 3)
+    losses = {}
+    for other, workers in (("plain", 1), ("replicated", 2), ("sharded", 4), ("modules", 2)):
+        for step, state, found in loaded(tmp_path, other, workers):
+            assert step == 2
+            assert_equal(state, expected)
+            losses[other, workers] = found
+    for found in losses.values():
+        assert found == pytest.approx(losses["plain", 1], rel=1e-10)
+
+
+@pytest.mark.parametrize("optimiser", [name for name in OPTIMISERS if name != "adamw"])
+def test_other_optimisers(optimiser, tmp_path):
+    expected = saved(tmp_path, "modules", 4, optimiser)
+    for kind, workers in (("plain", 1), ("sharded", 3), ("modules", 2)):
+        for _, state, _ in loaded(tmp_path, kind, workers, optimiser):
+            assert_equal(state, expected)
+
+
+def test_the_state_is_that_of_the_sequential_training(tmp_path):
+    """Where the arithmetic is the same, on one worker, training in torch alone ends with the same state_dicts."""
+    state, optimiser_state, schedule = saved(tmp_path, "sharded", 1)
+    model = make("plain", None)
+    steps, other = equip(model)
+    train(model, steps, other, None, 0, 2)
+    assert_equal(state, dict(model.state_dict()))
+    assert_equal(optimiser_state, steps.state_dict())
+    assert_equal(schedule, other.state_dict())
