@@ -1,4 +1,4 @@
-"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``."""
+"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]`` and ``distdl inspect PATH [--check]``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 from distdl import __version__
 from distdl.backends import chosen, find, names
+from distdl.checkpoint.inspecting import inspect
 from distdl.workers.launch import run_workers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a script on several workers; returns the exit status."""
+    """Run a script on several workers, or tell what is in a checkpoint; returns the exit status."""
     parser = argparse.ArgumentParser(prog="distdl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distdl {__version__}")
     commands = parser.add_subparsers(required=True)
@@ -23,7 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--backend", help=f"{known} (default: what DISTDL_BACKEND names, else threads)")
     run.add_argument("script", type=Path)
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    look = commands.add_parser("inspect", help="tell what is in a checkpoint")
+    look.add_argument("path", type=Path)
+    look.add_argument("--check", action="store_true", help="compare all checksums, too")
     options = parser.parse_args(arguments)
+    if "path" in options:
+        return _inspect(options.path, options.check)
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
     sys.path.insert(0, str(options.script.resolve().parent))  # a back-end of the user's may lie beside the script
@@ -48,6 +54,15 @@ def main(arguments: list[str] | None = None) -> int:
     sys.stderr.flush()
     # the launcher takes this process's place, and so the signals that are meant for it
     os.execvpe(command[0], command, {**_environment(), "DISTDL_BACKEND": name})
+
+
+def _inspect(path: Path, check: bool) -> int:
+    try:
+        print(inspect(path, check))
+    except (OSError, ValueError) as error:
+        print(error)
+        return 1
+    return 0
 
 
 def _count(text: str) -> int:

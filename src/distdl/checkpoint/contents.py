@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,11 +61,11 @@ def collect(
 def of_model(model: torch.nn.Module) -> Records:
     """The records of a model, with keys as in an index."""
     found = records_of(model)
-    records = Records(aliases=found.aliases, keys=found.keys)
-    for record in found.found.values():
-        records.add(replace(record, key=_MODEL + record.key))
-    records.keys = {number: _MODEL + key for number, key in found.keys.items()}
-    return records
+    return Records(
+        found={_MODEL + key: replace(record, key=_MODEL + key) for key, record in found.found.items()},
+        aliases={_MODEL + name: _MODEL + key for name, key in found.aliases.items()},
+        keys={number: _MODEL + key for number, key in found.keys.items()},
+    )
 
 
 def state_of(scheduler: Any) -> Any:
@@ -83,13 +84,15 @@ def having_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Modul
     return [(path, module) for path, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
-def agree(comm: Communicator, what: str, collected: Any, call: dict[str, Any]) -> tuple[Contents, Index]:
+def agree(
+    comm: Communicator, what: str, collected: Callable[[], Contents], call: Callable[[], dict[str, Any]]
+) -> tuple[Contents, Index]:
     """What each worker has, and all of them together. Collective.
 
     Args:
         what: the user's call.
         collected: returns this worker's contents.
-        call: the call's arguments, which have to be the same on every worker.
+        call: returns the call's arguments, which have to be the same on every worker.
     Raises: the same error on every worker.
     """
     own: list[Contents] = []
@@ -98,17 +101,25 @@ def agree(comm: Communicator, what: str, collected: Any, call: dict[str, Any]) -
         own.append(collected())
         records = own[0].records
         tensors = {key: described(one) for key, one in records.found.items() if one.tensor is not None}
-        return json.dumps({"call": call, "tensors": tensors, "aliases": records.aliases, "facts": own[0].facts})
+        return json.dumps({"call": call(), "tensors": tensors, "aliases": records.aliases, "facts": own[0].facts})
 
     told = [json.loads(one) for one in together(comm, what, describe)]
-    for worker, one in enumerate(told):
-        for name, value in told[0]["call"].items():
-            if one["call"][name] != value:
-                raise ValueError(
-                    f"{what} needs the same {name} on every worker; it is {value!r} on worker 0 and "
-                    f"{one['call'][name]!r} on worker {worker}"
-                )
+    check_alike(what, [one["call"] for one in told])
     return own[0], _merged(told, comm.size)
+
+
+def check_alike(what: str, calls: list[dict[str, Any]]) -> None:
+    """Check that all workers have called with the same arguments.
+
+    Raises: ValueError that names one that differs, and two workers.
+    """
+    for worker, one in enumerate(calls):
+        for name, value in calls[0].items():
+            if one[name] != value:
+                raise ValueError(
+                    f"{what} needs the same {name} on every worker; it is {value!r} on worker 0 and {one[name]!r} on "
+                    f"worker {worker}"
+                )
 
 
 def _merged(told: list[dict[str, Any]], workers: int) -> Index:

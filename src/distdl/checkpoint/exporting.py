@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.checkpoint import optimisers
-from distdl.checkpoint.contents import agree, collect, of_model
+from distdl.checkpoint.contents import Contents, agree, collect, of_model
 from distdl.checkpoint.index import Index, Saved
 from distdl.checkpoint.loading import Staged, install_together
 from distdl.checkpoint.records import Record, communicator_of
@@ -35,12 +35,12 @@ def export_state(
     comm = communicator_of(model)
     what = "distdl.export_state"
 
-    def collected() -> Any:
+    def collected() -> Contents:
         if on is not None and not (type(on) is int and 0 <= on < comm.size):
             raise ValueError(f"{what} needs on= to be a worker from 0 to {comm.size - 1}; got {on!r}")
         return collect(comm, model, optimiser, None, random=False)
 
-    own, index = agree(comm, what, collected, {"on": on})
+    own, index = agree(comm, what, collected, lambda: {"on": on})
     found = {key: _whole(comm, saved, own.records.found.get(key), on) for key, saved in index.tensors.items()}
     if on is not None and comm.rank != on:
         return {}, None if optimiser is None else {}

@@ -201,7 +201,7 @@ class Place:
 
     def __init__(self, path: Path, step: int | None, keep: int | None, token: str) -> None:
         self.path, self.keep, self.serial = path, keep, 0
-        self._made = not path.exists()
+        self._committed = False
         path.mkdir(parents=True, exist_ok=True)
         if keep is not None and (path / INDEX).exists():
             raise ValueError(f"keep= needs a folder of steps; {path} is a checkpoint itself")
@@ -236,6 +236,7 @@ class Place:
         for one in (new, self.data, self.folder):
             sync(one)
         os.replace(new, self.folder / INDEX)
+        self._committed = True
         for one in (self.folder, self.path, self.path.parent):
             sync(one)
         self._sweep(self.data)
@@ -245,7 +246,9 @@ class Place:
                 shutil.rmtree(folder)
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, unless it is the checkpoint by now."""
+        if self._committed:
+            return
         shutil.rmtree(self.data, ignore_errors=True)
         with contextlib.suppress(OSError):
             (self.folder / f"{INDEX}.new").unlink(missing_ok=True)

@@ -122,7 +122,7 @@ def blocks_of(told: Sequence[dict[str, Any]]) -> dict[str, Saved]:
                 )
         holders: dict[Box, dict[int, int | None]] = {}
         for worker, (_, _, box, saves, mark) in having:
-            if box is not None and saves:
+            if box is not None and saves and volume(_box(box)):
                 holders.setdefault(_box(box), {})[worker] = mark
         blocks = []
         for box, marks in holders.items():

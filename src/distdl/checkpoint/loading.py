@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from distdl.checkpoint import optimisers, randomness
-from distdl.checkpoint.contents import having_extra_state, of_model
+from distdl.checkpoint.contents import check_alike, having_extra_state, of_model
 from distdl.checkpoint.files import INDEX, Reader, find, safetensors
 from distdl.checkpoint.index import Index, from_text
 from distdl.checkpoint.records import Record, Records, communicator_of, local
@@ -61,13 +61,15 @@ def load(
     comm = communicator_of(model)
     finish_saving(comm)
     what = "distdl.load"
-    found = together(comm, what, lambda: _found(path) if comm.rank == 0 else None)[0]
-    folder = Path(found[0])
+    told = together(comm, what, lambda: _found(path, comm.rank == 0))
+    check_alike(what, [{"path": given} for given, _, _ in told])
+    _, text, name = told[0]
+    folder = Path(name)
     staged: list[Staged] = []
 
     def stage() -> list[str]:
         safetensors()
-        index = from_text(found[1], folder / INDEX)
+        index = from_text(text, folder / INDEX)
         with Reader(folder, index) as reader:
             reader.check_sizes()
             staged.append(Staged(reader, model, optimiser, scheduler))
@@ -82,9 +84,12 @@ def load(
     return staged[0].index.step
 
 
-def _found(path: str | os.PathLike[str]) -> tuple[str, str]:
+def _found(path: str | os.PathLike[str], reads: bool) -> tuple[str, str, str]:
+    """The path as the user says it; if this worker reads it, the text of its index, and where the checkpoint lies."""
+    if not reads:
+        return str(Path(path)), "", ""
     text, folder = find(Path(path).absolute())
-    return str(folder), text
+    return str(Path(path)), text, str(folder)
 
 
 def install_together(comm: Any, what: str, stage: Any, staged: list[Staged]) -> None:

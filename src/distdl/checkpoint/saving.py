@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distdl.checkpoint.contents import agree, collect
+from distdl.checkpoint.contents import Contents, agree, collect
 from distdl.checkpoint.files import Place, name_of, on_disk, safetensors, write_blocks
 from distdl.checkpoint.index import Index
 from distdl.checkpoint.records import communicator_of
@@ -60,7 +60,7 @@ def save(
     finish_saving(comm)
     what = "distdl.save"
 
-    def collected() -> Any:
+    def collected() -> Contents:
         safetensors()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ValueError(f"{what} needs keep= to be a number from 1; got {keep!r}")
@@ -70,7 +70,9 @@ def save(
             raise ValueError(f"{what} needs step= beside keep=")
         return collect(comm, model, optimiser, scheduler)
 
-    call = {"path": os.fspath(path), "step": step, "keep": keep, "wait": bool(wait)}
+    def call() -> dict[str, Any]:
+        return {"path": str(Path(path)), "step": step, "keep": keep, "wait": bool(wait)}
+
     own, index = agree(comm, what, collected, call)
     places: list[Place] = []
 

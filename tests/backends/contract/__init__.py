@@ -7,7 +7,18 @@ Attributes:
     CHECKS: the functions by their names.
 """
 
-from contract import changes, differentiation, errors, layers, messages, models, numbers, primitives, worlds
+from contract import (
+    changes,
+    checkpoints,
+    differentiation,
+    errors,
+    layers,
+    messages,
+    models,
+    numbers,
+    primitives,
+    worlds,
+)
 
 
 def collect(*files):
@@ -17,4 +28,6 @@ def collect(*files):
     return dict(found)
 
 
-CHECKS = collect(worlds, messages, primitives, changes, errors, differentiation, layers, models, numbers)
+CHECKS = collect(
+    worlds, messages, primitives, changes, errors, differentiation, layers, models, numbers, checkpoints
+)

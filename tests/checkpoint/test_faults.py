@@ -1,0 +1,288 @@
+"""What goes wrong with a checkpoint is the same error on every worker, and nothing is loaded in part."""
+
+import json
+import zlib
+
+import pytest
+import torch
+from saved_models import assert_equal, equip, make
+from torch import nn
+
+import distdl
+from distdl.checkpoint import files, saving
+
+WORKERS = 3
+
+
+def run(work, workers=WORKERS):
+    """Run it on every worker; each has to raise the same error, which is returned as its type and its text."""
+
+    def caught():
+        try:
+            work()
+        except Exception as error:
+            return type(error), str(error)
+        return None
+
+    (found,) = set(distdl.run_workers(caught, workers))
+    assert found is not None, "nothing was raised"
+    return found
+
+
+def save(path, **options):
+    def work():
+        P = distdl.world()
+        model = make("sharded", P)
+        distdl.save(path, model, *equip(model), **options)
+
+    distdl.run_workers(work, WORKERS)
+
+
+def refused(path, kind="modules", change=lambda model: None, optimiser=True):
+    """The error of loading, after which the model and the optimiser are as they were."""
+    lasting = []
+
+    def work():
+        P = distdl.world()
+        model = make(kind, P, seed=1)
+        change(model)
+        steps, schedule = equip(model)
+        before = distdl.export_state(model, steps)
+        try:
+            distdl.load(path, model, steps if optimiser else None, schedule if optimiser else None)
+        finally:
+            assert_equal(distdl.export_state(model, steps), before)
+            lasting.append(True)
+
+    found = run(work)
+    assert len(lasting) == WORKERS
+    return found
+
+
+def zeros(layer):
+    """A layer that is the same on every worker."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer.double()
+
+
+def add_layer(model):
+    model.more = zeros(nn.Linear(2, 2))
+
+
+def drop_layer(model):
+    del model.norm
+
+
+def widen(model):
+    model.conv = zeros(nn.Conv2d(2, 6, 3))
+
+
+def narrow(model):
+    model.fc.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_layer, "the checkpoint has no more.bias, more.weight, and the model has it"),
+        (drop_layer, "the model has no norm.bias"),
+        (widen, "conv.weight is 5x2x3x3 torch.float64 in the checkpoint and 6x2x3x3 torch.float64 in the model"),
+        (narrow, "fc.weight is 3x5 torch.float64 in the checkpoint and 3x5 torch.float32 in the model"),
+    ],
+)
+def test_another_model(change, words, tmp_path):
+    save(tmp_path)
+    kind, text = refused(tmp_path, "replicated", change)
+    assert kind is ValueError and words in text
+
+
+def test_an_optimiser_with_other_groups(tmp_path):
+    def work():
+        model = make("modules", distdl.world())
+        distdl.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+    save(tmp_path)
+    assert "has 1 groups of parameters; saved were 2" in run(work)[1]
+
+    def no_norm():
+        model = make("modules", distdl.world())
+        groups = [list(getattr(model, name).parameters()) for name in ("conv", "fc")]
+        distdl.load(tmp_path, model, torch.optim.AdamW([{"params": one} for one in groups]))
+
+    assert "the model has no norm.bias in group 0 of its optimiser" in run(no_norm)[1]
+
+
+def test_what_is_not_in_it(tmp_path):
+    assert run(lambda: distdl.load(tmp_path / "none", nn.Linear(1, 1)))[0] is FileNotFoundError
+    distdl.save(tmp_path, nn.Linear(1, 1))
+    model = nn.Linear(1, 1)
+    steps = torch.optim.SGD(model.parameters())
+    assert run(lambda: distdl.load(tmp_path, model, steps)) == (ValueError, "the checkpoint has no optimiser")
+    schedule = torch.optim.lr_scheduler.StepLR(steps, 1)
+    assert run(lambda: distdl.load(tmp_path, model, None, schedule)) == (ValueError, "the checkpoint has no scheduler")
+
+
+def files_of(path):
+    index = json.loads((path / "index.json").read_text())
+    return sorted((path / index["folder"]).iterdir())
+
+
+def alter(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"0")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: alter(files_of(path)[1], -1), "is damaged: the checksum of"),
+        (lambda path: alter(files_of(path)[1], 20), "is damaged: "),  # its header
+        (lambda path: truncate(files_of(path)[2]), "is damaged: it has"),
+        (lambda path: lengthen(files_of(path)[0]), "is damaged: it has"),
+        (lambda path: files_of(path)[0].unlink(), "is missing"),
+        (lambda path: alter(path / "index.json", 1000), "index.json is damaged"),
+        (lambda path: truncate(path / "index.json"), "index.json is damaged"),
+        (lambda path: (path / "index.json").write_text("[" * 100_000), "index.json is damaged"),
+        (lambda path: (path / "index.json").write_text("{}"), "is no index of a checkpoint"),
+    ],
+)
+def test_damage(damage, words, tmp_path):
+    save(tmp_path)
+    damage(tmp_path)
+    kind, text = refused(tmp_path)
+    assert kind is ValueError and words in text and "worker" not in text.partition(" is ")[2].partition("(on")[0]
+
+
+def rewrite(path, change):
+    """Change an index, and make its checksum fit."""
+    content = json.loads((path / "index.json").read_text())
+    del content["crc32"]
+    change(content)
+    content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (path / "index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda index: index.update(folder="../elsewhere"), "is no folder of files"),
+        (lambda index: index.update(version=2), "is of version 2 of the format"),
+        (lambda index: index["tensors"]["model/fc.bias"]["blocks"].pop(), "do not tile it"),
+        (lambda index: index["tensors"]["model/fc.bias"].update(dtype="pickle"), "is damaged"),
+        (lambda index: index.update(scheduler={"exec": "print"}), "stands for no value"),
+        (
+            lambda index: index["tensors"].pop("optimiser/model/fc.bias/exp_avg"),
+            "it has no optimiser/model/fc.bias/exp_avg",
+        ),
+    ],
+)
+def test_a_forged_index(change, words, tmp_path):
+    def work():
+        model = make("sharded", distdl.world())
+        steps, schedule = equip(model)
+        (model(distdl.distribute_tensor(torch.ones(1, 2, 4, 4).double(), model.forward.P)).sum()).backward()
+        steps.step()
+        distdl.save(tmp_path, model, steps, schedule)
+
+    distdl.run_workers(work, WORKERS)
+    rewrite(tmp_path, change)
+    kind, text = refused(tmp_path)
+    assert kind is ValueError and words in text
+
+
+def test_workers_that_call_differently(tmp_path):
+    cases = [
+        (lambda rank, model: distdl.save(tmp_path, model, step=rank), "needs the same step on every worker"),
+        (
+            lambda rank, model: distdl.save(tmp_path if rank else 3, model),
+            "TypeError|expected str, bytes or os.PathLike|argument should be a str",
+        ),
+        (lambda rank, model: distdl.save(tmp_path, nn.Linear(2, 2 + rank // 2)), "2x2 float32 on worker 0 and 3x2"),
+        (lambda rank, model: distdl.save(tmp_path, model if rank else None), "(on worker 0)"),
+        (lambda rank, model: distdl.save(tmp_path, model, keep=2), "needs step= beside keep="),
+        (lambda rank, model: distdl.save(tmp_path, model, step=-1), "needs step= to be a number from 0"),
+        (lambda rank, model: distdl.save(tmp_path, model, step=1, keep=0), "needs keep= to be a number from 1"),
+        (lambda rank, model: distdl.save(tmp_path, model, scheduler=3), "needs a scheduler with a state_dict"),
+        (lambda rank, model: distdl.save(tmp_path, model, optimiser=3), "needs an optimiser of torch's; got a int"),
+        (
+            lambda rank, model: distdl.save(tmp_path, model, torch.optim.SGD(model.parameters(), 0.1 + rank)),
+            "options of group 0 of the optimiser have to be the same on every worker; lr is 0.1 on worker 0 and 1.1",
+        ),
+        (
+            lambda rank, model: distdl.save(tmp_path, model, torch.optim.SGD(nn.Linear(1, 1).parameters())),
+            "parameter 0 of group 0 (1x1) is none of them",
+        ),
+    ]
+    for of, words in cases:
+
+        def call(of=of):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 2)
+            for parameter in model.parameters():
+                parameter.data.fill_(1.0)
+            of(distdl.world().rank, model)
+
+        _, text = run(call)
+        assert any(one in text for one in words.split("|")), text
+    assert not (tmp_path / "index.json").exists()
+
+
+def test_copies_that_differ(tmp_path):
+    def work():
+        model = nn.Linear(2, 2)
+        for parameter in model.parameters():
+            parameter.data.fill_(float(distdl.world().rank == 2))
+        distdl.save(tmp_path, model)
+
+    kind, text = run(work)
+    assert kind is ValueError and "copies of model/weight have to be equal; worker 0 and worker 2" in text
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_worker_that_cannot_write(wait, tmp_path, monkeypatch):
+    """What was there stays; what was half written is removed; another save works."""
+    save(tmp_path, step=1)
+    before = files_of(tmp_path)
+    plain = files.write_blocks
+
+    def full(path, blocks):
+        if path.name == files.name_of(1):
+            raise OSError(28, "No space left on device")
+        return plain(path, blocks)
+
+    def work():
+        model = make("sharded", distdl.world(), seed=2)
+        distdl.save(tmp_path, model, step=2, wait=wait)
+        distdl.finish_saving()
+
+    monkeypatch.setattr(saving, "write_blocks", full)
+    kind, text = run(work)
+    assert kind is OSError and "No space left on device" in text and "(on worker 1)" in text
+    assert ("earlier distdl.save" in text) is not wait
+    assert files_of(tmp_path) == before and len(list(tmp_path.glob("data-*"))) == 1
+    monkeypatch.undo()
+    distdl.run_workers(work, WORKERS)
+    assert len(list(tmp_path.glob("data-*"))) == 1 and files_of(tmp_path) != before
+    model = make("plain", None)
+    assert distdl.load(tmp_path, model) == 2
+    assert_equal(dict(model.state_dict()), dict(make("plain", None, seed=2).state_dict()))
+
+
+def test_two_saves_into_one_place(tmp_path):
+    other = files.Place(tmp_path, None, None, "0" * 16)  # that of another job
+    kind, text = run(lambda: distdl.save(tmp_path, make("plain", None)))
+    assert kind is ValueError and text.startswith(f"another save into {tmp_path} goes on")
+    assert other.data.exists()
+    other.release()
+    save(tmp_path)
+    assert not other.data.exists()
