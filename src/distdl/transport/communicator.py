@@ -292,9 +292,7 @@ class Communicator(ABC):
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a communicator belongs to its process and cannot be pickled; of a network, save its state_dict()"
-        )
+        raise TypeError("a communicator belongs to its process and cannot be pickled; of a network, call distdl.save")
 
 
 def begin_with(total: torch.Tensor, x: torch.Tensor | None) -> None:
