@@ -20,8 +20,6 @@ from distdl.partition import Layout, dims
 from distdl.transport.communicator import Communicator
 from distdl.workers.worlds import world
 
-_WHOLE: tuple[str, Layout | None] = ("", None)
-
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -89,7 +87,8 @@ def records_of(model: torch.nn.Module) -> Records:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {**parameters, **dict(_buffers(model))}
     layouts: dict[str, tuple[str, Layout | None]] = {}
-    stores: dict[str, bool] = {}  # of tensors beside blocks of a module: whether this worker has such blocks
+    # of the tensors that stand beside blocks in a module: whether this worker has such blocks, and their keys
+    beside: dict[str, tuple[bool, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = list(_layouts(module))
         for name, key, known in own:
@@ -97,13 +96,14 @@ def records_of(model: torch.nn.Module) -> Records:
         if own:
             mine = any(known.partition.comm.rank in known.partition for _, _, known in own)
             for name in (*(n for n, _ in module.named_parameters()), *(n for n, _ in module.named_buffers())):
-                stores.setdefault(_join(prefix, name), mine)
+                key = sequential_name(module, name) if "parametrizations." in name else name
+                beside.setdefault(_join(prefix, name), (mine, _join(prefix, key)))
     records = Records()
     first: dict[int, str] = {}
     for path in dict.fromkeys((*layouts, *tensors)):
         tensor = tensors.get(path)
-        key, layout = layouts.get(path, _WHOLE)
-        key = key or path
+        stores, plain = beside.get(path, (True, path))
+        key, layout = layouts.get(path, (plain, None))
         if tensor is not None and id(tensor) in first:
             records.aliases[key] = first[id(tensor)]
             continue
@@ -111,7 +111,7 @@ def records_of(model: torch.nn.Module) -> Records:
             first[id(tensor)] = key
             if path in parameters:
                 records.keys[id(tensor)] = key
-        saves, equal = stores.get(path, True) or layout is not None, path in parameters
+        saves, equal = stores or layout is not None, path in parameters
         records.add(_record(key, tensor, layout, saves, equal and saves))
     return records
 
