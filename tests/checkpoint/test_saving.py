@@ -1,8 +1,11 @@
 """Steps that are kept, saving while training goes on, what is read and written, what can be kept."""
 
 import contextlib
+import errno
 import io
 import json
+import os
+import stat
 import threading
 from collections import Counter
 
@@ -39,6 +42,25 @@ def test_keep(tmp_path):
         distdl.save(tmp_path, model, step=6)
     with pytest.raises(ValueError, match="is a checkpoint itself"):
         distdl.save(tmp_path / "step-000000030", model, step=6, keep=2)
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
+    """Files still have to be brought to the disk: an error there is one of the save."""
+    plain = os.fsync
+
+    def refuse(number, of=stat.S_ISDIR):
+        if of(os.fstat(number).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        plain(number)
+
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(os, "fsync", refuse)
+    distdl.save(tmp_path, model, step=4)
+    assert distdl.load(tmp_path, model) == 4
+    monkeypatch.setattr(os, "fsync", lambda number: refuse(number, stat.S_ISREG))
+    with pytest.raises(OSError, match="Invalid argument"):
+        distdl.save(tmp_path, model, step=5)
+    assert distdl.load(tmp_path, model) == 4
 
 
 @pytest.mark.parametrize("kind", ["sharded", "modules"])

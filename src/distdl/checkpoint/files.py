@@ -7,6 +7,7 @@ the index, in one step. So at every moment there is the old checkpoint or the ne
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -299,9 +300,13 @@ def _lock(path: Path) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or a folder to the disk."""
-    opened = os.open(path, os.O_RDONLY)
+    """Bring a file to the disk; also a folder, where the file system can do that and we may read it."""
     try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in (errno.EACCES, errno.EINVAL, errno.ENOTSUP):
+            raise
