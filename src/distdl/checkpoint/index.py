@@ -86,7 +86,7 @@ class Index:
 def described(record: Record) -> list[Any]:
     """What a worker tells of a record: dtype, whole shape, its box, whether it may save it, and a print to compare."""
     assert record.tensor is not None
-    mark = _print(record.block) if record.equal and record.box is not None else None
+    mark = _print(record.block) if record.equal and record.is_whole and record.tensor.numel() else None
     name = str(record.tensor.dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"a checkpoint keeps no tensors of {record.tensor.dtype}; {record.key} is one")

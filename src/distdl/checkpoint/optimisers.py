@@ -91,7 +91,7 @@ def _described(value: Any, key: str, parameter: Record, records: Records) -> dic
         other = parameter.tensor
         if isinstance(value, GlobalTensor) and isinstance(other, GlobalTensor) and value.layout != other.layout:
             raise ValueError(f"{path} needs to be split as its parameter is")
-        records.add(Record(path, parameter.extents, parameter.box, value))
+        records.add(Record(path, parameter.extents, parameter.box, value, equal=False))  # (its parameter is compared)
     elif isinstance(value, GlobalTensor):
         layout = value.layout
         me = layout.partition.comm.rank
