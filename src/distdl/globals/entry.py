@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Shape
+from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.random import seed
 from distdl.globals.operands import block_of, moved, moved_block, own_box
@@ -47,7 +48,7 @@ def distribute_tensor(
     mine: Any = None
     if context.me == src:
         mine = (
-            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled(), seed())
+            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled(), seed(), Bounds.of(x))
             if isinstance(x, torch.Tensor)
             else type(x).__name__
         )
@@ -55,7 +56,7 @@ def distribute_tensor(
     told = broadcast_value(context.comm, (src, *(w for w in context.everyone if w != src)), mine)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
-    extents, code, requires_grad, context.draws.seed = told
+    extents, code, requires_grad, context.draws.seed, bounds = told
     needed = _split(context, P, extents, "distribute_tensor", axes)
     owned = context.whole(extents, src)
     if context.me == src:
@@ -64,7 +65,7 @@ def distribute_tensor(
     else:
         device = x.device if isinstance(x, torch.Tensor) else None
         block = torch.zeros(owned.local, dtype=DTYPES[code], device=device, requires_grad=requires_grad)
-    return redistribute(GlobalTensor._of(block, owned), needed)
+    return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([bounds]))
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -77,7 +78,8 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     _begin(context, "GlobalTensor.from_local")
     mine: Any = type(block).__name__
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
-        mine = (tuple(block.shape), dtype_code(block.dtype), block.requires_grad and torch.is_grad_enabled(), seed())
+        wants = block.requires_grad and torch.is_grad_enabled()
+        mine = (tuple(block.shape), dtype_code(block.dtype), wants, seed(), Bounds.of(block))
     told = gather_values(context.comm, context.everyone, mine)
     members = P.workers.ravel().tolist()
     for worker in members:
@@ -109,7 +111,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
             block = zeros_on(block.to(DTYPES[code]), layout.local)
         else:
             block = torch.zeros(layout.local, dtype=DTYPES[code], device=device, requires_grad=wants)
-    return GlobalTensor._of(block, layout)
+    return know(GlobalTensor._of(block, layout), Bounds.merged(told[worker][4] for worker in members))
 
 
 def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
@@ -140,7 +142,7 @@ def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | N
         if Context.of(to.comm) is not context:
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)
-    return x if needed is x._layout else GlobalTensor._of(moved(x, needed), needed)
+    return x if needed is x._layout else same_values(x, GlobalTensor._of(moved(x, needed), needed))
 
 
 def _split(

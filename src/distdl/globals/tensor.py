@@ -35,6 +35,7 @@ class GlobalTensor(torch.Tensor):
     _context: Context
     _moved_from: Any  # where the cells of a view had to move: a weak reference to what it is a view of
     _outdated: str  # why this tensor does not have the values that it should
+    _known: Any  # what all workers know of its values: bounds.Known
 
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
@@ -199,6 +200,8 @@ def note_written(x: GlobalTensor, name: str) -> None:
     """Take note of a function that has written a global tensor in place (or may have: it returned its argument)."""
     with torch._C.DisableTorchFunctionSubclass():
         _raw_requires(x, x._block.requires_grad)  # for check_usable
+    if "_known" in x.__dict__:
+        x._known.written()
     base = x.__dict__.get("_moved_from")
     if base is not None and base() is not None:
         base()._outdated = (

@@ -11,6 +11,7 @@ import torch
 
 from distdl.geometry.boxes import Interval
 from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import Intervals, expanded, frozen, reshaped, shape_of, view_of, whole_along
@@ -190,6 +191,8 @@ def _looked_up(func: Callable[..., Any], table: torch.Tensor, index: Any) -> Any
         workers = layout.partition.workers.reshape(layout.partition.workers.shape + (1,) * more)
         return context.layout(context.array(workers), [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
 
+    n = table.shape[0]
+    check_range(index, -n, n, lambda wrong: torch.empty(n)[wrong])
     target = context.keep(("looked up", layout, table.shape), make)
     return GlobalTensor._of(entered(table, context)[index._block].reshape(target.local), target)
 
@@ -365,6 +368,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return input.index_select(dim, index.full_tensor())
         plain = _whole_index(index)
         shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
+        check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
         cells: list[Any] = [None] * input.dim()
         cells[dim] = plain.reshape(-1)
         return _picked(input, cells)
@@ -414,6 +418,7 @@ def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             result: GlobalTensor = TABLE[None](func, args, kwargs)
             return result
         dim %= known.dim()
+        _check_lines(input, dim, index)
         shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
         input = _first_cells(input, shape)
         if type(input) is GlobalTensor:
@@ -425,6 +430,17 @@ def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
     return run(*args, **kwargs)
+
+
+def _check_lines(x: Any, dim: int, index: Any) -> None:
+    """Check that what is gathered or scattered along a dim is there."""
+    n = x.shape[dim]
+    check_range(index, 0, n, lambda wrong: _line(x, dim).gather(dim, wrong.reshape([1] * x.dim())))
+
+
+def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor of which torch says the same as of another, if an index is beyond that along a dim."""
+    return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())])
 
 
 def _meta(func: Any, x: Any, dim: int, index: Any, *rest: Any) -> None:
@@ -466,6 +482,7 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if not input.dim():
             return TABLE[None](func, args, kwargs)
         name = func.__name__.removesuffix("_")
+        _check_lines(input, dim, index)
         y = whole_along(input, [dim % input.dim()], name)
         lines = _along(y._layout, dim % input.dim(), index.shape)
         there = _brought(index, lines, name)
@@ -498,8 +515,10 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
         source = value if source is None else source
         index, dim = _whole_index(index), dim % input.dim()
-        _check_cells(input, [0], [index]) if not dim else _check_cells(input, [dim], [*[None] * dim, index])
-        name = func.__name__.removesuffix("_")
+        name, n = func.__name__.removesuffix("_"), input.shape[dim]
+        given = 0.0 if name == "index_fill" else torch.empty([1] * input.dim())
+        first = -n if name == "index_fill" else 0
+        check_range(index, first, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
         y = whole_along(input, [dim], name)
         if isinstance(source, torch.Tensor) and source.dim():
             source = _brought(source, _along(y._layout, dim, source.shape), name)

@@ -9,6 +9,7 @@ import torch
 
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Shape, balanced
+from distdl.globals.bounds import check_range
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.applying import apply
 from distdl.globals.functions.indexing import _brought, part
@@ -441,6 +442,7 @@ def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def run(tensor: Any, num_classes: int = -1) -> GlobalTensor:
         if num_classes < 1:
             num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
+        check_range(tensor, 0, num_classes, lambda wrong: func(wrong, num_classes))
         layout, context = _of(tensor)
 
         def make() -> KnownLayout:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, weight_of
 from distdl.globals.functions.pointwise import elementwise
@@ -31,6 +32,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
             return fall_back(func, args, kwargs)
         context, layout, table = input._context, input._layout, weight_of(weight, input._context)
+        check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, table.detach()[:, :1]))
         y = functional.embedding(block_of(input), table, padding_idx)
         columns = int(table.shape[1])
         grid = layout.partition.workers.shape

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of, whole_signature
@@ -160,6 +161,13 @@ def _of_classes(
     context, layout = x._context, x._layout
     places, seen = context.keep(("places", layout, probabilities), lambda: _places(layout, probabilities))
     given = moved(target, places, name) if type(target) is GlobalTensor else taken(target, places)
+    if not probabilities:
+        n, ignored = x.shape[1], op.ignore_index
+
+        def refuse(wrong: torch.Tensor) -> None:
+            functional.nll_loss(torch.zeros(1, n), wrong, ignore_index=ignored)
+
+        check_range(target, 0, n, refuse, given, ignored)
     signatures = [signature_of(x), Signature(seen, given.dtype, derivatives_of(given), tuple(given.shape))]
     own: torch.Tensor = ABSENT
     if weight is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.adopting import adopt
+from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_written
@@ -113,7 +114,7 @@ def _enter_names() -> None:
 _enter_names()
 
 
-@handles("to type_as")
+@handles("to type_as long int")
 def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype or device; those of another tensor, of which only these are read."""
     x, *rest = args
@@ -123,4 +124,10 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     rest = [one._block if type(one) is GlobalTensor else one for one in rest]
     kwargs = {name: one._block if type(one) is GlobalTensor else one for name, one in kwargs.items()}
     y = func(block_of(x), *rest, **kwargs)
-    return x if y is x._block else GlobalTensor._of(y, x._layout)
+    if y is x._block:
+        return x
+    made = GlobalTensor._of(y, x._layout)
+    return same_values(x, made) if "_known" in x.__dict__ and y.dtype in _WIDE else made
+
+
+_WIDE = (torch.int64, torch.int32)  # integers that have those of others

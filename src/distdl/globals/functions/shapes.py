@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.globals.bounds import share_bounds
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
@@ -53,6 +54,8 @@ def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: boo
         came: whether cells had to move, so that what is written into the result does not reach x.
     """
     y = GlobalTensor._of(block, layout)
+    if "_known" in x.__dict__:
+        share_bounds(x, y, came)
     if came:
         y._moved_from = weakref.ref(x)
     elif "_moved_from" in x.__dict__:  # a view of what should have been a view

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.models.copies import Copies, Parameters, Replicas
@@ -109,4 +110,4 @@ class Forward:
         if type(x) is not torch.Tensor or x.dim() < self.P.workers.ndim:
             return x
         layout = Context.of(self.P.comm).balanced(self.P, x.shape)
-        return GlobalTensor._of(taken(x, layout).clone(), layout)
+        return know(GlobalTensor._of(taken(x, layout).clone(), layout), Bounds.of(x))
