@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.globals.models.sharding import Gathering
+from distdl.globals.models.gathering import Gathering
 
 
 def sharded(model, grid, fallback="error"):

@@ -1,4 +1,4 @@
-"""Tensors side by side, repeated, rolled, padded, made anew or sorted: functions that lay cells out along dims."""
+"""Tensors side by side, repeated, rolled, turned round, or made anew."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.bounds import check_range
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.applying import apply
-from distdl.globals.functions.indexing import _brought, part
-from distdl.globals.functions.shapes import Intervals, frozen, shape_of, view_of, whole_along
+from distdl.globals.functions.indexing import part
+from distdl.globals.functions.lines import brought
+from distdl.globals.functions.shapes import Intervals, shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.ops.padding import Padding
 from distdl.tensors.connection import zeros_on
 
 # -- side by side
@@ -49,7 +47,7 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
         return target, needs
 
     target, needs = context.keep(("side by side", layout, dim, along, shapes), make)
-    parts = [_brought(one, need, name) for one, need in zip(tensors, needs, strict=True)]
+    parts = [brought(one, need, name) for one, need in zip(tensors, needs, strict=True)]
     return GlobalTensor._of(_joined(parts, dim, target.local), target)
 
 
@@ -238,160 +236,6 @@ def _of(x: GlobalTensor) -> tuple[KnownLayout, Context]:
     return x._layout, x._context
 
 
-# -- between channels, windows and space
-
-
-@handles("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle", "torch functional")
-def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cells of channels become cells of space, the other way round, or change their order: by reshapes."""
-    x, n = (*args, *kwargs.values())
-    name = func.__name__
-    if name.endswith("channel_shuffle"):
-        b, c, *space = x.shape
-        if c % n:
-            raise RuntimeError(f"Number of channels must be divisible by groups. Got {c} channels and {n} groups.")
-        return x.reshape(b, n, c // n, *space).transpose(1, 2).reshape(x.shape)
-    shape = shape_of(func, x, (n,), {})
-    *batch, c, h, w = x.shape
-    k = len(batch)
-    if name == "pixel_shuffle":
-        y = x.reshape(*batch, c // n**2, n, n, h, w).permute(*range(k + 1), k + 3, k + 1, k + 4, k + 2)
-    else:
-        y = x.reshape(*batch, c, h // n, n, w // n, n).permute(*range(k + 1), k + 2, k + 4, k + 1, k + 3)
-    return y.reshape(shape)
-
-
-@handles("unfold", "Tensor")
-def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Windows along a dim. Where they overlap, the dim is whole."""
-
-    def run(self: Any, dimension: int, size: int, step: int) -> Any:
-        shape = shape_of(func, self, (dimension, size, step), {})
-        if not self.dim():
-            return TABLE[None](func, args, kwargs)
-        dim = dimension % self.dim()
-        count = shape[dim]
-        if size == step and len(self._layout.intervals[dim]) > 1:
-            kept: Any = part(self, [*[slice(None)] * dim, slice(0, count * size)])
-            return kept.unflatten(dim, (count, size)).movedim(dim + 1, -1)
-        x = whole_along(self, [dim], "unfold")
-        layout, context = _of(x)
-
-        def make() -> KnownLayout:
-            intervals = [*layout.intervals, ((0, size),)]
-            intervals[dim] = ((0, count),)
-            return context.layout(context.array(layout.partition.workers[..., None]), intervals)
-
-        target = context.keep(("windows", layout, dim, size, step), make)
-        block = block_of(x)
-        block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
-        return view_of(self, block, target, x is not self)
-
-    return run(*args, **kwargs)
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-
-
-@handles("unfold", "functional")
-def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Windows as columns. Where they fit side by side, by reshapes; else the space is whole."""
-
-    def run(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
-        shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
-        if input.dim() == 3:
-            return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
-        kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
-        b, c, h, w = input.shape
-        if kernel == strides and dilated == (1, 1) and padded == (0, 0):
-            (k, m), i, j = kernel, h // kernel[0], w // kernel[1]
-            kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
-            return kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4).reshape(shape)
-        x = whole_along(input, [2, 3], "unfold")
-        layout, context = _of(x)
-        cells = kernel[0] * kernel[1]
-
-        def make() -> KnownLayout:
-            along = tuple((i * cells, j * cells) for i, j in layout.intervals[1])
-            grid = layout.partition.workers[..., 0]
-            return context.layout(context.array(grid), [layout.intervals[0], along, ((0, shape[2]),)])
-
-        target = context.keep(("im2col", layout, shape, cells), make)
-        block = block_of(x)
-        if block.numel():
-            return GlobalTensor._of(func(block, kernel, dilated, padded, strides), target)
-        return GlobalTensor._of(zeros_on(block, target.local), target)
-
-    return run(*args, **kwargs)
-
-
-@handles("fold", "functional")
-def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Columns as windows, which add up where they overlap."""
-
-    def run(
-        input: Any, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
-    ) -> Any:
-        shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
-        if input.dim() == 2:
-            return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
-        kernel = _pair(kernel_size)
-        cells = kernel[0] * kernel[1]
-        b, _, count = input.shape
-        x: Any = whole_along(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
-        layout, context = _of(x)
-
-        def make() -> KnownLayout:
-            return context.layout(layout.partition, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
-
-        target = context.keep(("col2im", layout, shape), make)
-        block = block_of(x)
-        if not block.numel():
-            return GlobalTensor._of(zeros_on(block, target.local), target)
-        block = block.reshape(block.shape[0], -1, count)
-        return GlobalTensor._of(func(block, output_size, kernel_size, dilation, padding, stride), target)
-
-    return run(*args, **kwargs)
-
-
-@handles("tril triu", "torch Tensor")
-def triangle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """A triangle of the last two dims, the rest being zero."""
-
-    def run(input: Any, diagonal: int = 0) -> GlobalTensor:
-        shape_of(func, input, (diagonal,), {})  # (for torch's error)
-        layout = input._layout
-        (row, _), (column, _) = layout.box[-2:]
-        return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
-
-    return run(*args, **kwargs)
-
-
-@handles("pad", "functional")
-def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """Cells around a tensor, or some less of it."""
-
-    def run(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-        widths = tuple(int(n) for n in pad)
-        shape = shape_of(func, input, (widths, mode), {})  # (for torch's error)
-        pairs = [(0, 0)] * input.dim()
-        for place in range(len(widths) // 2):
-            pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])
-        if mode == "constant" and all(n <= 0 for n in widths):
-            cut = [slice(-before, n + behind) for (before, behind), n in zip(pairs, input.shape, strict=True)]
-            return part(input, cut).clone()
-        if not input.numel() and torch.Size(shape).numel():
-            return input.new_full(shape, value or 0)  # (there is no cell to start from)
-        padded = tuple(dim for dim, pair in enumerate(pairs) if pair != (0, 0))
-        border = Border(mode, tuple(pairs))
-        fill = 0.0 if value is None else value
-        return apply(lambda: Padding(border, fill, padded), (border, fill, padded), input, "pad")
-
-    y: GlobalTensor = run(*args, **kwargs)
-    return y
-
-
 # -- new ones
 
 
@@ -455,45 +299,3 @@ def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)
 
     return run(*args, **kwargs)
-
-
-# -- in order
-
-
-@handles("sort argsort topk msort", "torch Tensor")
-def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cells in order along a dim, which is whole."""
-    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-    kwargs = {name: value for name, value in kwargs.items() if name != "input"}
-    if not x.dim():
-        return TABLE[None](func, args, kwargs)
-
-    def describe() -> tuple[int, int, Any]:
-        name = func.__name__
-        y = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *rest, **kwargs)
-        at = 1 if name == "topk" else 0
-        dim = 0 if name == "msort" else kwargs.get("dim", next((n for n in rest[at:] if type(n) is int), -1))
-        first = y if isinstance(y, torch.Tensor) else y[0]
-        return dim % x.dim(), first.shape[dim], None if isinstance(y, torch.Tensor) else type(y)
-
-    key = ("sort", func, x.shape, x.dtype, frozen(rest), frozen(kwargs))
-    dim, count, kind = x._context.keep(key, describe)
-    z: Any = whole_along(x, [dim], func.__name__)
-    layout, context = _of(z)
-
-    def make() -> KnownLayout:
-        intervals = list(layout.intervals)
-        intervals[dim] = ((0, count),)
-        return context.layout(layout.partition, intervals)
-
-    target = context.keep(("sorted", layout, dim, count), make)
-    block = block_of(z)
-    found: Any
-    if not block.numel():
-        values, cells = zeros_on(block, target.local), block.new_zeros(target.local, dtype=torch.int64)
-        found = (values, cells) if kind is not None else cells if func.__name__ == "argsort" else values
-    else:
-        found = func(block, *rest, **kwargs)
-    if kind is None:
-        return GlobalTensor._of(found, target)
-    return kind(GlobalTensor._of(one, target) for one in found)

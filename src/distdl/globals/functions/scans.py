@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.reductions import dims_of, reduced_layout, reduced_shape, split_along, without_dims
+from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
 from distdl.globals.table import TABLE, handles
@@ -67,53 +67,12 @@ def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return TABLE[None](func, args, kwargs)
         layout = pencils(input._layout, dims)
         y = func(moved(input, layout, func.__name__), dims[0])
-        return _wrapped(y, layout)
+        return wrapped(y, layout)
 
     return run(*args, **kwargs)
 
 
-@handles("median nanmedian mode kthvalue quantile nanquantile", "torch Tensor")
-def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along one dim, which is made whole. Over all elements, they come together on one worker."""
-    name = func.__name__
-    first = 2 if name in ("kthvalue", "quantile", "nanquantile") else 1  # the place of dim among the arguments
-    x = args[0]
-    default = None if name in ("median", "nanmedian", "quantile", "nanquantile") else -1
-    dim = args[first] if len(args) > first else kwargs.get("dim", default)
-    level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
-    if type(x) is not GlobalTensor or dim is None or not x.dim() or isinstance(level, torch.Tensor):
-        return TABLE[None](func, args, kwargs)
-    dims = dims_of(x, dim)
-    layout = pencils(x._layout, dims)
-    keepdim = bool(kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False))
-    options = {key: value for key, value in kwargs.items() if key not in ("dim", "keepdim", "k", "q")}
-    leading = [*args[1:first], *(kwargs[key] for key in ("k", "q") if key in kwargs)]
-
-    def over(block: torch.Tensor) -> Any:
-        return func(block, *leading, dim=dims[0], keepdim=True, **options)
-
-    block, target = moved(x, layout, name), reduced_layout(layout, dims)
-    if block.numel():
-        y = over(block)
-    else:
-        least = [1] * x.dim()
-        least[dims[0]] = x.shape[dims[0]]
-        least_shape = tuple(least)
-        probe = over(block.detach().new_zeros(least_shape))
-        if isinstance(probe, torch.Tensor):
-            y = local(over, target.local, (block, least_shape))
-        else:
-            values = local(lambda one: over(one)[0], target.local, (block, least_shape))
-            y = type(probe)((values, torch.zeros(target.local, dtype=torch.int64, device=block.device)))
-    found = _wrapped(y, target)
-    if keepdim:
-        return found
-    if isinstance(found, GlobalTensor):
-        return without_dims(found, dims)
-    return type(found)(tuple(without_dims(one, dims) for one in found))
-
-
-def _wrapped(y: Any, layout: KnownLayout) -> Any:
+def wrapped(y: Any, layout: KnownLayout) -> Any:
     if isinstance(y, torch.Tensor):
         return GlobalTensor._of(y, layout)
     return type(y)(tuple(GlobalTensor._of(one, layout) for one in y))

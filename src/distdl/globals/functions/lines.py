@@ -1,0 +1,195 @@
+"""Gather, scatter and their kin: each along a dim, which is whole meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.bounds import check_range
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.indexing import picked
+from distdl.globals.functions.shapes import expanded, shape_of, whole_along
+from distdl.globals.operands import block_of, moved, taken
+from distdl.globals.replicas import entered
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.tensors.connection import zeros_on
+
+
+def _whole_index(index: Any) -> torch.Tensor:
+    whole: torch.Tensor = index.full_tensor() if type(index) is GlobalTensor else index
+    return whole
+
+
+@handles("index_select", "torch Tensor")
+def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, dim: int, index: Any) -> Any:
+        if type(input) is not GlobalTensor:
+            return input.index_select(dim, index.full_tensor())
+        plain = _whole_index(index)
+        shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
+        check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
+        cells: list[Any] = [None] * input.dim()
+        cells[dim] = plain.reshape(-1)
+        return picked(input, cells)
+
+    return run(*args, **kwargs)
+
+
+def _along(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
+    """Where the lines of a tensor have to be beside those of another, which is whole along the dim.
+
+    Along the dim it may have any extent; along others, it may have fewer cells: the first ones.
+    """
+    context, shape = layout.context, tuple(shape)
+
+    def make() -> KnownLayout:
+        intervals = [
+            ((0, n),) if one == dim else tuple((min(i, n), min(j, n)) for i, j in layout.intervals[one])
+            for one, n in enumerate(shape)
+        ]
+        return context.layout(layout.partition, intervals)
+
+    return context.keep(("along", layout, dim, shape), make)
+
+
+def brought(value: Any, needed: KnownLayout, name: str) -> torch.Tensor:
+    """This worker's box of a tensor, split or the same everywhere."""
+    if type(value) is GlobalTensor:
+        return moved(value, needed, name)
+    if not needed.active:
+        return zeros_on(entered(value, needed.context), needed.local)
+    return taken(value, needed)
+
+
+def _first_cells(x: Any, shape: Sequence[int]) -> Any:
+    """The first cells along each dim, as many as a shape says."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    return x[tuple(slice(0, n) for n in shape)]
+
+
+@handles("gather", "torch Tensor")
+def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    def run(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> GlobalTensor:
+        known = input if type(input) is GlobalTensor else index
+        _meta(func, input, dim, index)
+        if not known.dim():
+            result: GlobalTensor = TABLE[None](func, args, kwargs)
+            return result
+        dim %= known.dim()
+        _check_lines(input, dim, index)
+        shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
+        input = _first_cells(input, shape)
+        if type(input) is GlobalTensor:
+            input = whole_along(input, [dim], "gather")
+            needed = _along(input._layout, dim, index.shape)
+            return GlobalTensor._of(block_of(input).gather(dim, brought(index, needed, "gather")), needed)
+        index = whole_along(index, [dim], "gather")
+        lines = brought(input, _along(index._layout, dim, shape), "gather")
+        return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
+
+    return run(*args, **kwargs)
+
+
+def _check_lines(x: Any, dim: int, index: Any) -> None:
+    """Check that what is gathered or scattered along a dim is there."""
+    n = x.shape[dim]
+    check_range(index, 0, n, lambda wrong: _line(x, dim).gather(dim, wrong.reshape([1] * x.dim())))
+
+
+def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """A tensor of which torch says the same as of another, if an index is beyond that along a dim."""
+    return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())])
+
+
+def _meta(func: Any, x: Any, dim: int, index: Any, *rest: Any) -> None:
+    """Let torch check the shapes."""
+    if tuple(x.shape) and tuple(index.shape):
+        blank = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (x, index)]
+        known = x if type(x) is GlobalTensor else index
+        key = ("checked", func, *(one.shape for one in (x, index)), x.dtype, index.dtype, dim)
+        known._context.keep(key, lambda: blank[0].gather(dim, blank[1]) is not None or True)
+
+
+@handles("take_along_dim", "torch Tensor")
+def take_along_dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(input: Any, indices: Any, dim: int | None = None) -> Any:
+        if dim is None:
+            return input.reshape(-1).gather(0, indices.reshape(-1))
+        dim %= input.dim()
+        shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
+        full = [_expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
+        return torch.gather(full[0], dim, full[1])
+
+    return run(*args, **kwargs)
+
+
+def _expanded(x: Any, shape: Sequence[int]) -> Any:
+    return expanded(x, tuple(shape)) if type(x) is GlobalTensor else x.expand(shape)
+
+
+@handles("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", "torch Tensor")
+def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Write along a dim, which is whole meanwhile."""
+
+    def run(input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any) -> Any:
+        if type(input) is not GlobalTensor:
+            in_place = func.__name__.endswith("_")
+            others = (index, src)
+            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+        src = value if src is None else src
+        if not input.dim():
+            return TABLE[None](func, args, kwargs)
+        name = func.__name__.removesuffix("_")
+        _check_lines(input, dim, index)
+        y = whole_along(input, [dim % input.dim()], name)
+        lines = _along(y._layout, dim % input.dim(), index.shape)
+        there = brought(index, lines, name)
+        given = (
+            brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) and src.dim() else src
+        )
+        in_place = func.__name__ != name
+        if in_place and y is input:
+            getattr(block_of(y), func.__name__)(dim, there, given, *rest, **more)
+            note_written(input, func.__name__)
+            return input
+        block = getattr(torch.Tensor, name)(block_of(y), dim, there, given, *rest, **more)
+        z = GlobalTensor._of(block, y._layout)
+        return input.copy_(z) if in_place else z
+
+    y: GlobalTensor = run(*args, **kwargs)
+    return y
+
+
+@handles("index_add index_add_ index_copy index_copy_ index_fill index_fill_", "torch Tensor")
+def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """Write slices across a dim, which is whole meanwhile."""
+
+    def run(input: Any, dim: int, index: Any, source: Any = None, *, value: Any = None, **more: Any) -> Any:
+        if type(input) is not GlobalTensor:
+            in_place = func.__name__.endswith("_")
+            others = (index, source)
+            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+        source = value if source is None else source
+        index, dim = _whole_index(index), dim % input.dim()
+        name, n = func.__name__.removesuffix("_"), input.shape[dim]
+        given = 0.0 if name == "index_fill" else torch.empty([1] * input.dim())
+        first = -n if name == "index_fill" else 0
+        check_range(index, first, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
+        y = whole_along(input, [dim], name)
+        if isinstance(source, torch.Tensor) and source.dim():
+            source = brought(source, _along(y._layout, dim, source.shape), name)
+        block = block_of(y)
+        if block.numel():
+            block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
+        elif isinstance(source, torch.Tensor):
+            block = block + zeros_on(source, ()).to(block.dtype)
+        z = GlobalTensor._of(block, y._layout)
+        return z if func.__name__ == name else input.copy_(z)
+
+    y: GlobalTensor = run(*args, **kwargs)
+    return y

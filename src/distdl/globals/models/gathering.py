@@ -1,0 +1,229 @@
+"""How parameters come together that are stored in shares, and how autograd keeps none of the whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.exchange import Operator
+from distdl.geometry.boxes import Shape, shape, slices
+from distdl.globals.context import KnownLayout
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.derivatives import NONE
+from distdl.tensors.function import Function
+
+
+class _Piece(NamedTuple):
+    """What one worker has of one tensor, and where it stands in what all of them send."""
+
+    tensor: int
+    box: tuple[slice, ...]
+    shape: Shape
+    start: int
+    stop: int
+
+
+class Gathering:
+    """How parameters come together on every worker, as one message.
+
+    Behind a worker's shares stands one more number for each tensor: on the way back, how many workers have a gradient
+    of it, so that one that nobody has stays none.
+    """
+
+    def __init__(self, layouts: Sequence[KnownLayout], dtype: torch.dtype) -> None:
+        self.layouts, self.dtype = tuple(layouts), dtype
+        context = layouts[0].context
+        self._pieces: list[_Piece] = []
+        self._counts: list[slice] = []  # for each worker, where those numbers stand
+        intervals = []
+        stop = 0
+        for worker in context.everyone:
+            first = stop
+            for tensor, layout in enumerate(layouts):
+                if worker in layout.partition:
+                    box = layout[worker]
+                    start, stop = stop, stop + prod(shape(box))
+                    self._pieces.append(_Piece(tensor, slices(box), shape(box), start, stop))
+            self._counts.append(slice(stop, stop + len(layouts)))
+            stop += len(layouts)
+            intervals.append((first, stop))
+        self._own = context.layout(context.world, [intervals])
+        self._whole = context.everywhere((stop,))
+        self.context = context
+        self._operator: Operator = context.moving(self._own, self._whole, dtype, NONE, "weights")
+
+    @classmethod
+    def of(cls, parameters: Sequence[GlobalTensor]) -> Gathering:
+        layouts, dtype = tuple(one._layout for one in parameters), parameters[0].dtype
+        return layouts[0].context.keep((cls, layouts, dtype), lambda: cls(layouts, dtype))
+
+    def gather(self, blocks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The whole tensors."""
+        counts = blocks[0].new_zeros(len(blocks))
+        found = self._operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
+        wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
+        for tensor, box, extents, start, stop in self._pieces:
+            wholes[tensor][box] = found[start:stop].reshape(extents)
+        return wholes
+
+    def scatter(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor | None, ...]:
+        """This worker's shares of the sums over all workers; none where nobody has a part."""
+        given = torch.tensor([part is not None for part in parts], dtype=self.dtype, device=device)
+        flat = torch.zeros(self._whole.extents, dtype=self.dtype, device=device)
+        for tensor, box, extents, start, stop in self._pieces:
+            part = parts[tensor]
+            if part is not None:
+                flat[start:stop].view(extents).copy_(part[box])
+        for counts in self._counts:
+            flat[counts] = given
+        own = self._operator.T.execute(flat)
+        *shares, owners = own.split([*(prod(layout.local) for layout in self.layouts), len(parts)])
+        return tuple(
+            share.reshape(layout.local) if n else None
+            for share, layout, n in zip(shares, self.layouts, owners.real.tolist(), strict=True)
+        )
+
+
+class Gathered:
+    """Parameters that have come together, for as long as they are needed; they can come together again."""
+
+    def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
+        self.gathering, self._parameters, self._keep = gathering, parameters, keep
+        self._versions = [one._block._version for one in parameters]
+        self._wholes: tuple[torch.Tensor, ...] | None = None
+
+    def copies(self) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, which depend on the shares."""
+        copies: tuple[torch.Tensor, ...] = _Gather.apply(
+            self.gathering, self, *(one._block for one in self._parameters)
+        )
+        return copies
+
+    def hold(self, copies: Sequence[torch.Tensor]) -> None:
+        """From here on, autograd does not keep these tensors, but this object."""
+        self._wholes = tuple(one.detach() for one in copies)
+        for place, one in enumerate(self._wholes):
+            if one.numel():
+                self._keep.held[one.untyped_storage().data_ptr()] = (self, place)
+
+    def release(self) -> None:
+        """Let the whole tensors go."""
+        for one in self._wholes or ():
+            self._keep.held.pop(one.untyped_storage().data_ptr(), None)
+        self._wholes = None
+
+    def wholes(self) -> tuple[torch.Tensor, ...]:
+        """The whole tensors; they come together if they have gone.
+
+        Raises: RuntimeError if parameters have been written since.
+        """
+        if self._wholes is None:
+            if [one._block._version for one in self._parameters] != self._versions:
+                raise RuntimeError(
+                    "a weight that backward needs has been modified by an inplace operation since the forward; call "
+                    "backward before optimizer.step()"
+                )
+            with torch.no_grad():
+                self._wholes = self.gathering.gather([one._block for one in self._parameters])
+        return self._wholes
+
+
+class _Gather(Function):
+    """From shares to the whole tensors on every worker."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gathering: Gathering, gathered: Gathered | None, *blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.gathering, ctx.gathered, ctx.device = gathering, gathered, blocks[0].device
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
+        return gathering.gather(blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)
+        if ctx.gathered is not None:
+            ctx.gathered.release()
+        return None, None, *ctx.gathering.scatter(parts, ctx.device)
+
+
+class _Scatter(Function):
+    """The adjoint: from each worker's part of a gradient to shares of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gathering: Gathering, device: torch.device, *parts: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.gathering, ctx.device, ctx.given = gathering, device, [part is not None for part in parts]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)
+        return tuple(None if one is None else one.clone() for one in gathering.scatter(parts, device))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        gathering: Gathering = ctx.gathering
+        blocks = [
+            torch.zeros(layout.local, dtype=gathering.dtype, device=ctx.device) if one is None else one
+            for one, layout in zip(cotangents, gathering.layouts, strict=True)
+        ]
+        found = _Gather.apply(gathering, None, *blocks)
+        return None, None, *(one if given else None for one, given in zip(found, ctx.given, strict=True))
+
+
+_NOTHING = torch.empty(0)
+
+
+class _Again(NamedTuple):
+    """What is kept in the place of a tensor that lies in the memory of a gathered weight."""
+
+    gathered: Gathered
+    place: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+
+class _Kept(NamedTuple):
+    """A tensor that is kept, and how often it had been written by then: torch compares that only where it keeps."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+class Keep:
+    """What is kept of a tensor that autograd saves: of a gathered weight, only where to gather it again."""
+
+    keeps_tensors = True
+
+    def __init__(self) -> None:
+        self.held: dict[int, tuple[Gathered, int]] = {}  # by the address of the memory
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        if type(x) is GlobalTensor or x.layout is not torch.strided:
+            return x
+        found = self.held.get(x.untyped_storage().data_ptr()) if self.held else None
+        if found is not None and x.dtype is found[0].gathering.dtype and not (x.is_conj() or x.is_neg()):
+            return _Again(*found, x.size(), x.stride(), int(x.storage_offset()))
+        return _Kept(x.detach(), x._version)
+
+
+def restore(kept: Any) -> torch.Tensor:
+    if isinstance(kept, _Again):
+        return kept.gathered.wholes()[kept.place].as_strided(kept.shape, kept.strides, kept.offset)
+    if isinstance(kept, _Kept):
+        if kept.tensor._version != kept.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {list(kept.tensor.shape)} is at version {kept.tensor._version}; expected version "
+                f"{kept.version}"
+            )
+        return kept.tensor
+    found: torch.Tensor = kept
+    return found
