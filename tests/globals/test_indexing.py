@@ -53,9 +53,7 @@ def test_global_index_tensors():
     assert_same(lambda x, i: x[i], Global(x3), Global(rows))
     assert_same(lambda x, i: x[:, i], Global(x3), Global(labels))
     assert_same(lambda table, i: table[i], noise(4, 2), Global(labels))
-    assert_same(lambda x: x[x > 0], Global(x2), falls_back=True)
-    assert_same(lambda x: torch.where(x > 0), Global(x2), falls_back=True)
-    assert_same(lambda x: torch.nonzero(x > 0), Global(x2), falls_back=True)
+    assert_same(lambda x: (x[[]], x[:, []]), Global(x2))
 
 
 def written(*index):
@@ -85,8 +83,37 @@ def test_assignments(index, value):
         assert_same(written(*index), Global(x3), value)
 
 
-def test_assignments_of_tensors_at_index_tensors():
-    assert_same(written(rows[:3]), Global(x3), Global(noise(3, 7, 3)), falls_back=True)
+def put(x, *given):
+    return x.index_put(*given)
+
+
+def added(x, *given):
+    return x.index_put_(*given, accumulate=True).sin()
+
+
+@pytest.mark.parametrize("value", [Global, Global(noise(3), (3,)), lambda x: x])
+def test_assignments_of_tensors_at_index_tensors(value):
+    """Each worker writes what it has; nothing comes together."""
+    value = value if callable(value) else lambda x, one=value: one if x.dim() == 1 else Global(x)
+    i, j = torch.tensor([4, 0, 2]), torch.tensor([-1, 1, 6])
+    assert_same(written(i), Global(x3), value(noise(3, 7, 3)))
+    assert_same(written(i, j), Global(x3[..., 0]), value(noise(3)), grids=[(2, 2), (4, 1)])
+    assert_same(written(slice(None), j), Global(x3), value(noise(5, 3, 3)), grids=[(2, 1, 2), (1, 2, 2)])
+    assert_same(written(slice(1, 3), i[:, None] % 2, Ellipsis, j[1:] % 3), Global(x3), value(noise(2, 3, 2)))
+
+
+def test_index_put():
+    i, j = torch.tensor([1, 1, 4]), torch.tensor([3, 3, 0])
+    assert_same(lambda x, v: put(x, (i, j), v), Global(x2), Global(torch.full((3,), 0.5, dtype=torch.float64)))
+    assert_same(lambda x, v: added(x, (i, j), v), Global(x2), Global(noise(3)), twice=True, grids=[(2, 2)])
+    assert_same(lambda x, v: added(x, (i,), v), Global(x2), noise(7))
+    assert_same(lambda x, i, v: put(x, (i, j), v), Global(x2), Global(torch.tensor([4, 0, 2])), Global(noise(1)))
+
+
+def test_written_parts():
+    assert_same(lambda x, v: x.select_scatter(v, -1, 2), Global(x2), Global(noise(5)))
+    assert_same(lambda x, v: x.slice_scatter(v, dim=1, start=1, step=3), Global(x2), noise(5, 2))
+    assert_same(lambda x: x.tensor_split(torch.tensor([1, 4]), dim=1), Global(x2))
 
 
 def test_second_derivatives():
@@ -151,6 +178,8 @@ def test_slices_across_a_dim(dim):
     assert_same(lambda x, s: x.index_add(dim, index, s, alpha=2), Global(x2), Global(source))
     assert_same(lambda x, s: x.index_add_(dim, index, s).sin(), Global(x2), source)
     assert_same(lambda x: x.index_fill(dim, index, 2.0), Global(x2))
+    value = Global(torch.tensor(2.5, dtype=torch.float64))
+    assert_same(lambda x, v: (x.index_fill(dim, index, v), x.index_fill_(dim, index, v).sin()), Global(x2), value)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -101,7 +102,7 @@ class Context:
         self.comm = comm
         self.me = comm.rank
         self.everyone: Group = tuple(range(comm.size))
-        self._layouts: dict[Any, KnownLayout] = {}
+        self._layouts: WeakValueDictionary[Any, KnownLayout] = WeakValueDictionary()  # (masks make ever new ones)
         self._kept: dict[Hashable, Any] = {}
         self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
         self.warned: set[Any] = set()

@@ -16,6 +16,7 @@ from distdl.globals.functions import (
     lines,
     lookups,
     losses,
+    masks,
     normalising,
     norms,
     ordering,
@@ -26,6 +27,7 @@ from distdl.globals.functions import (
     resizing,
     scans,
     shapes,
+    subscripts,
     values,
     windows,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "lines",
     "lookups",
     "losses",
+    "masks",
     "normalising",
     "norms",
     "ordering",
@@ -56,6 +59,7 @@ __all__ = [
     "resizing",
     "scans",
     "shapes",
+    "subscripts",
     "values",
     "windows",
 ]

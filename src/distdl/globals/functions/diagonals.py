@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from distdl.globals.functions.shapes import shape_of
+import torch
+from torch.nn import functional
+
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.shapes import shape_of, view_of
 from distdl.globals.operands import block_of
-from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor, note_written
 
 
 @handles("tril triu", "torch Tensor")
@@ -22,3 +26,89 @@ def triangle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
 
     return run(*args, **kwargs)
+
+
+@handles("diagonal", "torch Tensor linalg")
+def diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """The cells of two dims whose places are equal, or differ by an offset: each stays where it is; a view."""
+    default = (-2, -1) if func is torch.linalg.diagonal else (0, 1)
+
+    def run(input: Any, offset: int = 0, dim1: int = default[0], dim2: int = default[1]) -> GlobalTensor:
+        shape_of(torch.diagonal, input, (offset, dim1, dim2), {})  # (for torch's error)
+        return _diagonal(input, offset, dim1 % input.dim(), dim2 % input.dim())
+
+    if "A" in kwargs:
+        kwargs = {"input" if name == "A" else name: value for name, value in kwargs.items()}
+    y: GlobalTensor = run(*args, **kwargs)
+    return y
+
+
+def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTensor:
+    layout, context = x._layout, x._context
+    rest = [dim for dim in range(x.dim()) if dim not in (row, column)]
+
+    def make() -> KnownLayout:
+        # in the order of rows and then columns, the blocks on a diagonal follow it
+        workers = layout.partition.workers.transpose([*rest, row, column])
+        along, stop = [], 0
+        for i, j in layout.intervals[row]:
+            for k, m in layout.intervals[column]:
+                first = max(i + min(offset, 0), k - max(offset, 0))
+                last = min(j + min(offset, 0), m - max(offset, 0))
+                start, stop = stop, last if last > first else stop
+                along.append((start, stop))
+        workers = workers.reshape((*workers.shape[:-2], -1))
+        return context.layout(context.array(workers), [*(layout.intervals[dim] for dim in rest), tuple(along)])
+
+    target = context.keep(("diagonal", layout, offset, row, column), make)
+    own = offset + layout.box[row][0] - layout.box[column][0]
+    return view_of(x, block_of(x).diagonal(own, row, column), target, False)
+
+
+@handles("fill_diagonal_", "Tensor")
+def fill_diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self: Any, fill_value: Any, wrap: bool = False) -> Any:
+        if wrap or self.dim() != 2:
+            return TABLE[None](func, args, kwargs)
+        _diagonal(self, 0, 0, 1).fill_(fill_value)
+        note_written(self, func.__name__)
+        return self
+
+    return run(*args, **kwargs)
+
+
+@handles("trace", "torch Tensor")
+def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (x,) = (*args, *kwargs.values())
+    shape_of(func, x, (), {})  # (for torch's error)
+    return _diagonal(x, 0, 0, 1).sum()
+
+
+@handles("diag", "torch Tensor")
+def diag(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The diagonal of a matrix, or the matrix of a diagonal."""
+
+    def run(input: Any, diagonal: int = 0) -> Any:
+        shape_of(func, input, (diagonal,), {})  # (for torch's error)
+        return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
+
+    return run(*args, **kwargs)
+
+
+@handles("diag_embed", "torch Tensor")
+def diag_embed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Matrices of diagonals, each row of which lies where its cell does."""
+
+    def run(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+        shape = shape_of(func, input, (offset, dim1, dim2), {})
+        return embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
+
+    return run(*args, **kwargs)
+
+
+def embedded(x: Any, offset: int) -> Any:
+    """Matrices of diagonals, along two last dims."""
+    here = torch.eye(x.shape[-1], dtype=torch.bool, device=x.device)
+    y = torch.where(here, x.unsqueeze(-1), torch.zeros((), dtype=x.dtype, device=x.device))
+    behind, before = max(offset, 0), max(-offset, 0)
+    return functional.pad(y, (behind, before, before, behind)) if offset else y

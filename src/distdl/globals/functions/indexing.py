@@ -6,19 +6,14 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval
-from distdl.globals.adopting import adopt
-from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.functions.shapes import Intervals, frozen, reshaped, shape_of, view_of, whole_along
+from distdl.globals.functions.shapes import Intervals, frozen, shape_of, view_of, whole_along
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
 
 # -- basic indices: numbers, slices, None and ...
@@ -100,108 +95,11 @@ def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
     return found
 
 
-def _normal(index: Any) -> tuple[Any, ...]:
-    """An index as a tuple, with numbers as Python's, and lists and arrays as tensors."""
-    items = index if isinstance(index, tuple) else (index,)
-    return tuple(map(_item, items))
-
-
-def _item(step: Any) -> Any:
-    if step is None or step is Ellipsis or type(step) is int or isinstance(step, bool):
-        return step
-    if isinstance(step, slice):
-        return slice(*(None if one is None else operator.index(one) for one in (step.start, step.stop, step.step)))
-    if isinstance(step, (list, tuple, range, np.ndarray)):
-        return torch.as_tensor(np.asarray(step) if isinstance(step, np.ndarray) else list(step))
-    if isinstance(step, torch.Tensor):
-        if not step.dim() and not (step.dtype is torch.bool or step.is_floating_point()) and type(step) is torch.Tensor:
-            return int(step)
-        return step
-    return operator.index(step)
-
-
-def _is_basic(step: Any) -> bool:
-    return step is None or step is Ellipsis or isinstance(step, slice) or type(step) is int
-
-
-class _Chosen(NamedTuple):
-    """An index of tensors: the basic part is taken first.
-
-    Attributes:
-        basic: its numbers, slices and None.
-        cells: behind it, for each dim an index tensor, or None.
-    """
-
-    basic: tuple[Any, ...]
-    cells: list[torch.Tensor | None]
-
-
-def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen | None:
-    """An index that has tensors, in two steps; None if it has a bool, or a mask that is split."""
-    if any(isinstance(step, bool) for step in index):
-        return None
-    if any(type(step) is GlobalTensor and step.dtype in (torch.bool, torch.uint8) for step in index):
-        return None
-    wide = [step.dim() if _is_mask(step) else 1 for step in index if step is not None and step is not Ellipsis]
-    fill = [slice(None)] * (dims - sum(wide))
-    steps: list[Any] = []
-    for step in index if any(one is Ellipsis for one in index) else (*index, Ellipsis):
-        steps.extend(fill if step is Ellipsis else [step])
-    basic: list[Any] = []
-    cells: list[torch.Tensor | None] = []
-    for step in steps:
-        if not isinstance(step, torch.Tensor):
-            basic.append(step)
-            cells.extend([] if type(step) is int else [None])
-            continue
-        whole = step.full_tensor() if type(step) is GlobalTensor else step
-        found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
-        basic.extend([slice(None)] * len(found))
-        cells.extend(found)
-    return _Chosen(tuple(basic), cells)
-
-
-def _is_mask(step: Any) -> bool:
-    return isinstance(step, torch.Tensor) and step.dtype in (torch.bool, torch.uint8)
-
-
-@handles("__getitem__", "Tensor")
-def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A part of a tensor. Behind an index tensor, the dims that it picks from are whole."""
-    x, given = args
-    index = _normal(given)
-    if type(x) is not GlobalTensor:
-        return _looked_up(func, x, given)
-    if all(map(_is_basic, index)):
-        return part(x, index)
-    chosen = _chosen(index, x.dim())
-    if chosen is None:
-        return TABLE[None](func, args, kwargs)
-    return picked(part(x, chosen.basic), chosen.cells)
-
-
-def _looked_up(func: Callable[..., Any], table: torch.Tensor, index: Any) -> Any:
-    """Rows of a tensor that is the same everywhere, at indices that are split."""
-    if type(index) is not GlobalTensor or _is_mask(index):
-        return TABLE[None](func, (table, index), {})
-    layout, context = index._layout, index._context
-
-    def make() -> KnownLayout:
-        more = table.dim() - 1
-        workers = layout.partition.workers.reshape(layout.partition.workers.shape + (1,) * more)
-        return context.layout(context.array(workers), [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
-
-    n = table.shape[0]
-    check_range(index, -n, n, lambda wrong: torch.empty(n)[wrong])
-    target = context.keep(("looked up", layout, table.shape), make)
-    return GlobalTensor._of(entered(table, context)[index._block].reshape(target.local), target)
-
-
 def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
     """What index tensors pick, which are the same on every worker."""
     dims = [dim for dim, one in enumerate(cells) if one is not None]
     shape = torch.broadcast_shapes(*(cells[dim].shape for dim in dims))  # type: ignore[union-attr]
-    _check_cells(x, dims, cells)
+    check_cells(x, dims, cells)
     y = whole_along(x, dims, "indexing")
     layout, context = y._layout, y._context
 
@@ -226,64 +124,13 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
     return GlobalTensor._of(block[index].reshape(target.local), target)
 
 
-def _check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
+def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
     """Check that index tensors do not reach beyond the tensor: a worker without cells would not see it."""
     for dim in dims:
         n, one = x.shape[dim], cells[dim]
         if one.numel() and not (-n <= int(one.min()) and int(one.max()) < n):
             wrong = next(int(i) for i in one.ravel() if not -n <= i < n)
             raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {n}")
-
-
-@handles("__setitem__", "Tensor")
-def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Write into a part of a tensor, in place; a value comes to where the cells are."""
-    x, given, value = args
-    if type(x) is not GlobalTensor:
-        x = adopt(x, (given, value), "an assignment")
-    index = _normal(given)
-    if all(map(_is_basic, index)):
-        _write(part(x, index), value)
-    elif len(index) == 1 and type(index[0]) is GlobalTensor and _is_mask(index[0]) and _is_number(value):
-        mask: Any = index[0].to(torch.bool)
-        x.masked_fill_(reshaped(mask, (*mask.shape, *[1] * (x.dim() - mask.dim()))), value)
-    else:
-        chosen = _chosen(index, x.dim())
-        if chosen is None:
-            raise NotImplementedError(
-                "a global tensor is written at a split mask only with one number for all; use torch.where"
-            )
-        y = part(x, chosen.basic)
-        dims = [dim for dim, one in enumerate(chosen.cells) if one is not None]
-        _check_cells(y, dims, chosen.cells)
-        if _is_number(value):
-            mask = torch.zeros([n if dim in dims else 1 for dim, n in enumerate(y.shape)], dtype=torch.bool)
-            mask[tuple(0 if one is None else one for one in chosen.cells)] = True
-            y.masked_fill_(mask, value)
-        else:
-            index = tuple(slice(None) if one is None else one for one in chosen.cells)
-            y.copy_(TABLE[None](assignment, (y, index, value), {}))
-    note_written(x, "an assignment to a part")
-
-
-def assignment(x: torch.Tensor, index: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
-    """What an assignment to elements gives, apart from x."""
-    y = x.clone()
-    y[index] = value
-    return y
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or (not value.dim() and type(value) is torch.Tensor)
-
-
-def _write(y: GlobalTensor, value: Any) -> None:
-    if not isinstance(value, torch.Tensor):
-        y.fill_(value)
-        return
-    while value.dim() > y.dim() and value.shape[0] == 1:
-        value = value.squeeze(0)
-    y.copy_(value)
 
 
 # -- pieces
@@ -303,11 +150,40 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return run(*args, **kwargs)
 
 
+@handles("select_scatter slice_scatter", "torch Tensor")
+def with_part(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor with another one in the place of its part."""
+
+    def run(input: Any, src: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
+        if type(input) is not GlobalTensor:
+            return TABLE[None](func, args, kwargs)
+        step = _number(*rest, **more) if func.__name__ == "select_scatter" else _slice(*rest, **more)
+        y: Any = input.clone()
+        inside = part(y, [*[slice(None)] * (dim % input.dim()), step])
+        if inside.shape != src.shape:
+            raise RuntimeError(
+                f"expected src to have a size equal to the part of self: {list(inside.shape)}; got {list(src.shape)}"
+            )
+        inside.copy_(src)
+        return y
+
+    return run(*args, **kwargs)
+
+
+def _number(index: int) -> int:
+    return operator.index(index)
+
+
+def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
+    return slice(start, end, step)
+
+
 @handles("split chunk tensor_split split_with_sizes hsplit vsplit dsplit", "torch Tensor")
 def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces along a dim, each where it is."""
     (x, rest), kwargs = _apart(args, kwargs)
     size = x.shape
+    rest = tuple(one.tolist() if isinstance(one, torch.Tensor) else one for one in rest)
 
     def make() -> tuple[Any, int, list[Interval]]:
         pieces = func(torch.empty(size, device="meta"), *rest, **kwargs)
@@ -345,9 +221,3 @@ def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, tu
         return (args[0], args[1:]), kwargs
     name = "input" if "input" in kwargs else "tensor"
     return (kwargs[name], ()), {key: value for key, value in kwargs.items() if key != name}
-
-
-@handles("where", "torch Tensor")
-def where(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Element by element; with a condition alone, it is nonzero."""
-    return (TABLE[None] if len(args) + len(kwargs) == 1 else elementwise)(func, args, kwargs)

@@ -141,7 +141,8 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             in_place = func.__name__.endswith("_")
             others = (index, src)
             input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
-        src = value if src is None else src
+        if src is None:
+            src = value.item() if isinstance(value, torch.Tensor) else value
         if not input.dim():
             return TABLE[None](func, args, kwargs)
         name = func.__name__.removesuffix("_")
@@ -176,10 +177,11 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
         source = value if source is None else source
         index, dim = _whole_index(index), dim % input.dim()
+        if func.__name__.startswith("index_fill"):
+            return _filled(func, input, dim, index, source)
         name, n = func.__name__.removesuffix("_"), input.shape[dim]
-        given = 0.0 if name == "index_fill" else torch.empty([1] * input.dim())
-        first = -n if name == "index_fill" else 0
-        check_range(index, first, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
+        given = torch.empty([1] * input.dim())
+        check_range(index, 0, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
         y = whole_along(input, [dim], name)
         if isinstance(source, torch.Tensor) and source.dim():
             source = brought(source, _along(y._layout, dim, source.shape), name)
@@ -193,3 +195,13 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     y: GlobalTensor = run(*args, **kwargs)
     return y
+
+
+def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    """One value for slices across a dim, which stay where they are."""
+    n = x.shape[dim]
+    check_range(index, -n, n, lambda wrong: _line(x, dim).index_fill(dim, wrong, 0.0))
+    mask = torch.zeros(n, dtype=torch.bool, device=x.device)
+    mask[index] = True
+    fill = x.masked_fill_ if func.__name__.endswith("_") else x.masked_fill
+    return fill(mask.reshape([n if one == dim else 1 for one in range(x.dim())]), value)

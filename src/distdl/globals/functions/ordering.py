@@ -66,6 +66,10 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     default = None if name in ("median", "nanmedian", "quantile", "nanquantile") else -1
     dim = args[first] if len(args) > first else kwargs.get("dim", default)
     level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
+    if type(level) is torch.Tensor and type(x) is GlobalTensor and dim is not None:
+        named = {key: value for key, value in kwargs.items() if key != "q"}
+        found = [func(x, float(one), *args[2:], **named) for one in level.reshape(-1)]
+        return torch.stack(found) if level.dim() else found[0]
     if type(x) is not GlobalTensor or dim is None or not x.dim() or isinstance(level, torch.Tensor):
         return TABLE[None](func, args, kwargs)
     dims = dims_of(x, dim)

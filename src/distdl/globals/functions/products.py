@@ -12,7 +12,7 @@ from torch.nn import functional
 from distdl.globals.functions.spreading import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import entered
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 
@@ -188,8 +188,30 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
     checked(_einsum(equation), operands)
     if any(len(set(own)) < len(own) for own in labels):
-        return TABLE[None](func, (equation, *operands), kwargs)  # a diagonal
+        diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
+        operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)
+        equation = _spelled(labels, out)
     return contract(_einsum(equation), operands, labels, out, "einsum")
+
+
+def _without_repeats(operand: Any, labels: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
+    """An operand of which each label has one dim: of dims of the same label, the diagonal."""
+    own = list(labels)
+    while len(set(own)) < len(own):
+        first, second = next((i, j) for j in range(len(own)) for i in range(j) if own[i] == own[j])
+        operand = operand.diagonal(0, first, second)
+        own = [label for dim, label in enumerate(own) if dim not in (first, second)] + [own[first]]
+    return operand, tuple(own)
+
+
+def _spelled(labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> str:
+    """The equation of labels."""
+    letters = dict(zip(dict.fromkeys(label for own in (*labels, out) for label in own), _LETTERS, strict=False))
+    left, right = (",".join("".join(letters[label] for label in own) for own in terms) for terms in (labels, [out]))
+    return f"{left}->{right}"
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @lru_cache(1024)
@@ -223,11 +245,10 @@ def _labelled(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[tuple[str, .
 
 def _from_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """``einsum(x, [0, 1], y, [1, 2], [0, 2])`` as an equation."""
-    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
     def term(numbers: Any) -> str:
         # (torch numbers capitals first)
-        return "".join("..." if one is Ellipsis else letters[(one + 26) % 52] for one in numbers)
+        return "".join("..." if one is Ellipsis else _LETTERS[(one + 26) % 52] for one in numbers)
 
     equation = ",".join(term(one) for one in args[1 : len(args) // 2 * 2 : 2])
     if len(args) % 2:

@@ -354,8 +354,9 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     block = block_of(y)
     if not layout.active:  # (whose last dim is empty, too)
         block = block.reshape((*target.local, 2))
-    elif not block.is_contiguous():
-        block = block.contiguous()
+    elif block.stride(-1) != 1 or any(n % 2 for n in (block.storage_offset(), *block.stride()[:-1])):
+        # (also along dims of one cell or none, which count as contiguous whatever their strides)
+        block = torch.empty_like(block, memory_format=torch.contiguous_format).copy_(block)
     return view_of(x, func(block), target, y is not x)
 
 

@@ -1,0 +1,269 @@
+"""Subscripts: ``x[...]`` and ``x[...] = value``, with numbers, slices, index tensors and masks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.bounds import check_range
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.indexing import check_cells, part, picked
+from distdl.globals.functions.lines import brought
+from distdl.globals.functions.masks import check_value, chosen_by, is_number, written_by
+from distdl.globals.functions.shapes import expanded
+from distdl.globals.operands import block_of
+from distdl.globals.replicas import entered
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.tensors.connection import zeros_on
+
+
+def _normal(index: Any) -> tuple[Any, ...]:
+    """An index as a tuple, with numbers as Python's, and lists and arrays as tensors."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(map(_item, items))
+
+
+def _item(step: Any) -> Any:
+    if step is None or step is Ellipsis or type(step) is int or isinstance(step, bool):
+        return step
+    if isinstance(step, slice):
+        return slice(*(None if one is None else operator.index(one) for one in (step.start, step.stop, step.step)))
+    if isinstance(step, (list, tuple, range, np.ndarray)):
+        found = torch.as_tensor(np.asarray(step) if isinstance(step, np.ndarray) else list(step))
+        return found.long() if not found.numel() else found  # (an empty list has no dtype)
+    if isinstance(step, torch.Tensor):
+        if not step.dim() and not (step.dtype is torch.bool or step.is_floating_point()) and type(step) is torch.Tensor:
+            return int(step)
+        return step
+    return operator.index(step)
+
+
+def _is_basic(step: Any) -> bool:
+    return step is None or step is Ellipsis or isinstance(step, slice) or type(step) is int
+
+
+class _Chosen(NamedTuple):
+    """An index of tensors: the basic part is taken first.
+
+    Attributes:
+        basic: its numbers, slices and None.
+        cells: behind it, for each dim an index tensor, or None.
+    """
+
+    basic: tuple[Any, ...]
+    cells: list[torch.Tensor | None]
+
+
+def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen | None:
+    """An index that has tensors, in two steps; None if it has a bool, or a mask without dims."""
+    if any(isinstance(step, bool) or (_is_mask(step) and not step.dim()) for step in index):
+        return None
+    wide = [step.dim() if _is_mask(step) else 1 for step in index if step is not None and step is not Ellipsis]
+    fill = [slice(None)] * (dims - sum(wide))
+    steps: list[Any] = []
+    for step in index if any(one is Ellipsis for one in index) else (*index, Ellipsis):
+        steps.extend(fill if step is Ellipsis else [step])
+    basic: list[Any] = []
+    cells: list[torch.Tensor | None] = []
+    for step in steps:
+        if not isinstance(step, torch.Tensor):
+            basic.append(step)
+            cells.extend([] if type(step) is int else [None])
+            continue
+        whole = step.full_tensor() if type(step) is GlobalTensor else step
+        found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
+        basic.extend([slice(None)] * len(found))
+        cells.extend(found)
+    return _Chosen(tuple(basic), cells)
+
+
+def _is_mask(step: Any) -> bool:
+    return isinstance(step, torch.Tensor) and step.dtype in (torch.bool, torch.uint8)
+
+
+class _Masked(NamedTuple):
+    """An index of one split mask, and else of numbers, slices and None, which are taken first.
+
+    Attributes:
+        basic: these; in the place of the mask, its dims whole.
+        mask: the mask.
+        at: how many dims are in front of it, behind the basic index.
+    """
+
+    basic: tuple[Any, ...]
+    mask: GlobalTensor
+    at: int
+
+
+def _masked(index: tuple[Any, ...], x: GlobalTensor) -> _Masked | None:
+    """An index that has one split mask; None for another one."""
+    masks = [step for step in index if type(step) is GlobalTensor and _is_mask(step)]
+    if len(masks) != 1 or not masks[0].dim() or x._context.comm.imagined:
+        return None
+    mask, dims = masks[0], masks[0].dim()
+    if not all(step is mask or _is_basic(step) for step in index):
+        return None
+    used = sum(step is not None and step is not Ellipsis and step is not mask for step in index) + dims
+    basic: list[Any] = []
+    at = 0
+    for step in index:
+        if step is mask:
+            at = sum(type(one) is not int for one in basic)
+        wide = dims if step is mask else x.dim() - used if step is Ellipsis else 0
+        basic.extend([slice(None)] * wide if wide or step is Ellipsis else [step])
+    truths: Any = mask.bool()
+    return _Masked(tuple(basic), truths, at)
+
+
+@handles("__getitem__", "Tensor")
+def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A part of a tensor. Behind an index tensor, the dims that it picks from are whole."""
+    x, given = args
+    index = _normal(given)
+    if type(x) is not GlobalTensor:
+        return _looked_up(func, x, given)
+    if all(map(_is_basic, index)):
+        return part(x, index)
+    masked = _masked(index, x)
+    if masked is not None:
+        return chosen_by(part(x, masked.basic), masked.mask, masked.at)
+    chosen = _chosen(index, x.dim())
+    if chosen is None:
+        return TABLE[None](func, args, kwargs)
+    return picked(part(x, chosen.basic), chosen.cells)
+
+
+def _looked_up(func: Callable[..., Any], table: torch.Tensor, index: Any) -> Any:
+    """Rows of a tensor that is the same everywhere, at indices that are split."""
+    if type(index) is not GlobalTensor or _is_mask(index):
+        return TABLE[None](func, (table, index), {})
+    layout, context = index._layout, index._context
+
+    def make() -> KnownLayout:
+        more = table.dim() - 1
+        workers = layout.partition.workers.reshape(layout.partition.workers.shape + (1,) * more)
+        return context.layout(context.array(workers), [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
+
+    n = table.shape[0]
+    check_range(index, -n, n, lambda wrong: torch.empty(n)[wrong])
+    target = context.keep(("looked up", layout, table.shape), make)
+    return GlobalTensor._of(entered(table, context)[index._block].reshape(target.local), target)
+
+
+@handles("__setitem__", "Tensor")
+def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Write into a part of a tensor, in place; a value comes to where the cells are."""
+    x, given, value = args
+    if type(x) is not GlobalTensor:
+        x = adopt(x, (given, value), "an assignment")
+    index = _normal(given)
+    if all(map(_is_basic, index)):
+        _write(part(x, index), value)
+    else:
+        _write_at(x, index, value)
+    note_written(x, "an assignment to a part")
+
+
+def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
+    """Write at index tensors, or at a mask."""
+    masked = _masked(index, x)
+    if masked is not None and (is_number(value) or not masked.at):
+        y = part(x, masked.basic)
+        dims = masked.mask.dim()
+        if masked.at:
+            y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))  # type: ignore[assignment]
+        y.copy_(written_by(y, masked.mask, value))
+        return
+    chosen = _chosen(index, x.dim())
+    if chosen is None:
+        raise NotImplementedError(
+            "a global tensor is not written at True, False or a mask without dims; use torch.where"
+        )
+    y = part(x, chosen.basic)
+    y.copy_(with_cells(y, chosen.cells, value, False))
+
+
+def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any, accumulate: bool) -> GlobalTensor:
+    """x with other values at the cells that index tensors name, which are the same on every worker.
+
+    Each worker writes those of the cells that it has. The values come to where they are written.
+    """
+    dims = [dim for dim, one in enumerate(cells) if one is not None]
+    check_cells(x, dims, cells)
+    layout, context = x._layout, x._context
+    tensors = torch.broadcast_tensors(*(cells[dim] for dim in dims))
+    count = tensors[0].numel()
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    before = [n for dim, n in enumerate(x.shape) if dim not in dims and dim < dims[0]] if adjacent else []
+    rest = [dim for dim in range(x.dim()) if dim not in dims]
+    shape = (*before, *tensors[0].shape, *(x.shape[dim] for dim in rest[len(before) :]))
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, dtype=x.dtype, device=x.device)
+    value = value.to(x.dtype) if is_number(value) else value
+    check_value(x, value, shape)
+    while value.dim() > len(shape):
+        value = value.squeeze(0)
+    rows = expanded(value, shape) if type(value) is GlobalTensor else value.expand(shape)
+    picked = list(range(len(before), len(before) + tensors[0].dim()))
+    rows = rows.movedim(picked, list(range(len(picked)))).reshape((count, *(x.shape[dim] for dim in rest)))
+
+    def make() -> KnownLayout:
+        workers = layout.partition.workers.transpose([*dims, *rest])
+        workers = workers.reshape((-1, *workers.shape[len(dims) :]))
+        along = [layout.intervals[dim] for dim in rest]
+        return context.layout(context.array(workers), [((0, count),) * workers.shape[0], *along])
+
+    needed = context.keep(("cells", layout, tuple(dims), count), make)
+    given = brought(rows, needed, "an assignment")
+    block = block_of(x)
+    if not block.numel():
+        return GlobalTensor._of(block + zeros_on(given, ()).to(block.dtype), layout)
+    own = torch.ones(count, dtype=torch.bool)
+    index: list[torch.Tensor] = []
+    for dim, one in zip(dims, tensors, strict=True):
+        start, stop = layout.box[dim]
+        flat = one.reshape(-1).cpu() % x.shape[dim] - start
+        own &= (flat >= 0) & (flat < stop - start)
+        index.append(flat)
+    found = block.movedim(dims, list(range(len(dims)))).index_put(
+        tuple(one[own] for one in index), given[own], accumulate
+    )
+    return GlobalTensor._of(found.movedim(list(range(len(dims))), dims), layout)
+
+
+@handles("index_put index_put_ _index_put_impl_", "torch Tensor")
+def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write, or add, at index tensors."""
+
+    def run(input: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+        in_place = func.__name__.endswith("_")
+        if type(input) is not GlobalTensor:
+            others = (*indices, values)
+            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+        index = _normal(tuple(slice(None) if one is None else one for one in indices))
+        masked = None if accumulate else _masked(index, input)
+        chosen = _chosen(index, input.dim())
+        if masked is not None and not masked.at:
+            y = written_by(input, masked.mask, values)
+        elif chosen is None:
+            return TABLE[None](func, args, kwargs)
+        else:
+            y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
+        return input.copy_(y) if in_place else y
+
+    return run(*args, **kwargs)
+
+
+def _write(y: GlobalTensor, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        y.fill_(value)
+        return
+    while value.dim() > y.dim() and value.shape[0] == 1:
+        value = value.squeeze(0)
+    y.copy_(value)
