@@ -6,6 +6,7 @@ all blocks along the dims, which is all that softmax has to know of the others.
 
 from __future__ import annotations
 
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ import torch
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
-    nonempty,
     reduced_layout,
     reduced_shape,
     split_along,
+    total,
     without_dims,
 )
 from distdl.globals.operands import block_of
@@ -25,25 +26,33 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 
 
-def _mass(x: GlobalTensor, dims: tuple[int, ...], name: str, everywhere: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """A number m, near the maximum along the dims, and the sum of ``exp(x - m)``."""
+def _mass(
+    x: GlobalTensor, dims: tuple[int, ...], name: str, everywhere: bool, bounded: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum m along the dims, and the sum of ``exp(x - m)``.
+
+    Args:
+        bounded: m is 0 where it is infinite. (logsumexp is infinite there; softmax is nan.)
+    """
     layout, block = x._layout, block_of(x)
     shape, least = reduced_shape(layout, dims), (1,) * x.dim()
 
+    def shift(top: torch.Tensor) -> torch.Tensor:  # (a block of minus infinities adds nothing, whatever is subtracted)
+        return top.masked_fill(top.isinf() if bounded else top == -inf, 0)
+
     def measure(one: torch.Tensor) -> torch.Tensor:
-        top = _finite(one.detach().amax(dims, keepdim=True))
-        return torch.stack([top, (one - top).exp().sum(dims, keepdim=True)])
+        top = one.detach().amax(dims, keepdim=True)
+        return torch.stack([top, (one - shift(top)).exp().sum(dims, keepdim=True)])
 
     states = gathered(local(measure, (2, *shape), (block, least)), layout, dims, name, everywhere, kinds=2)
     if not (layout.active if everywhere else reduced_layout(layout, dims).active):
         return states[0], states[1]
     tops, sums = states
-    top = tops.detach().amax(dims, keepdim=True)
-    return top, (sums * (tops.detach() - top).exp()).sum(dims, keepdim=True)
-
-
-def _finite(top: torch.Tensor) -> torch.Tensor:
-    return top.masked_fill(top.isinf(), 0)
+    tops = tops.detach()
+    top = tops.amax(dims, keepdim=True)
+    top = top.masked_fill(top.isinf(), 0) if bounded else top
+    parts = (shift(tops) - top).exp().masked_fill(tops == -inf, 0)
+    return top, (sums * parts).sum(dims, keepdim=True)
 
 
 @handles("softmax log_softmax softmin", "torch Tensor functional special")
@@ -85,10 +94,11 @@ def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any, keepdim: bool = False) -> Any:
         x = input if input.is_floating_point() else input.to(torch.get_default_dtype())
         dims, layout = dims_of(x, dim), x._layout
-        nonempty(x, dims, "logsumexp")
+        if not prod(x.shape[one] for one in dims):
+            return total(x, dims, keepdim) - inf
         target = reduced_layout(layout, dims)
         if split_along(layout, dims):
-            top, sums = _mass(x, dims, "logsumexp", everywhere=False)
+            top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)
             block = top + sums.log() if target.active else (top + sums).reshape(target.local)
         else:
             at = dims or (0,)

@@ -28,7 +28,7 @@ from distdl.tensors.function import Function
 @handles("amax amin", "torch Tensor")
 def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
-        return _extreme(input, dims_of(input, dim), keepdim, func.__name__)
+        return extreme_over(input, dims_of(input, dim), keepdim, func.__name__)
 
     return run(*args, **kwargs)
 
@@ -42,7 +42,12 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(dim, torch.Tensor):
             return torch.maximum(input, dim) if name == "max" else torch.minimum(input, dim)
         if dim is None:
-            return _extreme(input, dims_of(input, None), False, "a" + name)
+            if not input.numel():
+                raise RuntimeError(
+                    f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction "
+                    "dim with the 'dim' argument."
+                )
+            return extreme_over(input, dims_of(input, None), False, "a" + name, nan="equal")
         values, indices = _with_index(input, dims_of(input, int(dim)), keepdim, name)
         return getattr(torch.return_types, name)((values, indices))
 
@@ -55,14 +60,14 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
         dims = dims_of(input, dim)
-        found = (_extreme(input, dims, keepdim, "amin"), _extreme(input, dims, keepdim, "amax"))
+        found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
         return torch.return_types.aminmax(found)
 
     return run(*args, **kwargs)
 
 
 @handles("argmax argmin", "torch Tensor")
-def place_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def place_ofextreme_over(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first place of the largest element, or of the smallest; of all elements, counted as in the flat tensor."""
 
     def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
@@ -74,8 +79,13 @@ def place_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return run(*args, **kwargs)
 
 
-def _extreme(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -> GlobalTensor:
-    """The largest element, or the smallest. Its gradient goes to all that are equal to it, in equal shares."""
+def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str, nan: str = "nan") -> GlobalTensor:
+    """The largest element, or the smallest. Its gradient goes to all that are equal to it, in equal shares.
+
+    Args:
+        nan: what torch does where the result is nan. The gradient of ``amax`` is "nan"; that of ``max`` of all elements
+            goes to those that are nan, which are "equal"; that of a norm goes to "none".
+    """
     nonempty(x, dims, name)
     layout = x._layout
 
@@ -83,15 +93,18 @@ def _extreme(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str) -
         y: torch.Tensor = getattr(block, name)(dims, keepdim=True) if dims else getattr(block, name)()
         return y
 
-    if not split_along(layout, dims) or not (x.requires_grad and torch.is_grad_enabled()):
+    alone = not split_along(layout, dims) and not (nan == "equal" and dims)
+    if alone or not (x.requires_grad and torch.is_grad_enabled()):
         return in_two_steps(over, x, dims, keepdim, name)
     block, least, shape = block_of(x), (1,) * x.dim(), reduced_shape(layout, dims)
     with torch.no_grad():
         part = gathered(local(over, shape, (block, least)), layout, dims, name, everywhere=True)
         value = local(over, shape, (part, least))
-        ties = block == value
+        ties = (block == value) | (block.isnan() & value.isnan()) if nan == "equal" else block == value
         counts = gathered(ties.sum(dims, keepdim=True).to(block.dtype), layout, dims, name, everywhere=True)
-        share = ties / counts.sum(dims, keepdim=True) if layout.active else ties.to(block.dtype)
+        counts = counts.sum(dims, keepdim=True)
+        counts = counts.clamp_min(1) if nan == "none" else counts
+        share = ties / counts if layout.active else ties.to(block.dtype)
     y = summed((block * share).sum(dims, keepdim=True), layout, dims, name)
     target = y._layout
     if not target.active:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -18,10 +19,11 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
+from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
+from distdl.tensors.connection import local, zeros_on
 
 
 def moments(
@@ -39,6 +41,15 @@ def moments(
     least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
     target = reduced_layout(layout, dims)
     count = prod(x.shape[one] for one in dims)
+    if not split_along(layout, dims) and count:
+        # (where this worker has no block, it has no cells of the result, either)
+        if block.numel():
+            pair = torch.var_mean(block, dims or None, correction=less, keepdim=bool(dims))
+        else:
+            empty = zeros_on(block, target.local)
+            pair = empty.real if x.is_complex() else empty, empty
+        own = GlobalTensor._of(pair[0], target), GlobalTensor._of(pair[1], target)
+        return own if keepdim else (without_dims(own[0], dims), without_dims(own[1], dims))
     if not count:
         nothing: Any = total(x, dims, keepdim) * torch.nan
         return nothing.real if x.is_complex() else nothing, nothing
@@ -115,13 +126,18 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
         y: torch.Tensor = torch.linalg.vector_norm(block, p, dims or None, keepdim=bool(dims))
         return y
 
-    if p == 0:
+    if p and 0 in [x.shape[one] for one in dims]:
+        shape_of(torch.linalg.vector_norm, x, (p, dims, keepdim), {})  # (for torch's error)
+        return total(x.real if x.is_complex() else x, dims, keepdim)
+    if not split_along(x._layout, dims):
+        return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm")
+    if p in (0, 1):
         least, shape = (1,) * x.dim(), reduced_shape(x._layout, dims)
-        part = local(lambda block: over(block, 0), shape, (block_of(x), least))
+        part = local(lambda block: over(block, p), shape, (block_of(x), least))
         y = summed(part, x._layout, dims, "norm") if dims else GlobalTensor._of(part, x._layout)
         return y if keepdim else without_dims(y, dims)
     if p in (inf, -inf):
-        return torch.amax(x.abs(), dims, keepdim) if p > 0 else torch.amin(x.abs(), dims, keepdim)
+        return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
     return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm")
 
 

@@ -72,6 +72,8 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return torch.stack(found) if level.dim() else found[0]
     if type(x) is not GlobalTensor or dim is None or not x.dim() or isinstance(level, torch.Tensor):
         return TABLE[None](func, args, kwargs)
+    if name.endswith("quantile") and not x.numel():
+        raise RuntimeError(f"{name}() input tensor must be non-empty")
     dims = dims_of(x, dim)
     layout = pencils(x._layout, dims)
     keepdim = bool(kwargs.get("keepdim", args[first + 1] if len(args) > first + 1 else False))

@@ -253,8 +253,6 @@ def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
 def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
         dims = dims_of(input, dim)
-        if 0 in [input.shape[one] for one in dims]:
-            raise NotImplementedError("prod of a global tensor needs a cell at least along each dim")
 
         def over(block: torch.Tensor) -> torch.Tensor:
             for one in dims:
@@ -262,6 +260,8 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return block if dims else block.prod(dtype=dtype)
 
         wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
+        if 0 in [input.shape[one] for one in dims]:
+            return total(input, dims, keepdim, wanted) + 1
         return in_two_steps(over, input.to(wanted), dims, keepdim, "prod")
 
     return run(*args, **kwargs)

@@ -1,0 +1,64 @@
+"""Infinities, nan, zeros, and dims without cells: values and gradients are those of torch."""
+
+from math import inf, nan
+
+import pytest
+import torch
+from launched import on_workers, split
+from same import Global, assert_same
+from torch.nn import functional as F
+
+rows = torch.tensor(
+    [
+        [1.0, -2, 3, 0.5, 2], [-inf] * 5, [nan] * 5, [0.0] * 5, [-inf, -inf, -900, -901, -inf], [1, nan, 2, 0, 3],
+        [2.0] * 5, [-inf, -1, -inf, -2, -3],
+    ],
+    dtype=torch.float64,
+)  # fmt: skip
+infinite = torch.tensor([[1.0, inf, 2, 0, 3], [inf] * 5, [inf, -inf, 1, 2, 3]], dtype=torch.float64)
+GRIDS = [(1, 4), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: x.logsumexp(1), lambda x: x.sum(1),
+        lambda x: (x.amax(1), x.max(), x.min()), lambda x: torch.linalg.vector_norm(x, 1, 1),
+        lambda x: (torch.linalg.vector_norm(x, inf, 1), torch.linalg.vector_norm(x, -inf)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("x", [rows, infinite], ids=["rows", "infinite"])
+def test_values_that_are_no_numbers(function, x):
+    assert_same(function, Global(x), grids=GRIDS)
+
+
+def test_of_whole_dims():
+    for x in (rows, infinite):
+        assert_same(lambda x: torch.var_mean(x, 1), Global(x), grids=[(4, 1)])
+        assert_same(lambda x: (torch.linalg.vector_norm(x, inf, 1), x.norm(3, 1)), Global(x), grids=[(4, 1)])
+    assert_same(lambda x: (x.std(1), F.normalize(x)), Global(rows[[0, 3, 6]]), grids=GRIDS)
+    target = torch.tensor([0, 1, 2, 3, 2, 0, 4, 1])
+    finite = rows[[0, 3, 4, 6, 7]]
+    assert_same(lambda x: F.cross_entropy(x, target[[0, 3, 4, 6, 7]], reduction="none"), Global(finite), grids=GRIDS)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4, 1)])
+@pytest.mark.parametrize("dim", [0, 1, (0, 1)])
+def test_dims_without_cells(shape, dim):
+    def function(x):
+        found = [x.logsumexp(dim), x.var(dim, correction=0) if x.numel() else x.mean(dim), x.sum(dim), torch.linalg.vector_norm(x, 2, dim), x.norm(1, dim)]
+        return [*found, x.prod(), x.prod(dim)] if isinstance(dim, int) else [*found, torch.dist(x, x * 2)]
+
+    assert_same(function, Global(torch.ones(shape, dtype=torch.float64)), grids=[(4, 1), (1, 4), (2, 2)])
+
+
+@on_workers
+def test_what_has_no_value():
+    for shape in ((0, 4), (4, 0)):
+        x, plain = split(torch.zeros(shape), 1, 2), torch.zeros(shape)
+        for function in (torch.max, lambda x: torch.linalg.vector_norm(x, inf), lambda x: x.quantile(0.5, 0)):
+            with pytest.raises(RuntimeError) as expected:
+                function(plain)
+            with pytest.raises(RuntimeError) as found:
+                function(x)
+            assert str(found.value)[:40] == str(expected.value)[:40]
