@@ -3,7 +3,17 @@
 from distdl import amp, backend, backends, data, nn, utilities
 from distdl.agreement import fixed_shapes
 from distdl.checkpoint import export_state, finish_saving, import_state, load, save
-from distdl.globals import GlobalTensor, distribute, distribute_tensor, local_map, register, suggest, summary
+from distdl.globals import (
+    GlobalTensor,
+    distribute,
+    distribute_tensor,
+    load_optimizer_state_dict,
+    local_map,
+    optimizer_state_dict,
+    register,
+    suggest,
+    summary,
+)
 from distdl.nn.checking import check
 from distdl.partition import CartesianPartition, Partition
 from distdl.transport.communicator import CommunicationError
@@ -33,10 +43,12 @@ __all__ = [
     "import_state",
     "ledger",
     "load",
+    "load_optimizer_state_dict",
     "local_map",
     "name_layers",
     "nn",
     "on_terminate",
+    "optimizer_state_dict",
     "register",
     "reproducible",
     "run_workers",

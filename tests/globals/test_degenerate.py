@@ -46,7 +46,8 @@ def test_of_whole_dims():
 @pytest.mark.parametrize("dim", [0, 1, (0, 1)])
 def test_dims_without_cells(shape, dim):
     def function(x):
-        found = [x.logsumexp(dim), x.var(dim, correction=0) if x.numel() else x.mean(dim), x.sum(dim), torch.linalg.vector_norm(x, 2, dim), x.norm(1, dim)]
+        spread = x.var(dim, correction=0) if x.numel() else x.mean(dim)
+        found = [x.logsumexp(dim), spread, x.sum(dim), torch.linalg.vector_norm(x, 2, dim), x.norm(1, dim)]
         return [*found, x.prod(), x.prod(dim)] if isinstance(dim, int) else [*found, torch.dist(x, x * 2)]
 
     assert_same(function, Global(torch.ones(shape, dtype=torch.float64)), grids=[(4, 1), (1, 4), (2, 2)])

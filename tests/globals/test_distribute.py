@@ -1,110 +1,26 @@
 """A distributed model trains as the sequential one does: losses, gradients, weights, and what else belongs to it."""
 
 import copy
-import warnings
 
 import pytest
 import torch
+from nets import (
+    GRIDS,
+    OPTIMISERS,
+    Checkpointed,
+    Regularised,
+    assert_close,
+    assert_identical,
+    assert_same_state,
+    batch,
+    network,
+    partition,
+    run,
+)
 from same import noise
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import distdl
-
-WORKERS = 4
-GRIDS = [(3, 1), (2, 1, 2), (1, 1, 3)]  # (one worker, at least, holds no cells)
-
-
-class Net(nn.Module):
-    """Convolutions with everything that a parameter can be: used, frozen, unused, tied."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Conv1d(3, 6, 3, padding=1)
-        self.norm = nn.BatchNorm1d(6)
-        self.inner = nn.Sequential(nn.Conv1d(6, 6, 3, padding=1), nn.PReLU(6))
-        self.tied = nn.Conv1d(6, 6, 3, padding=1)
-        self.tied.weight = self.inner[0].weight
-        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(6, 1), requires_grad=False)
-        self.unused = nn.Linear(2, 2)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.last = nn.Conv1d(6, 2, 1)
-
-    def forward(self, x):
-        y = torch.relu(self.norm(self.first(x)))
-        y = self.tied(self.inner(y)) * self.frozen + y
-        return self.last(y * self.scale.exp())
-
-
-def network(make=Net, seed=0):
-    """The model, with the same weights on every worker. (torch's generator is one for all threads.)"""
-    model = make().double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
-
-
-def partition(grid):
-    count = int(torch.Size(grid).numel())
-    return distdl.world().create_partition_inclusive(range(count)).create_cartesian_topology_partition(grid)
-
-
-def whole(x):
-    return x.detach().full_tensor() if isinstance(x, distdl.GlobalTensor) else x.detach()
-
-
-def assert_close(ours, theirs, what="", tolerance=1e-10):
-    ours, theirs = whole(ours), whole(theirs)
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
-    assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), f"{what}: {(ours - theirs).abs().max()}"
-
-
-def assert_same_state(ours, theirs):
-    """Same names, weights, gradients and buffers."""
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
-    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        assert_close(p, q, name)
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            assert_close(p.grad, q.grad, f"gradient of {name}")
-    for (name, p), q in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-        assert_close(p, q, name)
-    saved, expected = ours.state_dict(), theirs.state_dict()
-    assert list(saved) == list(expected)
-    for name, value in expected.items():
-        assert type(saved[name]) is torch.Tensor
-        assert_close(saved[name], value, name)
-
-
-def assert_identical(model):
-    """Weights, gradients and buffers are the same on every worker, to the last bit."""
-    P = distdl.world()
-    for name, one in [*model.named_parameters(), *model.named_buffers()]:
-        for value in (one, one.grad):
-            if value is None:
-                continue
-            block = value.detach().reshape(1, -1)
-            every = distdl.GlobalTensor.from_local(block, P.create_cartesian_topology_partition([P.comm.size, 1]))
-            assert bool((every.full_tensor() == block).all()), name
-
-
-def run(work, workers=WORKERS, *arguments):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        distdl.run_workers(lambda: work(*arguments), workers)
-
-
-def batch(step):
-    return noise(4, 3, 11, seed=step), noise(4, 2, 11, seed=100 + step)
-
-
-OPTIMISERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.02, amsgrad=True),
-}
 
 
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
@@ -215,25 +131,6 @@ def test_a_backward_may_run_twice_and_be_differentiated():
     run(work)
 
 
-class Regularised(nn.Module):
-    """Its loss is made in its forward, and has terms in which there are only parameters."""
-
-    def __init__(self, by):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 2, 3, padding=1)
-        self.gain = nn.Parameter(torch.ones(2, 1))
-        self.by = by
-
-    def forward(self, x, *, target):
-        y = self.conv(x) * self.gain
-        weights = self.conv.weight.square().sum() + self.gain.exp().sum()
-        if self.by == "inside":
-            return {"loss": (y - target).square().mean() + 0.1 * weights, "outputs": (y, [weights])}
-        if self.by == "list":
-            return {"loss": (y - target).square().mean() + 0.1 * sum(p.square().sum() for p in self.parameters())}
-        return {"loss": (y - target).square().mean(), "outputs": (y, [weights])}
-
-
 @pytest.mark.parametrize("by", ["inside", "list", "result", "outside", "alone", "gradient", "twice"])
 def test_losses_of_parameters(by):
     def work():
@@ -266,28 +163,6 @@ def test_losses_of_parameters(by):
         assert_same_state(model, sequential)
 
     run(work)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, by):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU())
-        self.weight = nn.Parameter(torch.ones(6, 1))
-        self.last = nn.Conv1d(6, 2, 3, padding=1)
-        self.by = by
-
-    def _inner(self, x):
-        return self.body(x) * self.weight.exp() + self.last.bias.sum()
-
-    def forward(self, x):
-        for _ in range(1):
-            if self.by == "module":
-                y = checkpoint(self.body, x, use_reentrant=False) * self.weight.exp() + self.last.bias.sum()
-            elif self.by == "function":
-                y = checkpoint(self._inner, x, use_reentrant=False)
-            else:
-                y = checkpoint(lambda x: checkpoint(self._inner, x, use_reentrant=False).sin(), x, use_reentrant=False)
-        return self.last(y)
 
 
 @pytest.mark.parametrize("by", ["module", "function", "nested"])

@@ -1,12 +1,12 @@
 """Weights of which every worker stores a share: the same training as with whole weights, in a share of the memory."""
 
 import copy
+import io
 import threading
 
 import pytest
 import torch
-from same import noise
-from test_distribute import (
+from nets import (
     GRIDS,
     OPTIMISERS,
     Checkpointed,
@@ -18,6 +18,7 @@ from test_distribute import (
     partition,
     run,
 )
+from same import noise
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -315,5 +316,98 @@ def test_gradient_scaling():
         assert model.scale_at_last == sequential.scale_at_last
         for (name, p), q in zip(model.named_parameters(), sequential.parameters(), strict=True):
             assert_close(p, q, name)
+
+    run(work)
+
+
+MORE_OPTIMISERS = {
+    **OPTIMISERS,
+    # (it scales up the rounding errors that are the gradient of a bias in front of a batch norm)
+    "adafactor": lambda parameters: torch.optim.Adafactor([one for one in parameters if one.dim() > 1], 0.01),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, 0.01, momentum=0.9, centered=True),
+}
+
+
+def trained(model, optimiser, steps):
+    for step in steps:
+        model.zero_grad()
+        x, target = batch(step)
+        (model(x) - target).square().mean().backward()
+        optimiser.step()
+
+
+@pytest.mark.parametrize("name", MORE_OPTIMISERS)
+def test_the_state_of_an_optimiser_can_be_saved_and_loaded(name):
+    """Between a model in shares, a sequential one, and one in other shares."""
+
+    def work():
+        make = MORE_OPTIMISERS[name]
+        sequential = network()
+        first = make(sequential.parameters())
+        trained(sequential, first, range(2))
+        model = sharded(network(seed=1), (2, 1, 2))
+        optimiser = make(model.parameters())
+        model.load_state_dict(sequential.state_dict())
+        distdl.load_optimizer_state_dict(optimiser, first.state_dict())
+        for parameter, state in optimiser.state.items():
+            for value in state.values():
+                if value.shape == parameter.shape and value.dim():
+                    assert value.layout is parameter.layout  # (in shares from the beginning)
+        for one, steps in ((sequential, first), (model, optimiser)):
+            trained(one, steps, range(2, 4))
+        assert_same_state(model, sequential)
+
+        with pytest.raises(TypeError, match=r"of an optimiser distdl.optimizer_state_dict\(optimizer\)"):
+            torch.save(optimiser.state_dict(), io.BytesIO())
+        file = io.BytesIO()
+        torch.save(distdl.optimizer_state_dict(optimiser), file)
+        loaded = torch.load(io.BytesIO(file.getvalue()))
+        other = sharded(model_of(model), (3, 1))
+        again = make(other.parameters())
+        distdl.load_optimizer_state_dict(again, loaded)
+        alone = model_of(model)
+        last = make(alone.parameters())
+        last.load_state_dict(loaded)  # (which shares its memory)
+        for one, steps in ((model, optimiser), (other, again), (alone, last)):
+            trained(one, steps, range(4, 6))
+        assert_same_state(model, alone)
+        assert_same_state(other, alone)
+
+    def model_of(model):
+        plain = network()
+        plain.load_state_dict(model.state_dict())
+        return plain
+
+    run(work)
+
+
+def test_copies_of_an_optimiser():
+    def work():
+        model = sharded(network(), (2, 1, 2))
+        optimiser = OPTIMISERS["adamw"](model.parameters())
+        trained(model, optimiser, range(1))
+        twin, steps = copy.deepcopy((model, optimiser))  # (together: its parameters are those of the copy)
+        for one, other in ((model, optimiser), (twin, steps)):
+            trained(one, other, range(1, 3))
+        assert steps.param_groups[0]["params"][0] is next(twin.parameters())
+        assert_same_state(twin, model)
+
+    run(work)
+
+
+def test_what_a_model_in_shares_refuses():
+    def work():
+        model = sharded(network(), (2, 1))
+        saved = network(seed=1).state_dict()
+        with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\) would put whole tensors in the places"):
+            model.load_state_dict(saved, assign=True)
+        assert all(type(one) is distdl.GlobalTensor for one in model.parameters())
+        with pytest.raises(ValueError, match="summary needs a model that is not distributed yet"):
+            distdl.summary(model, partition((2, 1)), (4, 3, 11))
+        replicated = distdl.distribute(network(), partition((2, 1)))
+        sequential = network()
+        for one in (replicated, sequential):
+            one.load_state_dict(saved, assign=True)
+        assert_same_state(replicated, sequential)
 
     run(work)

@@ -3,7 +3,13 @@
 from distdl.globals import handlers
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.local_map import local_map
-from distdl.globals.models import distribute, suggest, summary
+from distdl.globals.models import (
+    distribute,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    suggest,
+    summary,
+)
 from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
 
@@ -12,7 +18,9 @@ __all__ = [
     "distribute",
     "distribute_tensor",
     "handlers",
+    "load_optimizer_state_dict",
     "local_map",
+    "optimizer_state_dict",
     "register",
     "suggest",
     "summary",

@@ -190,7 +190,10 @@ class GlobalTensor(torch.Tensor):
         return GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor()")
+        raise TypeError(
+            "a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor(), and of an optimiser "
+            "distdl.optimizer_state_dict(optimizer)"
+        )
 
 
 GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module

@@ -43,6 +43,7 @@ class Shares:
             child.register_forward_pre_hook(_Begin(self))
             child.register_forward_hook(_End(self), always_call=True)
             child.register_state_dict_post_hook(_whole_state)
+            child.register_load_state_dict_pre_hook(_check_assignment)
 
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
@@ -233,3 +234,13 @@ def _whole_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, me
         value = state.get(prefix + name)
         if type(value) is GlobalTensor:
             state[prefix + name] = full_tensor(GlobalTensor._of(value._block.detach(), value._layout))
+
+
+def _check_assignment(
+    module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put whole tensors in the places of this worker's shares, and an "
+            "optimiser would go on with the old ones; without assign=True, the values are copied into the shares"
+        )

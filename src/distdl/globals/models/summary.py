@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.globals.models.copies import Parameters
 from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
 from distdl.partition import Partition
 
@@ -210,8 +211,14 @@ def summary(
         backward: whether a backward follows the forward. (It needs parameters that require gradients.)
         options: those of ``distribute``.
     Returns: a value; print it for a table.
-    Raises: ValueError for a worker that is not there; what the model raises on tensors of such shapes.
+    Raises: ValueError for a worker that is not there, or a model that is distributed already; what the model raises on
+        tensors of such shapes.
     """
+    if any(isinstance(child._parameters, Parameters) for child in model.modules()):
+        raise ValueError(
+            f"summary needs a model that is not distributed yet, and distributes a copy; this {type(model).__name__} "
+            "is. Ask before distribute, or of another model of its kind; for its weights, pass weights= as there"
+        )
     workers, size, me = _workers(P)
     if worker is not None and not 0 <= worker < size:
         raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
