@@ -31,6 +31,18 @@ def timeout() -> float:
     return seconds
 
 
+def grace() -> float:
+    """``DISTDL_GRACE``: how many seconds a worker gets to end after SIGTERM, until it is killed."""
+    text = os.environ.get("DISTDL_GRACE", "30")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_TIMEOUT:
+        _refuse("DISTDL_GRACE", f"a number of seconds from 0 to {LONGEST_TIMEOUT}", text)
+    return seconds
+
+
 def recycled_memory() -> int:
     """``DISTDL_RECYCLED_MEMORY``, which is in MiB, as a number of bytes."""
     return whole("DISTDL_RECYCLED_MEMORY", 512, largest=LARGEST_MEMORY, unit="MiB") << 20

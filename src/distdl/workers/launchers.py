@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import math
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import time
 import traceback
 from types import TracebackType
 
+from distdl import environment
 from distdl.transport.communicator import CommunicationError
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # torchrun, Open MPI, MPICH
@@ -21,18 +21,6 @@ _PATIENCE = 0.5  # seconds between two looks at the parent
 _PR_SET_PDEATHSIG = 1
 
 _watching = False
-
-
-def grace() -> float:
-    """How many seconds a worker gets to end after SIGTERM, until it is killed (``DISTDL_GRACE``; default 30)."""
-    text = os.environ.get("DISTDL_GRACE", "30")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"DISTDL_GRACE must be a number of seconds, 0 or more; it is {text!r}")
-    return seconds
 
 
 def serve_launcher() -> None:
@@ -54,7 +42,7 @@ def end_with(parent: int) -> None:
     _watching = True
     with contextlib.suppress(OSError, AttributeError):  # it is Linux's
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-    threading.Thread(target=_end_after, args=(parent, grace()), name="distdl-parent", daemon=True).start()
+    threading.Thread(target=_end_after, args=(parent, environment.grace()), name="distdl-parent", daemon=True).start()
 
 
 def _end_after(parent: int, seconds: float) -> None:

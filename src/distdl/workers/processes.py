@@ -21,7 +21,7 @@ from distdl import environment
 from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.job import Job, join
 from distdl.transport.stores import LOOPBACK, connect, local_store
-from distdl.workers.launchers import end_with, grace
+from distdl.workers.launchers import end_with
 from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")
@@ -67,7 +67,7 @@ def run_processes(
         ) from error
     context = multiprocessing.get_context("spawn")
     store = local_store(environment.timeout())
-    patience = grace()
+    patience = environment.grace()
     processes: list[BaseProcess] = []
     reports: dict[Connection, int] = {}
     ends: dict[int, _Report] = {}

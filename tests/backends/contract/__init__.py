@@ -28,6 +28,4 @@ def collect(*files):
     return dict(found)
 
 
-CHECKS = collect(
-    worlds, messages, primitives, changes, errors, differentiation, layers, models, numbers, checkpoints
-)
+CHECKS = collect(worlds, messages, primitives, changes, errors, differentiation, layers, models, numbers, checkpoints)
