@@ -137,4 +137,4 @@ def check_collectives_of_overlapping_groups_at_once():
 def check_communicators_copy_to_themselves():
     comm = distdl.world().comm
     assert copy.deepcopy(comm) is comm
-    raises(TypeError, lambda: comm.__reduce__(), "state_dict")
+    raises(TypeError, lambda: comm.__reduce__(), "distdl.save")
