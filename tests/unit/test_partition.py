@@ -162,7 +162,7 @@ def test_workers_cannot_be_written(world):
 def test_partitions_copy_to_themselves_and_refuse_pickling(world):
     P = world(4)
     assert copy.deepcopy(P) is P
-    with pytest.raises(TypeError, match="distdl.save"):
+    with pytest.raises(TypeError, match=r"distdl\.save"):
         pickle.dumps(P)
 
 
