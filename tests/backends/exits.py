@@ -45,6 +45,13 @@ def raises():
     layer(torch.ones(2))
 
 
+def raises_beside_torch_distributed():
+    """Every worker raises, and torch.distributed has put its own hook over ours, which keeps stderr to itself."""
+    distdl.world()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    raise KeyError("the reason")
+
+
 def fails_beside_a_deaf_one():
     """Worker 0 raises, and worker 1 does not hear SIGTERM."""
     if distdl.world().rank == 0:

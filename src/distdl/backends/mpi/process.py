@@ -77,9 +77,15 @@ def _text(show: Callable[..., Any], kind: Any, error: Any, trace: Any) -> str:
 
 def _print_at_once(text: str) -> None:
     """Write all of it by as few calls as possible, so that little of other workers gets in between."""
-    try:
-        left = memoryview(text.encode())
-        while left:
-            left = left[os.write(sys.stderr.fileno(), left) :]
-    except (OSError, ValueError):  # stderr is no file
-        print(text, file=sys.stderr, flush=True)
+    for stream in (
+        sys.stderr,
+        sys.__stderr__,
+    ):  # (torch.distributed's hook collects what others print, to show it later)
+        try:
+            left = memoryview(text.encode())
+            while left:
+                left = left[os.write(stream.fileno(), left) :]  # type: ignore[union-attr]
+            return
+        except (AttributeError, OSError, ValueError):  # it is no file
+            continue
+    print(text, file=sys.stderr, flush=True)
