@@ -1,7 +1,8 @@
 """The threads back-end: the workers are threads of one process, and tensors pass by reference.
 
 A sender posts a reference; the receiver copies from it into its own tensor and marks the message as read. So a message
-is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made.
+is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made. Of a small tensor
+the sender posts a copy instead, and waits for nobody: a copy costs less than one change from thread to thread.
 
 All waiting goes through one lock and one wake-up per worker, so the hub knows at any moment who waits for what. When a
 worker waits for one that has ended, or every worker that still runs is waiting, nothing can ever arrive: that is an
@@ -34,18 +35,19 @@ from distdl.transport.communicator import (
     name_workers,
 )
 
+_SMALL = 1 << 14  # bytes up to which a letter has a copy of the tensor
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
 
 
 class _Letter:
-    """A message on its way: a reference to the sender's tensor, and whether it has been read."""
+    """A message on its way: the sender's tensor or a copy of it, and whether the tensor may be written again."""
 
     __slots__ = ("event", "read", "sender", "tensor")
 
     def __init__(self, sender: int, tensor: torch.Tensor) -> None:
         self.sender = sender
-        self.tensor = tensor
-        self.read = False
+        self.read = tensor.nbytes <= _SMALL and not tensor.is_cuda
+        self.tensor = tensor.detach().clone() if self.read else tensor.detach()
         self.event = _record(tensor)
 
 
@@ -81,16 +83,16 @@ class Hub:
         self.failure: BaseException | None = None
         self._inboxes: list[dict[tuple[int, int], deque[_Letter]]] = [defaultdict(deque) for _ in range(size)]
         self._meetings: dict[Group, _Meeting] = {}
-        self._bells = [threading.Semaphore(0) for _ in range(size)]
+        self._bells = [threading.Lock() for _ in range(size)]  # released to wake a worker
+        for bell in self._bells:
+            bell.acquire()
         self._waits: dict[int, _Wait] = {}
         self._ended: dict[int, str] = {}
 
-    def post(self, sender: int, target: int, tag: int, tensor: torch.Tensor) -> _Letter:
+    def post(self, target: int, tag: int, letter: _Letter) -> None:
         """Put a letter into the target's inbox. Hold the lock."""
-        letter = _Letter(sender, tensor)
-        self._inboxes[target][sender, tag].append(letter)
+        self._inboxes[target][letter.sender, tag].append(letter)
         self._ring(target)
-        return letter
 
     def waiting(self, worker: int, sender: int, tag: int) -> int:
         """How many letters of a sender lie in the worker's inbox. Hold the lock."""
@@ -106,8 +108,9 @@ class Hub:
 
     def mark_read(self, letter: _Letter) -> None:
         """Tell the sender that its tensor has been read. Hold the lock."""
-        letter.read = True
-        self._ring(letter.sender)
+        if not letter.read:
+            letter.read = True
+            self._ring(letter.sender)
 
     def join(self, worker: int, group: Group, values: IntArray) -> _Meeting:
         """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
@@ -208,8 +211,11 @@ class ThreadCommunicator(Communicator):
         self.size = hub.size
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
+        letters = [(target, _Letter(self.rank, tensor)) for target, tensor in sends]
         with self.hub.lock:
-            letters = [(target, self.hub.post(self.rank, target, tag, tensor.detach())) for target, tensor in sends]
+            for target, letter in letters:
+                self.hub.post(target, tag, letter)
+        unread = [(target, letter) for target, letter in letters if not letter.read]
 
         def finish() -> None:
             # what has arrived is read at once, so that its sender can go on; then one wait for all the rest
@@ -217,12 +223,14 @@ class ThreadCommunicator(Communicator):
             if rest:
                 self._await_all([source for source, _ in rest], tag)
                 self._read(rest, tag)
+            if not unread:
+                return
             self.hub.wait(
                 self,
-                lambda: all(letter.read for _, letter in letters),
-                lambda: [target for target, letter in letters if not letter.read],
+                lambda: all(letter.read for _, letter in unread),
+                lambda: [target for target, letter in unread if not letter.read],
             )
-            for _, letter in letters:
+            for _, letter in unread:
                 _await(letter.tensor, letter.event)
 
         return Pending(finish)
