@@ -29,7 +29,7 @@ Source: Chan, Golub & LeVeque, Updating formulae and a pairwise algorithm for co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -44,6 +44,7 @@ from distdl.partition.layout import Layout
 from distdl.plan import Plan
 from distdl.plan.planners import copy
 from distdl.tensors.connection import local, zeros_on
+from distdl.transport.communicator import fold
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class Moments:
         return (self._kinds, *shape(self._needed)[1:])
 
     @cached_property
-    def _dims(self) -> list[int]:
+    def merged(self) -> list[int]:
+        """The dims along which this worker's cells share an entry."""
         return [dim for dim, one in enumerate(self.along) if one.merges]
 
     @cached_property
@@ -176,7 +178,7 @@ class Moments:
     def centre(self, x: torch.Tensor) -> torch.Tensor:
         """The means of the block's cells, nearly, and as constants: subtracting them costs no digits."""
         if x.numel():
-            return x.detach().mean(self._dims, keepdim=True)
+            return x.detach().mean(self.merged, keepdim=True)
         return x.new_zeros([1 if one.merges else n for one, n in zip(self.along, x.shape, strict=True)])
 
     def measure(self, x: torch.Tensor, centre: torch.Tensor | None) -> torch.Tensor:
@@ -186,35 +188,64 @@ class Moments:
             centre = x.new_zeros(smallest)
 
         def entries(block: torch.Tensor) -> torch.Tensor:
-            measured: torch.Tensor = Measure.apply(block, centre, self._dims)
+            measured: torch.Tensor = Measure.apply(block, centre, self.merged)
             return measured
 
         return local(entries, self.measured, (x, smallest))
 
     def merge(self, entries: torch.Tensor) -> torch.Tensor:
         """The means, and behind each other in dim 0 their M2, of all entries that this worker has gathered."""
-        extents = entries.shape[1:]
-        merging = [len(one.counts) for one in self.along]
-        means = [n // k if k else 1 for n, k in zip(extents, merging, strict=True)]
-        paired = [n for pair in zip(means, merging, strict=True) for n in pair]
-        order = [*range(2, len(paired) + 1, 2), 0, *range(1, len(paired) + 1, 2)]
+        return self._fold(entries, lambda states: Merge.apply(states, self._counts))
+
+    def total(self, entries: torch.Tensor) -> torch.Tensor:
+        """The sums of all entries with one mean, of entries that add up."""
+        return self._fold(entries, lambda states: fold(states.unbind(), torch.add))
+
+    def _fold(self, entries: torch.Tensor, several: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """One of all entries with one mean; ``several`` makes it of them, in dim 0."""
+        paired, order, means, absent = self._folding
         kinds = entries.shape[0]
         states = entries.reshape(kinds, *paired).permute(order).reshape(len(self._counts), kinds, *means)
         if not self._counts:
             return zeros_on(states, states.shape[1:])
-        merged: torch.Tensor = states[0]
-        if len(self._counts) > 1:
-            merged = Merge.apply(states, self._counts)
+        folded: torch.Tensor = states[0] if len(self._counts) == 1 else several(states)
+        return folded.sum(absent, keepdim=True) if absent else folded
+
+    @cached_property
+    def _folding(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """How gathered entries are brought into an order in which those of one mean are in dim 0."""
+        extents = self.arriving[1:]
+        merging = [len(one.counts) for one in self.along]
+        means = [n // k if k else 1 for n, k in zip(extents, merging, strict=True)]
+        paired = [n for pair in zip(means, merging, strict=True) for n in pair]
+        order = [*range(2, len(paired) + 1, 2), 0, *range(1, len(paired) + 1, 2)]
         # a worker that gathers nothing has one mean along merged dims all the same: of no cell, but it broadcasts
         absent = [dim for dim, (one, n) in enumerate(zip(self.along, extents, strict=True), 1) if one.merges and not n]
-        return merged.sum(absent, keepdim=True) if absent else merged
+        return paired, order, means, absent
 
     def of(self, means: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """Of the means, those of this worker's own entries, or of a box of entries; along merged dims, there is one."""
-        inside = within(self._own[1:] if box is None else box, self.gathered)
-        for dim, (one, (start, stop)) in enumerate(zip(self.along, inside, strict=True), 1):
-            if one.spread > 1:
-                means = means.repeat_interleave(one.spread, dim)
-            if not one.merges:
-                means = means.narrow(dim, start, stop - start)
+        for dim, repeats, start, length in self._own_means if box is None else self._means_of(box):
+            if repeats > 1:
+                means = means.repeat_interleave(repeats, dim)
+            if length is not None:
+                means = means.narrow(dim, start, length)
         return means
+
+    @cached_property
+    def _own_means(self) -> list[tuple[int, int, int, int | None]]:
+        return self._means_of(self._own[1:])
+
+    def _means_of(self, box: Box) -> list[tuple[int, int, int, int | None]]:
+        """For each dim in which the means of a box are not those that this worker has: how they follow from them.
+
+        As dim, how often each mean is repeated, and then the first one and how many, if not all.
+        """
+        means, found = self._folding[2], []
+        for dim, (one, (start, stop), n) in enumerate(
+            zip(self.along, within(box, self.gathered), means, strict=True), 1
+        ):
+            length = None if one.merges or (start, stop) == (0, n * one.spread) else stop - start
+            if one.spread > 1 or length is not None:
+                found.append((dim, one.spread, start, length))
+        return found

@@ -4,14 +4,14 @@ They differ in the cells that have one mean, and in the dims along which weight 
 
 .. code-block:: text
 
-    x ----- centre, measure --> entries ==gather==> entries of all workers with the same means -- merge --> mean, M2
+    x ------------- measure --> entries ==gather==> entries of all workers with the same means -- merge --> mean, M2
       \                                                                                                        |
-       `--- rest of x -----------------------------------------------------------------------------> standardise --> y
+       `------------------------------------------------------------------------------------------> standardise --> y
                                                                                                                |
     w, b ==========================spread==========================> the rows that belong to the block of x ---'
 
-Double lines are messages, and both movements are under way at the same time. Where no mean is shared by two workers,
-torch's own operator stands for all the rest. y is split as x is, so nothing moves out.
+Double lines are messages. All but the spread is one node of autograd (see ``ops.fused_normalisation``). Where no mean
+is shared by two workers, torch's own operator stands for it. y is split as x is, so nothing moves out.
 
 Running statistics are the mean and variance that each worker keeps of its balanced block of channels. Workers with the
 same block merge the same entries in the same order, so theirs are equal to the last bit without a message. Where they

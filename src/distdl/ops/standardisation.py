@@ -14,6 +14,7 @@ import torch
 from distdl.exchange import Operator, Together
 from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.ops.affine import affine, less
+from distdl.ops.fused_normalisation import Fused, Rows
 from distdl.ops.moments import Moments
 from distdl.ops.setup import Parts, Setup, Site, same
 from distdl.partition import Layout, Partition, Signature
@@ -22,7 +23,7 @@ from distdl.partition.layout import Lookup
 from distdl.plan import Plan
 from distdl.plan.planners import broadcast, copy
 from distdl.tensors.connection import local, tie
-from distdl.tensors.derivatives import NONE
+from distdl.tensors.derivatives import NONE, Derivatives
 from distdl.tensors.dtypes import carries_gradients
 from distdl.transport.label import Label
 
@@ -65,7 +66,7 @@ class Running(NamedTuple):
         """Move towards the mean and the unbiased variance of a batch."""
         factor = self.factor or 0.0
         for one, towards in ((self.mean, mean), (self.variance, variance)):
-            one.mul_(1 - factor).add_(factor * towards.flatten())
+            one.lerp_(towards.flatten().to(one.dtype), factor)
 
 
 class Normalisation(Protocol):
@@ -138,44 +139,69 @@ def set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) -> 
     row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
     everywhere = bool(weights) and weights[0].layout.is_everywhere
     spread = [_spread(site, needed, row, weights)] if weights and not everywhere else []
-    given = _Given(len(weights), part if everywhere else None)
+    derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
+    absent = bool(weights) and site.me not in weights[0].layout.partition
+    given = _Given(len(weights), part if everywhere else None, derivatives, absent)
     if arrangement.moments is None or plan is None:
         lent = [_lend(site, needed, row)] if arrangement.moments is None and not arrangement.everywhere else []
         return _by_torch(op, site, arrangement, x, weights, given, part, spread, lent)
     moments = arrangement.moments
     gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
-    return _by_moments(op, arrangement, moments, x, given, Together(gather, *spread))
+    return _by_moments(op, arrangement, moments, x, given, gather, Together(*spread))
 
 
 def _by_moments(
-    op: Normalisation, arrangement: Arrangement, moments: Moments, x: Signature, given: _Given, moves: Together
+    op: Normalisation,
+    arrangement: Arrangement,
+    moments: Moments,
+    x: Signature,
+    given: _Given,
+    gather: Operator,
+    moves: Together,
 ) -> Setup:
-    """Where workers share means: entries and weights move at the same time, and then each normalises its block."""
+    """Where workers share means: they gather entries, and then each normalises its block.
+
+    As one node of autograd; in steps where those are differentiated forward, or the kernels do not fit.
+    """
     dtype, work, own = x.dtype, _work(x), x.local
 
-    def measure(x: torch.Tensor, *others: torch.Tensor) -> tuple[Any, Sequence[torch.Tensor], Tensors]:
-        block = _block(x, others, dtype, work).reshape(arrangement.cells)
-        centre = moments.centre(block) if moments.centred else None
-        rest = block if centre is None else less(block, centre)
-        return (rest, centre), [moments.measure(rest, centre), *given.of(others, rest.device)], others[given.number :]
+    def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor], Tensors]:
+        return *given.beside(_block(x, others, dtype, work), others), others[given.number :]
 
-    def normalise(here: tuple[torch.Tensor, torch.Tensor | None], moved: Tensors, kept: Tensors) -> torch.Tensor:
-        (rest, centre), (entries, *rows) = here, moved
-        means = moments.merge(entries)
+    def note(means: torch.Tensor, kept: Tensors) -> None:
         if arrangement.kept is not None and moments.count and means.shape[1]:
             with torch.no_grad():
                 batch, _, *space = moments.gathered
                 mean, squares = moments.of(means, (batch, arrangement.kept, *space)).mean(1)
                 _running(arrangement, kept).approach(mean, squares / (moments.count - 1))
+
+    def in_steps(block: torch.Tensor, *rows: torch.Tensor, kept: Tensors | None = None) -> torch.Tensor:
+        cells = block.reshape(arrangement.cells)
+        centre = moments.centre(cells) if moments.centred else None
+        rest = cells if centre is None else less(cells, centre)
+        means = moments.merge(gather(moments.measure(rest, centre)))
+        if kept is not None:
+            note(means, kept)
         found = moments.of(means)
         variance, offset = found[0], None
         if centre is not None:
             variance, offset = found[1] / max(moments.count, 1), (found[0] - centre).to(work)
         scale = (variance + step(op, rest)).rsqrt().to(work)
-        y = _standardise(rest, scale, offset, [row.reshape(arrangement.row).to(work) for row in rows], own)
-        return y.to(dtype)
+        return _standardise(rest, scale, offset, [row.reshape(arrangement.row) for row in rows], own)
 
-    return Setup(Arrival(measure, moves), normalise, same, (x.layout,))
+    rows = None if given.derivatives.tangent or gather.derivatives.tangent else Rows.of(
+        arrangement.cells, arrangement.row, moments.merged
+    )  # fmt: skip
+    eps = torch.finfo(work).eps if op.eps is None else op.eps
+    fused = None if rows is None else Fused(rows, moments, gather, eps, in_steps, own)
+
+    def normalise(block: torch.Tensor, moved: Tensors, kept: Tensors) -> torch.Tensor:
+        weights = [row.to(work) for row in moved]
+        if fused is None:
+            return in_steps(block, *weights, kept=kept).to(dtype)
+        return fused(block, weights, lambda means: note(means, kept)).to(dtype)
+
+    return Setup(Arrival(prepare, moves), normalise, same, (x.layout,))
 
 
 def _by_torch(
@@ -191,17 +217,11 @@ def _by_torch(
 ) -> Setup:
     """Where nothing that is measured moves: torch's own operator does it faster."""
     dtype, work, own, count = x.dtype, _work(x), x.local, len(weights)
-    derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
-    moves = Together(site.identity(work, x.derivatives | derivatives, own), *spread, *lent)
-    absent = bool(weights) and site.me not in weights[0].layout.partition and derivatives.gradient
+    moves = Together(site.identity(work, x.derivatives | given.derivatives, own), *spread, *lent)
     lends = arrangement.moments is None
 
     def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[None, Sequence[torch.Tensor], Tensors]:
-        block = _block(x, others, dtype, work)
-        rows = given.of(others, block.device)
-        if absent and block.requires_grad and not rows[0].requires_grad:
-            block, nothing = tie(block, rows[0])
-            rows = [nothing] * count
+        block, rows = given.beside(_block(x, others, dtype, work), others)
         running = others[count : count + 2] if lends else ()
         if running and not lent:
             running = tuple(part.each(running))
@@ -235,15 +255,24 @@ class _Given(NamedTuple):
     Attributes:
         number: how many.
         part: cuts this worker's part out of each, where every worker has the whole of them.
+        derivatives: what they carry, on any member.
+        absent: whether this worker stores none of them.
     """
 
     number: int
     part: Parts | None
+    derivatives: Derivatives
+    absent: bool
 
-    def of(self, others: Tensors, device: torch.device) -> list[torch.Tensor]:
-        """Those of this worker, in front of other tensors, on a device."""
-        weights = [other.to(device) for other in others[: self.number]]
-        return weights if self.part is None else self.part.each(weights)
+    def beside(self, block: torch.Tensor, others: Tensors) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The block, and the weights of this worker, which stand in front of other tensors."""
+        weights = [other.to(block.device) for other in others[: self.number]]
+        if self.part is not None:
+            weights = self.part.each(weights)
+        if self.absent and self.derivatives.gradient and block.requires_grad and not weights[0].requires_grad:
+            block, nothing = tie(block, weights[0])
+            weights = [nothing] * self.number
+        return block, weights
 
 
 def _work(x: Signature) -> torch.dtype:
