@@ -3,7 +3,7 @@
 # make sweep   the products of cases of which make test runs a part (a few minutes)
 # make models  train other people's models on every split that the tests know (an hour)
 # make lint    ruff and mypy alone
-# make bench   time against the transports, written to benchmarks/results (5 minutes)
+# make bench   time against the transports, and of whole models, written to benchmarks/results (20 minutes)
 # make docs    the documentation, in docs/_build
 # make audit   the installed dependencies against constraints.txt, without a network
 #

@@ -19,7 +19,6 @@ from distdl.nn import (
     DistributedBatchNorm,
     DistributedConv2d,
     DistributedConvTranspose2d,
-    DistributedCrossEntropyLoss,
     DistributedDropout,
     DistributedGroupNorm,
     DistributedLayerNorm,
@@ -58,8 +57,6 @@ def every(P, transport, mesh):
     yield repartition_of_a_matrix(P, mesh)
     yield from convolutions(P)
     yield from layers(P)
-    yield lenet(P)
-    yield from unets(P)
 
 
 def differentiated(function, x, dy):
@@ -149,7 +146,9 @@ def repartition_of_a_matrix(P, mesh):
 
 
 def convolutions(P):
-    """Split over the rows, beside the sequential layer on half of the rows and on all of them (by worker 0 alone)."""
+    """Split over the rows, by a module and by torch's layer on a global tensor, beside torch's layer on half of the
+    rows and on all of them (by worker 0 alone).
+    """
     for shape, inner in (((4, 16, 256, 256), 1), ((1, 8, 32, 32), 10)):
         batch, channels, height, width = shape
         case = Case("Convolution", "x".join(map(str, shape)), inner=inner)
@@ -158,6 +157,9 @@ def convolutions(P):
         )
         half, x = torch.randn(batch, channels, height // 2, width), torch.randn(*shape)
         case.steps["ours"] = learning(layer, half.clone(), half)
+        rows = P.reshape(1, 1, 2, 1)
+        split = distdl.distribute(nn.Conv2d(channels, channels, 3, padding=1), rows, fallback="error")
+        case.steps["global"] = learning(split, *(distdl.distribute_tensor(one, rows) for one in (x, x)))
         case.steps["half"] = learning(nn.Conv2d(channels, channels, 3, padding=1), half.clone(), half)
         whole = learning(nn.Conv2d(channels, channels, 3, padding=1), x.clone(), x)
         case.steps["all"] = whole if P.rank == 0 else nothing
@@ -212,99 +214,6 @@ def learning(layer, x, dy):
 
 def nothing():
     pass
-
-
-def lenet(P):
-    """One step of LeNet-5 on 32 images: split over rows and features, and sequentially on half of them and on all."""
-    space, features = P.reshape(1, 1, 2, 1), P.reshape(1, 2)
-    first, weights = P[:1].reshape(1, 1), P.reshape(2, 1)
-    split = nn.Sequential(
-        DistributedConv2d(space, in_channels=1, out_channels=6, kernel_size=5), nn.Tanh(),
-        DistributedMaxPool2d(space, kernel_size=2, stride=2),
-        DistributedConv2d(space, in_channels=6, out_channels=16, kernel_size=5), nn.Tanh(),
-        DistributedMaxPool2d(space, kernel_size=2, stride=2),
-        Repartition(space, P[:1].reshape(1, 1, 1, 1)), nn.Flatten(),
-        DistributedLinear(first, features, weights, 400, 120), nn.Tanh(),
-        DistributedLinear(features, first, P.reshape(1, 2), 120, 84), nn.Tanh(),
-        DistributedLinear(first, first, first, 84, 10),
-    )  # fmt: skip
-    images, classes = torch.randn(32, 1, 32, 32), torch.arange(32) % 10
-    ours = images[:, :, :16].clone() if P.rank == 0 else images[:, :, 16:].clone()
-    case = Case("LeNet step", "32 images", inner=3)
-    criterion = DistributedCrossEntropyLoss(first)
-    case.steps["ours"] = training(split, criterion, ours, classes if P.rank == 0 else None)
-    case.steps["half"] = training(sequential_lenet(), nn.CrossEntropyLoss(), images[:16], classes[:16])
-    whole = training(sequential_lenet(), nn.CrossEntropyLoss(), images, classes)
-    case.steps["all"] = whole if P.rank == 0 else nothing
-    return case
-
-
-class Twice(nn.Sequential):
-    """Two convolutions, each normalised and cut off at zero."""
-
-    def __init__(self, inputs, outputs):
-        parts = []
-        for one in (inputs, outputs):
-            parts += [nn.Conv2d(one, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
-        super().__init__(*parts)
-
-
-class UNet(nn.Module):
-    """Plain torch, of three levels."""
-
-    def __init__(self, channels):
-        super().__init__()
-        fine, middle, coarse = channels, 2 * channels, 4 * channels
-        self.down = nn.ModuleList([Twice(1, fine), Twice(fine, middle), Twice(middle, coarse)])
-        self.up = nn.ModuleList(
-            [nn.ConvTranspose2d(coarse, middle, 2, stride=2), nn.ConvTranspose2d(middle, fine, 2, stride=2)]
-        )
-        self.merge = nn.ModuleList([Twice(2 * middle, middle), Twice(2 * fine, fine)])
-        self.head = nn.Conv2d(fine, 2, 1)
-
-    def forward(self, x):
-        kept = []
-        for block in self.down[:-1]:
-            x = block(x)
-            kept.append(x)
-            x = nn.functional.max_pool2d(x, 2)
-        x = self.down[-1](x)
-        for up, merge in zip(self.up, self.merge, strict=True):
-            x = merge(torch.cat([kept.pop(), up(x)], 1))
-        return self.head(x)
-
-
-def unets(P):
-    """A step of a U-Net of 32 channels by distribute, over rows; and sequentially on half of the rows and on all."""
-    for side in (256, 64):
-        x, truth = torch.randn(1, 1, side, side), torch.randn(1, 2, side, side)
-        case, rows = Case("UNet step", f"{side}x{side}", repeats=9), P.reshape(1, 1, 2, 1)
-        split = [distdl.distribute_tensor(one, rows) for one in (x, truth)]
-        half = [one[:, :, : side // 2].clone() for one in (x, truth)]
-        model = distdl.distribute(UNet(32), rows, fallback="error")
-        case.steps["ours"] = training(model, nn.functional.mse_loss, *split)
-        case.steps["half"] = training(UNet(32), nn.functional.mse_loss, *half)
-        whole = training(UNet(32), nn.functional.mse_loss, x, truth)
-        case.steps["all"] = whole if P.rank == 0 else nothing
-        yield case
-
-
-def sequential_lenet():
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.MaxPool2d(2, 2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2, 2),
-        nn.Flatten(), nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10),
-    )  # fmt: skip
-
-
-def training(network, criterion, x, target):
-    optimiser = torch.optim.SGD(network.parameters(), lr=0.01)
-
-    def step():
-        optimiser.zero_grad()
-        criterion(network(x), target).backward()
-        optimiser.step()
-
-    return step
 
 
 def mesh_of(P, backend):

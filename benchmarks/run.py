@@ -1,7 +1,9 @@
-"""Measure distdl beside its transports: python benchmarks/run.py [ROUNDS]. Writes a table, JSON and a plot to results/.
+"""Measure distdl beside its transports: python benchmarks/run.py [ROUNDS] [primitives] [models].
 
-Two workers, float32, forward and backward. The back-ends take turns, round after round, each in a job of its own; in a
-job, the ways to do one thing take turns too. What is compared is medians, over all rounds, of the slower worker's time.
+Writes tables, JSON and a plot to results/. float32, forward and backward, of models with a step of the optimiser. The
+back-ends take turns, round after round, each in a job of its own, as times differ from launch to launch; in a job, the
+ways to do one thing take turns too. What is compared is medians, over all rounds, of the slowest worker's time; the
+spread is that of the medians of single launches.
 """
 
 import json
@@ -13,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import goals
 import matplotlib
 
 matplotlib.use("Agg")
@@ -20,83 +23,132 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
-LAUNCH = {
-    "mpi": [BIN / "mpirun", "--oversubscribe", "-n", "2", sys.executable],
-    "gloo": [BIN / "torchrun", "--nproc-per-node", "2"],
-    "threads": [sys.executable],
-}
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
-# goals: back-end, case and size, a way and another, and the most that the ratio of their times may be
-COLLECTIVES = ("Broadcast", "SumReduce", "AllSumReduce", "Repartition", "AllGather", "ReduceScatter")
-GOALS = [
-    *(("mpi", name, "16 MiB", "ours", "floor", 0.95) for name in COLLECTIVES),
-    *(("mpi", name, "256 KiB", "ours", "floor", 1.2) for name in COLLECTIVES),
-    *(("mpi", name, "1 KiB", "ours", "floor", 1.25) for name in COLLECTIVES),
-    *(("mpi", name, "1 KiB", "fixed shapes", "floor", 1.1) for name in COLLECTIVES),
-    ("mpi", "Repartition", "2048x2048", "ours", "DTensor", 1 / 8),
-    ("gloo", "Repartition", "2048x2048", "ours", "DTensor", 1 / 2),
-    ("mpi", "Convolution", "4x16x256x256", "ours", "half", 1.05),
-    ("mpi", "Convolution", "1x8x32x32", "ours", "half", 2.0),
-    ("mpi", "Convolution", "4x16x256x256", "ours", "all", 1 / 1.9),
-    ("mpi", "UNet step", "256x256", "ours", "half", 1.1),
-    ("mpi", "UNet step", "64x64", "ours", "half", 1.3),
-    *(("gloo", name, "16 MiB", "ours", "floor", 1.2) for name in COLLECTIVES),
-    *(("gloo", name, "1 KiB", "ours", "floor", 1.8) for name in COLLECTIVES),
-    *(("gloo", name, "1 KiB", "fixed shapes", "floor", 1.3) for name in COLLECTIVES),
-]
+JOBS = {
+    "primitives": [("mpi", 2), ("gloo", 2), ("threads", 2)],
+    "models": [("mpi", 2), ("mpi", 4), ("gloo", 2), ("threads", 2)],
+}
 
 
 def main():
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
-    times = {}
-    for number in range(rounds):
-        for backend, launch in LAUNCH.items():
-            print(f"round {number + 1} of {rounds}: {backend}", flush=True)
-            for row in job(backend, launch):
-                for way, seconds in row["times"].items():
-                    times.setdefault((backend, row["case"], row["size"]), {}).setdefault(way, []).extend(seconds)
-    medians = {row: {way: statistics.median(found) for way, found in ways.items()} for row, ways in times.items()}
+    rounds = next((int(one) for one in sys.argv[1:] if one.isdigit()), 3)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
-    text = table(medians)
-    (results / "table.txt").write_text(text)
-    rows = [{"backend": b, "case": c, "size": s, "seconds": ways} for (b, c, s), ways in medians.items()]
-    (results / "results.json").write_text(json.dumps({"machine": machine(), "rounds": rounds, "rows": rows}, indent=1))
-    plot(medians, results / "ratios.png")
-    print(f"\n{text}\nin {results}: table.txt, results.json, ratios.png")
+    pages = [page for page in JOBS if page in sys.argv[1:]] or list(JOBS)
+    for page in pages:
+        rows, kinds = measure(page, rounds)
+        text = "\n".join([machine(), "", *(primitives(rows) if page == "primitives" else models(rows, kinds))]) + "\n"
+        (results / f"{page}.txt").write_text(text)
+        (results / f"{page}.json").write_text(json.dumps({"machine": machine(), "rounds": rounds, "rows": [
+            {"backend": backend, "workers": workers, "case": case, "size": size, "launches": launches}
+            for (backend, workers, case, size), launches in rows.items()
+        ]}, indent=1))  # fmt: skip
+        if page == "primitives":
+            plot(rows, results / "ratios.png")
+        print(f"\n{text}\nin {results}: {page}.txt, {page}.json")
 
 
-def job(backend, launch):
+def measure(page, rounds):
+    """From (back-end, workers, case, size) to the median seconds of each way in each launch; and the kinds of time."""
+    rows, kinds = {}, {}
+    for number in range(rounds):
+        for backend, workers in JOBS[page]:
+            print(f"{page}, round {number + 1} of {rounds}: {workers} workers on {backend}", flush=True)
+            explain = page == "models" and number == 0 and backend == "mpi"
+            for row in job(backend, workers, page, explain):
+                key = backend, workers, row["case"], row["size"]
+                for way, seconds in row["times"].items():
+                    rows.setdefault(key, {}).setdefault(way, []).append(statistics.median(seconds))
+                if "kinds" in row:
+                    kinds[key] = row["kinds"]
+    return rows, kinds
+
+
+def job(backend, workers, page, explain):
+    launch = {
+        "mpi": [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable],
+        "gloo": [BIN / "torchrun", "--nproc-per-node", workers],
+        "threads": [sys.executable],
+    }[backend]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
-        command = [*map(str, launch), str(HERE / "job.py"), backend, str(path)]
-        done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600)
+        options = [backend, path, "--workers", workers, "--page", page, *(["--explain"] if explain else [])]
+        command = [str(part) for part in (*launch, HERE / "job.py", *options)]
+        done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return json.loads(path.read_text())
 
 
-def table(medians):
-    """Milliseconds of each way, and ours as a ratio of them; then the goals."""
-    lines = [machine(), "", f"{'':8} {'':12} {'':13} ours, in ms, and as a ratio of the other ways"]
-    for (backend, case, size), ways in medians.items():
-        cells = [
-            f"{way} {ways['ours'] / time:.2f}" for way, time in ways.items() if way not in ("ours", "fixed shapes")
-        ]
+def seconds(rows, key, way):
+    return statistics.median(rows[key][way])
+
+
+def ratio(rows, key, way, other):
+    return seconds(rows, key, way) / seconds(rows, key, other)
+
+
+def spread(rows, key, way):
+    """The slowest launch's time as a ratio of the fastest launch's."""
+    return max(rows[key][way]) / min(rows[key][way])
+
+
+def primitives(rows):
+    """Milliseconds of ours, its spread and ratios to the other ways; then the goals."""
+    yield f"{'':8} {'':15} {'':13} ours, in ms, spread of launches, and as a ratio of the other ways"
+    for key, ways in rows.items():
+        backend, _, case, size = key
+        cells = [f"{way} {ratio(rows, key, 'ours', way):.2f}" for way in ways if way not in ("ours", "fixed shapes")]
         if "fixed shapes" in ways and "floor" in ways:
-            cells.append(f"(with fixed shapes {ways['fixed shapes'] / ways['floor']:.2f})")
-        lines.append(f"{backend:8} {case:13} {size:13} {ways['ours'] * 1e3:8.3f}   {'   '.join(cells)}")
-    lines += ["", "goal                                                      at most    found"]
-    for backend, case, size, way, other, most in GOALS:
-        found = medians[backend, case, size][way] / medians[backend, case, size][other]
-        what = f"{backend} {case} {size}: {way} / {other}"
-        lines.append(f"{what:58} {most:6.3f}   {found:6.3f}   {'' if found <= most else 'MISSED'}".rstrip())
-    for case in COLLECTIVES:
-        found = medians["threads", case, "16 MiB"]["ours"] / medians["mpi", case, "16 MiB"]["ours"]
-        lines.append(
-            f"{f'threads / mpi {case} 16 MiB':58} {1:6.3f}   {found:6.3f}   {'' if found <= 1 else 'MISSED'}".rstrip()
+            cells.append(f"(with fixed shapes {ratio(rows, key, 'fixed shapes', 'floor'):.2f})")
+        time = f"{seconds(rows, key, 'ours') * 1e3:8.3f} x{spread(rows, key, 'ours'):.2f}"
+        yield f"{backend:8} {case:15} {size:13} {time}   {'   '.join(cells)}"
+    yield from reached(rows, goals.PRIMITIVES)
+    for case in goals.COLLECTIVES:
+        found = seconds(rows, ("threads", 2, case, "16 MiB"), "ours") / seconds(
+            rows, ("mpi", 2, case, "16 MiB"), "ours"
         )
-    return "\n".join(lines) + "\n"
+        yield goal(f"threads / mpi {case} 16 MiB", 1, found)
+    for case in goals.COLLECTIVES:
+        found = seconds(rows, ("threads", 2, case, "1 KiB"), "ours")
+        yield goal(f"threads {case} 1 KiB, ms", goals.THREADS_AT_1_KIB * 1e3, found * 1e3)
+
+
+def models(rows, kinds):
+    """Milliseconds of each way, and as a ratio of the share; where the time goes; then the goals."""
+    yield f"{'':8} workers {'':28} a step in ms (ratio to share), slowest / fastest launch"
+    for key, ways in rows.items():
+        backend, workers, case, size = key
+        cells = []
+        for way in ways:
+            if way != "share":
+                against = f"({ratio(rows, key, way, 'share'):.2f})"
+                cells.append(f"{way} {seconds(rows, key, way) * 1e3:.1f} {against} x{spread(rows, key, way):.2f}")
+        share = f"share {seconds(rows, key, 'share') * 1e3:.1f} x{spread(rows, key, 'share'):.2f}"
+        yield f"{backend:8} {workers:7} {case:10} {size:15} {'   '.join([share, *cells])}"
+    names = ("agreement", "weights", "sums", "halos", "python")
+    yield ""
+    yield "where a step's ms go, on worker 0 (waits: calls a step)"
+    yield f"{'':55}{'step':>8} {'share':>8} {'operators':>10} " + " ".join(f"{name:>16}" for name in names)
+    for (backend, workers, case, size), of_ways in kinds.items():
+        for way, times in of_ways.items():
+            what = f"{backend} {workers} {case} {size}, {way}"
+            calls = [f" ({times[f'{name} calls']:5.1f})" if f"{name} calls" in times else "" for name in names]
+            cells = [f"{times[name]:8.1f}{count}" for name, count in zip(names, calls, strict=True)]
+            found = f"{times['step']:8.1f} {times['share']:8.1f} {times['operators']:10.1f} "
+            yield f"{what:55}{found}" + " ".join(f"{cell:>16}" for cell in cells)
+    yield from reached(rows, goals.MODELS)
+
+
+def reached(rows, wanted):
+    yield ""
+    yield f"{'goal':58} at most    found"
+    for backend, case, size, way, other, most in wanted:
+        yield goal(f"{backend} {case} {size}: {way} / {other}", most, ratio(rows, (backend, 2, case, size), way, other))
+
+
+def goal(what, most, found):
+    return f"{what:58} {most:6.3f}   {found:6.3f}   {'' if found <= most else 'MISSED'}".rstrip()
 
 
 def machine():
@@ -107,13 +159,13 @@ def machine():
     )
 
 
-def plot(medians, path):
+def plot(rows, path):
     """Ratio to the floor, by primitive and size."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4), sharey=True)
     for axis, backend in zip(axes, ("mpi", "gloo"), strict=True):
-        names = list(dict.fromkeys(c for b, c, _ in medians if b == backend and "floor" in medians[b, c, _]))
+        names = list(dict.fromkeys(case for b, _, case, _ in rows if b == backend and (b, 2, case, "1 KiB") in rows))
         for place, size in enumerate(("1 KiB", "256 KiB", "16 MiB")):
-            ratios = [medians[backend, name, size]["ours"] / medians[backend, name, size]["floor"] for name in names]
+            ratios = [ratio(rows, (backend, 2, name, size), "ours", "floor") for name in names]
             axis.bar([at + 0.27 * (place - 1) for at in range(len(names))], ratios, 0.25, label=size)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xticks(range(len(names)), names, rotation=30, ha="right")

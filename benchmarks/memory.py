@@ -1,0 +1,108 @@
+"""What each worker of a training run holds at most: python benchmarks/memory.py.
+
+A U-Net of 16 channels on a picture of 512 x 256, split over its rows, by distdl's modules and by global tensors; two
+steps with momentum. Beside the sequential run: bytes of tensors, which are counted (workers are threads), and resident
+memory beyond that before the model was built (workers are MPI processes; idle recycled memory counts). A worker's share
+is the weights and what the optimiser keeps of them, and its part of the activations of the sequential run.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from networks import Plain, Split, UNet, distributed
+from run import BIN, ENVIRONMENT
+from torch import nn
+
+import distdl
+from distdl.nn import DistributedMSELoss
+from distdl.workers.footprint import Footprint
+
+ROWS, COLUMNS, CHANNELS = 512, 256, 16
+WORKERS = (2, 4, 8)
+
+
+def train(way, P):
+    """Two steps of this worker."""
+    torch.manual_seed(0)
+    x, truth = (torch.randn(1, channels, ROWS // P.size, COLUMNS) for channels in (1, 2))
+    rows = P.reshape(1, 1, P.size, 1)
+    criterion = nn.functional.mse_loss
+    if way == "modules":
+        model, criterion = UNet(Split(rows), CHANNELS), DistributedMSELoss(rows)
+    elif way == "global":
+        model = distributed(UNet(Plain(2), CHANNELS), rows)
+        x, truth = (distdl.GlobalTensor.from_local(one, rows) for one in (x, truth))
+    else:
+        model = UNet(Plain(2), CHANNELS)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(2):
+        optimiser.zero_grad()
+        criterion(model(x), truth).backward()
+        optimiser.step()
+    return 2 * sum(weight.nbytes for weight in model.parameters())
+
+
+def counted(way):
+    """The most bytes of tensors that each worker held, and those of its weights."""
+    P = distdl.world()
+    with Footprint() as footprint:
+        kept = train(way, P)
+    return footprint.peak, kept
+
+
+def resident(way):
+    """The most resident bytes of this process in a second run, beyond those that it had after the first."""
+    P = distdl.world()
+    train(way, P)  # the libraries' own memory, plans, communicators
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    train(way, P)
+    return _status("VmHWM") - before, 0
+
+
+def _status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def of_processes(way, workers):
+    command = [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable, __file__, way, workers]
+    done = subprocess.run(
+        [str(part) for part in command], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main():
+    def threads(way, workers):
+        return distdl.run_workers(functools.partial(counted, way), workers, "threads")
+
+    for what, measure in (("tensors", threads), ("resident memory", of_processes)):
+        [[alone, _]] = measure("sequential", 1)
+        weights = threads("sequential", 1)[0][1]
+        print(f"{what}: sequential {alone / 2**20:.1f} MiB, of which weights and momentum {weights / 2**20:.1f} MiB")
+        for workers in WORKERS:
+            share = weights + (alone - weights) / workers
+            for way in ("modules", "global"):
+                most = max(peak for peak, _ in measure(way, workers))
+                print(
+                    f"  {workers} workers, {way:8}: at most {most / 2**20:6.1f} MiB, share {share / 2**20:6.1f} MiB, "
+                    f"ratio {most / share:.2f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        found = distdl.run_workers(functools.partial(resident, sys.argv[1]), int(sys.argv[2]))
+        if distdl.world().rank == 0:
+            print(json.dumps(found))
+    else:
+        main()
