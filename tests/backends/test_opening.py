@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from launchers import FOLDER, mpirun, python_path
 
 import distdl
@@ -109,23 +110,53 @@ def test_an_address_without_a_store_is_an_error_at_the_limit(monkeypatch, what, 
         assert words.format(port) in str(error.value) and time.monotonic() - begun < 15
 
 
-def test_a_connection_that_is_refused_is_no_long_wait_and_tells_the_cure(store, monkeypatch):
-    """Worker 1 has told an address at which nobody listens, as a host does whose name means 127.0.1.1 to it."""
+class Elsewhere(dist.Store):
+    """A store in which a worker finds the other one's address altered, as that of a host whose name means 127.0.1.1.
+
+    Args:
+        store: the one that both share.
+        key: the end of that under which the other one tells its address.
+        address: four numbers; the port is 1, at which nobody listens.
+    """
+
+    def __init__(self, store, key, address):
+        super().__init__()
+        self.store, self.key, self.address = store, key, address
+
+    def get(self, key):
+        told = self.store.get(key)
+        if not key.endswith(self.key):
+            return told
+        # gloo writes the length of an address, and then a `struct sockaddr_in`: family, port, four numbers
+        found = re.search(rb"\x88\x00{7}\x02\x00", told)
+        assert found, f"gloo told no address in the form that this test knows: {told}"
+        return told[: found.end()] + bytes([0, 1, *self.address]) + told[found.end() + 6 :]
+
+    def set(self, *arguments):
+        return self.store.set(*arguments)
+
+    def wait(self, *arguments):
+        return self.store.wait(*arguments)
+
+    def check(self, keys):
+        return self.store.check(keys)
+
+    def compare_set(self, key, expected, desired):
+        return self.store.compare_set(key, expected.decode(), desired.decode())
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_connection_that_is_refused_is_told_at_once_with_the_cure(store, monkeypatch, refused):
+    """One worker connects to where nobody listens. The other, which gloo lets wait for a connection, hears of that."""
     monkeypatch.setenv("DISTDL_TIMEOUT", "20")
-    # (in a process that ends, or what it has told would be an address at which somebody may still listen)
-    code = f"""if True:
-        from datetime import timedelta
-        import torch.distributed as dist
-        told = dist.PrefixStore("0/gloo/0_1", dist.TCPStore("{LOOPBACK}", {store.port}, is_master=False))
-        told.set("here/1", "elsewhere")
-        dist.ProcessGroupGloo(told, 1, 2, timedelta(seconds=2))"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=40).returncode
-    begun = time.monotonic()
-    with pytest.raises(CommunicationError, match="worker 0 of 2 could not connect to worker 1 by gloo") as error:
-        link(store, 0, 2, host=None)
-    assert time.monotonic() - begun < 40  # (gloo tells it at once, or tries again until the limit)
-    text = str(error.value)
-    assert "waited longer" not in text and ("Connection refused" not in text or "GLOO_SOCKET_IFNAME" in text)
+    addresses = {refused: (0, 0, 0, 0), 1 - refused: (255, 255, 255, 255)}  # gloo lets the higher one connect
+    stores = [Elsewhere(connect(LOOPBACK, store.port, 10), f"/{1 - worker}", addresses[worker]) for worker in range(2)]
+    ends = each(2, lambda worker: TorchCommunicator(stores[worker], worker, 2))
+    assert all(isinstance(error, CommunicationError) and seconds < 10 for error, seconds in ends), ends
+    first, second = str(ends[refused][0]), str(ends[1 - refused][0])
+    assert f"worker {refused} of 2 could not connect to worker {1 - refused} by gloo" in first
+    assert "Connection refused" in first and "GLOO_SOCKET_IFNAME" in first and "waited longer" not in first
+    assert second == f"worker {1 - refused} of 2 gave up, after another worker had: {first}"
 
 
 # -- after that: gloo

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ _ADVICE = (
     ". Each worker listens at the address of its host's name. If the others cannot reach that, as where it is "
     "127.0.1.1, set GLOO_SOCKET_IFNAME on every host to the network interface that joins them (`ip address` lists them)"
 )
+_PATIENCE = 0.3  # seconds between two looks for the failure of another worker to make a group
+_FAILED = "failed"  # the key, in a group's part of the store, under which that stands
 _LEFT = "left"  # the key of the store under which stands how many workers have come to their end
 
 
@@ -226,15 +229,29 @@ class TorchCommunicator(Communicator):
             options._timeout, options._threads = self._limit, 2
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
         place, limit = workers.index(self.rank), self.timeout + _MARGIN
+        ended = threading.Event()
         try:
-            return within(limit, lambda: dist.ProcessGroupGloo(store, place, len(workers), options))
+            # (of two workers, gloo lets the one of the higher address and port connect, and the other wait for that)
+            return within(
+                limit,
+                lambda: dist.ProcessGroupGloo(store, place, len(workers), options),
+                lambda: _failure_of_another(store, ended),
+            )
         except RuntimeError as error:
-            others = [worker for worker in workers if worker != self.rank]
-            advice = "" if self._host is not None else _ADVICE
-            raise CommunicationError(
-                f"worker {self.rank} of {self.size} could not connect to {name_workers(others)} by gloo: "
-                f"{_reason(error)}{advice}"
-            ) from error
+            raise self._unconnected(store, workers, error) from error
+        finally:
+            ended.set()
+
+    def _unconnected(self, store: dist.Store, workers: Group, error: RuntimeError) -> CommunicationError:
+        """What to raise where a group cannot be made; the first worker to fail tells it to those that wait for it."""
+        others = name_workers([worker for worker in workers if worker != self.rank])
+        advice = "" if self._host is not None else _ADVICE
+        text = f"worker {self.rank} of {self.size} could not connect to {others} by gloo: {_reason(error)}{advice}"
+        with suppress(RuntimeError):
+            first = within(_MARGIN, lambda: store.compare_set(_FAILED, "", text).decode())
+            if first != text:
+                text = f"worker {self.rank} of {self.size} gave up, after another worker had: {first}"
+        return CommunicationError(text)
 
     def _meet(self, make: Callable[[], Any], workers: Group) -> Any:
         self._watch.begin(self.where)
@@ -272,6 +289,13 @@ class TorchCommunicator(Communicator):
         if first.startswith(own):
             return CommunicationError(first)
         return CommunicationError(f"{own}gave up in {self.where}, after another worker had: {first}")
+
+
+def _failure_of_another(store: dist.Store, ended: threading.Event) -> None:
+    """Return when this worker has made the group, or raise as soon as another worker has told that it cannot."""
+    while not ended.wait(_PATIENCE):
+        if store.check([_FAILED]):
+            raise RuntimeError("another worker failed")
 
 
 def _reason(error: Exception) -> str:

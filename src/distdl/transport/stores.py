@@ -7,11 +7,12 @@ So each is asked in a thread of its own, for which its asker waits no longer tha
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -24,28 +25,30 @@ class SilentError(RuntimeError):
     """No answer within a limit."""
 
 
-def within(seconds: float, question: Callable[[], T]) -> T:
-    """What ``question()`` returns or raises. It is asked in a thread, which is left behind if it takes too long.
+def within(seconds: float, *questions: Callable[[], T]) -> T:
+    """What the first of the questions to end returns or raises.
+
+    Each is asked in a thread, which is left behind if another ends before it, or if it takes too long.
 
     Raises: SilentError after so many seconds.
     """
-    answers: list[T] = []
-    errors: list[BaseException] = []
+    ends: queue.SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def ask(question: Callable[[], T]) -> None:
         try:
-            answers.append(question())
+            ends.put((question(), None))
         except BaseException as error:
-            errors.append(error)
+            ends.put((None, error))
 
-    asking = threading.Thread(target=ask, name="distdl-question", daemon=True)
-    asking.start()
-    asking.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise SilentError(f"no answer within {seconds:g} s")
-    return answers[0]
+    for question in questions:
+        threading.Thread(target=ask, args=(question,), name="distdl-question", daemon=True).start()
+    try:
+        answer, error = ends.get(timeout=seconds)
+    except queue.Empty:
+        raise SilentError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, answer)
 
 
 def local_store(seconds: float) -> dist.TCPStore:
