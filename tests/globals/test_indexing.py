@@ -83,6 +83,32 @@ def test_assignments(index, value):
         assert_same(written(*index), Global(x3), value)
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        (True,), (False,), (torch.tensor(True),), (torch.tensor(False),), (Global(torch.tensor(True)),),
+        (slice(None), True, 0), (True, rows), (slice(1, 3), True, rows, True),
+    ],
+)  # fmt: skip
+def test_truths(index):
+    """A bool adds a dim, of one row or none."""
+    if isinstance(index[0], Global):
+        assert_same(lambda x, i: (x[i].sin(), written(i)(x, 2.0)), Global(x3), *index)
+    else:
+        assert_same(lambda x: (x[index].sin(), written(*index)(x, -2.0)), Global(x3))
+    if index[0] is True:  # (of a value that is written nowhere, torch gives no gradient, and we give zeros)
+        assert_same(written(*index), Global(x3), Global(noise(3)))
+
+
+def test_index_put_at_a_truth():
+    def function(x, v):
+        if isinstance(x, distdl.GlobalTensor):
+            return x.index_put((torch.tensor(True),), v), x.index_put((torch.tensor(False),), v)
+        return x.clone().copy_(v), x.clone()  # torch's own gets no further than an assertion
+
+    assert_same(function, Global(x3), Global(noise(3)))
+
+
 def put(x, *given):
     return x.index_put(*given)
 

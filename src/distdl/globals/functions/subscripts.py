@@ -60,10 +60,9 @@ class _Chosen(NamedTuple):
     cells: list[torch.Tensor | None]
 
 
-def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen | None:
-    """An index that has tensors, in two steps; None if it has a bool, or a mask without dims."""
-    if any(isinstance(step, bool) or (_is_mask(step) and not step.dim()) for step in index):
-        return None
+def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen:
+    """An index that has tensors, in two steps. A bool, or a mask without dims, picks one row or none of a new dim."""
+    index = tuple(torch.tensor(step) if isinstance(step, bool) else step for step in index)
     wide = [step.dim() if _is_mask(step) else 1 for step in index if step is not None and step is not Ellipsis]
     fill = [slice(None)] * (dims - sum(wide))
     steps: list[Any] = []
@@ -78,7 +77,7 @@ def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen | None:
             continue
         whole = step.full_tensor() if type(step) is GlobalTensor else step
         found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
-        basic.extend([slice(None)] * len(found))
+        basic.extend([slice(None)] * len(found) if whole.dim() or not _is_mask(whole) else [None])
         cells.extend(found)
     return _Chosen(tuple(basic), cells)
 
@@ -134,8 +133,6 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     if masked is not None:
         return chosen_by(part(x, masked.basic), masked.mask, masked.at)
     chosen = _chosen(index, x.dim())
-    if chosen is None:
-        return TABLE[None](func, args, kwargs)
     return picked(part(x, chosen.basic), chosen.cells)
 
 
@@ -181,10 +178,6 @@ def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
         y.copy_(written_by(y, masked.mask, value))
         return
     chosen = _chosen(index, x.dim())
-    if chosen is None:
-        raise NotImplementedError(
-            "a global tensor is not written at True, False or a mask without dims; use torch.where"
-        )
     y = part(x, chosen.basic)
     y.copy_(with_cells(y, chosen.cells, value, False))
 
@@ -251,10 +244,10 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         chosen = _chosen(index, input.dim())
         if masked is not None and not masked.at:
             y = written_by(input, masked.mask, values)
-        elif chosen is None:
-            return TABLE[None](func, args, kwargs)
         else:
             y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
+            if y.dim() > input.dim():  # the dims of truths
+                y = part(y, tuple(0 if step is None else step for step in chosen.basic))
         return input.copy_(y) if in_place else y
 
     return run(*args, **kwargs)
