@@ -6,11 +6,9 @@ import multiprocessing
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +20,7 @@ from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.job import Job, join
 from distdl.transport.stores import LOOPBACK, connect, local_store
 from distdl.workers.launchers import end_with
+from distdl.workers.termination import catching
 from distdl.workers.worlds import enter
 
 Result = TypeVar("Result")
@@ -71,7 +70,7 @@ def run_processes(
     processes: list[BaseProcess] = []
     reports: dict[Connection, int] = {}
     ends: dict[int, _Report] = {}
-    with _sigterm_as_exit():
+    with catching(_exit):
         try:
             for rank in range(workers):
                 report, sender = context.Pipe(duplex=False)
@@ -164,20 +163,8 @@ def _join(processes: Sequence[BaseProcess], patience: float) -> None:
         process.join(max(deadline - time.monotonic(), 0.0))
 
 
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), so that the workers are ended first; a handler of the user's stays."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _exit(number: int, frame: object) -> None:
+    """Let the workers be ended first."""
     raise SystemExit(128 + number)
 
 

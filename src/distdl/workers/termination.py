@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from distdl.workers.worlds import world
@@ -52,18 +53,31 @@ def on_terminate(function: Callable[[], Any], signals: Sequence[int] = (signal.S
 
 
 @contextmanager
-def catching_for_threads() -> Iterator[None]:
-    """Catch SIGTERM for workers that are threads, as these cannot; until one of them asks for it, it has its effect."""
+def catching(handler: Callable[[int, FrameType | None], None]) -> Iterator[bool]:
+    """Let SIGTERM call the handler; not where the user has set one, nor in a thread that is not the main one.
+
+    Yields: whether it does.
+    """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if ours:
-        signal.signal(signal.SIGTERM, _mark)
+        signal.signal(signal.SIGTERM, handler)
     try:
-        yield
+        yield ours
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _caught.clear()
-            _asked.clear()
+
+
+@contextmanager
+def catching_for_threads() -> Iterator[None]:
+    """Catch SIGTERM for workers that are threads, as these cannot; until one of them asks for it, it has its effect."""
+    with catching(_mark) as caught:
+        try:
+            yield
+        finally:
+            if caught:
+                _caught.clear()
+                _asked.clear()
 
 
 def _mark(number: int, frame: object) -> None:
