@@ -47,7 +47,10 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
 
 
-STARTING = ("tests/backends/", "tests/examples/", "tests/names/", "tests/layers/test_properties.py", "docs/code/")
+STARTING = (
+    "tests/backends/", "tests/hosts/", "tests/examples/", "tests/names/", "tests/layers/test_properties.py",
+    "docs/code/",
+)  # fmt: skip
 
 
 class Scheduler(LoadScopeScheduling):
