@@ -1,9 +1,13 @@
 """Which world a worker finds itself in, and the ways to start workers."""
 
+import compileall
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -327,7 +331,7 @@ def test_the_version_can_be_asked_for(capsys):
 
 
 def test_modules_of_functions_are_there_after_import_distdl_and_types_are_marked(imported):
-    assert imported["there"] and imported["typed"]
+    assert imported(0)["there"] and imported(0)["typed"]
 
 
 ALONE = (
@@ -434,24 +438,26 @@ def test_messages_are_never_unpickled():
 
 
 def test_importing_distdl_imports_no_backend(imported):
-    assert imported["backends"] == []
+    assert imported(0)["backends"] == []
 
 
 @pytest.mark.timeout(120)
-def test_importing_distdl_takes_under_one_and_a_half_times_the_time_of_torch(imported):
-    pairs = [imported["seconds"], *(import_distdl()["seconds"] for _ in range(2))]
-    assert min((torchs + rest) / torchs for torchs, rest in pairs) < 1.5, pairs  # (a busy machine adds to both)
+def test_importing_distdl_takes_under_1_3_times_the_time_of_torch(imported):
+    """(It is 1.15. What pip installs is compiled, as torch is here: so ``imported`` compiles distdl, too.)"""
+    ratios = [(torchs + rest) / torchs for torchs, rest in (imported(n)["seconds"] for n in range(1, 4))]
+    assert sorted(ratios)[1] < 1.3, ratios
 
 
-def import_distdl():
-    """What a new process finds when it imports distdl, and the seconds for torch and then for the rest."""
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """What the n-th new process finds that imports distdl, and its seconds of CPU for torch and then for the rest."""
     code = """
 import importlib.resources, json, sys, time
-begun = time.perf_counter()
+begun = time.process_time()
 import torch
-between = time.perf_counter()
+between = time.process_time()
 import distdl
-ended = time.perf_counter()
+ended = time.process_time()
 print(json.dumps({
     "there": callable(distdl.nn.utils.clip_grad_norm_) and hasattr(distdl.nn, "init"),
     "typed": (importlib.resources.files("distdl") / "py.typed").is_file(),
@@ -459,12 +465,16 @@ print(json.dumps({
     "seconds": (between - begun, ended - between),
 }))
 """
-    return json.loads(output_of([sys.executable, "-W", "error", "-c", code]))
+    folder = tmp_path_factory.mktemp("compiled")
+    shutil.copytree(Path(distdl.__file__).parent, folder / "distdl", ignore=shutil.ignore_patterns("__pycache__"))
+    assert compileall.compile_dir(folder, quiet=1)
 
+    @functools.cache
+    def find(n):
+        path = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+        return json.loads(output_of([sys.executable, "-W", "error", "-c", code], **path))
 
-@pytest.fixture(scope="module")
-def imported():
-    return import_distdl()
+    return find
 
 
 def test_the_timeout_error_is_a_communication_error():
