@@ -2,6 +2,7 @@
 # make test    lint, type-check and run all tests: threads, gloo and MPI
 # make sweep   the products of cases of which make test runs a part (a few minutes)
 # make models  train other people's models on every split that the tests know (an hour)
+# make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make lint    ruff and mypy alone
 # make bench   time against the transports, and of whole models, written to benchmarks/results (20 minutes)
 # make docs    the documentation, in docs/_build
@@ -13,8 +14,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+STEPS ?= 20000
 
-.PHONY: demo test sweep models lint bench docs audit clean
+.PHONY: demo test sweep models soak lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -27,6 +29,9 @@ sweep: $(VENV)/test.installed
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models
+
+soak: $(VENV)/test.installed
+	PYTHONPATH=tests/backends $(BIN)/python tests/checkpoint/soak.py --steps $(STEPS)
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .
