@@ -1,24 +1,30 @@
 """Help for tests of distributed code: also for primitives and layers of your own.
 
-All checkers are called by every worker together, raise AssertionError, and say what differs.
+All checkers are called by every worker together. They raise the same AssertionError on every worker, which names the
+workers, the tensors and the first few cells that are off, with both values.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval, balanced
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
-from distdl.transport.communicator import Communicator, Group, Message, Pending
+from distdl.transport.communicator import Communicator, Group, Message, Pending, name_workers
 from distdl.transport.recording import Call, Recording
 from distdl.workers.launch import run_workers
 
 __all__ = ["Counting", "Silent", "assert_adjoint", "assert_matches_sequential", "run_workers"]
+
+_CELLS = 4  # how many cells an error names of each tensor that is off
+_LINES = 24  # how many lines an error has
+_PROBES = 4096  # up to so many cells of input and output, a backward that is no adjoint is looked at cell by cell
 
 
 class Counting(Recording):
@@ -63,29 +69,40 @@ class Silent(Communicator):
 def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, tolerance: float = 1e-12) -> None:
     """Check that a linear layer's backward is its adjoint: ``<F x, dy> = <x, F* dy>``, summed over all workers.
 
+    If it is not, and the tensors are small, the forward is called for each cell of the input, and the backward for each
+    cell of the output, so that the error names pairs of cells where the two differ. Cells are numbered as in the
+    worker's own tensor, for those of a primitive need not be blocks of one.
+
     Args:
         layer: a module with a partition ``P_x``.
         x: this worker's input.
         dy: this worker's cotangent, in the shape of the output; random if not given.
         tolerance: largest difference, relative to the product of the norms.
     """
+    everyone = Partition(layer.P_x.comm)
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     if dy is None:
         seed = torch.Generator().manual_seed(layer.P_x.comm.rank)
         dy = torch.randn(y.shape, dtype=y.dtype, generator=seed)
     y.backward(dy)
-    assert x.grad is not None and x.grad.shape == x.shape, f"the gradient of x has shape {x.grad}, not {x.shape}"
+    gradient, findings = x.grad, _Findings(everyone, layer)
+    if gradient is None or gradient.shape != x.shape:
+        found = "None" if gradient is None else f"of shape {list(gradient.shape)}"
+        findings.add(f"the gradient of x is {found}; x is of shape {list(x.shape)}")
+    findings.tell("the backward is not the adjoint")
+    assert gradient is not None
     y = y.detach()
-    products = [(y * dy).sum(), (x.detach() * x.grad).sum(), (y * y).sum(), (dy * dy).sum()]
-    products += [(x.detach() ** 2).sum(), (x.grad**2).sum()]
-    everyone = Partition(layer.P_x.comm)
+    products = [(y * dy).sum(), (x.detach() * gradient).sum(), (y * y).sum(), (dy * dy).sum()]
+    products += [(x.detach() ** 2).sum(), (gradient**2).sum()]
     sums = everyone.allreduce_data(torch.stack([product.double() for product in products])).tolist()
     forward, adjoint = sums[:2]
     scale = max((sums[2] * sums[3]) ** 0.5, (sums[4] * sums[5]) ** 0.5)
-    assert abs(forward - adjoint) <= tolerance * scale, (
-        f"the backward of {layer} is not its adjoint: <Fx, dy> = {forward!r} and <x, F*dy> = {adjoint!r}"
-    )
+    if not abs(forward - adjoint) <= tolerance * scale:
+        raise AssertionError(
+            f"{_named(layer, everyone)}: the backward is not the adjoint: <Fx, dy> = {forward!r} and <x, F*dy> = "
+            f"{adjoint!r}{_where_no_adjoint(layer, everyone, x, y, tolerance)}"
+        )
 
 
 def assert_matches_sequential(
@@ -97,6 +114,8 @@ def assert_matches_sequential(
 ) -> None:
     """Check a layer against the sequential one: y and its split, the gradient of x, and those of all parameters.
 
+    The error numbers cells as in the whole tensor.
+
     Args:
         layer: a module with partitions ``P_x`` and ``P_y`` and, if it has parameters, ``parameter_layouts`` in the
             order of the sequential layer's parameters, whose blocks it is given.
@@ -106,12 +125,13 @@ def assert_matches_sequential(
         tolerance: largest difference, relative to the largest element of the reference.
     """
     P_x, P_y = layer.P_x, getattr(layer, "P_y", layer.P_x)
+    me, everyone = P_x.comm.rank, Partition(P_x.comm)
     layouts = getattr(layer, "parameter_layouts", {})
     own = dict(layer.named_parameters())  # the published batch norm has none where it stores none
     layer.zero_grad()
     reference.zero_grad()
     for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
-        if P_x.comm.rank in layout.partition or name in own:
+        if me in layout.partition or name in own:
             layer.get_parameter(name).data = layout.block(parameter.data).clone()
     owned = Layout.balanced(P_x, x.shape) if blocks is None else Layout.of(P_x, blocks)
     whole = x.detach().clone().requires_grad_()
@@ -120,21 +140,137 @@ def assert_matches_sequential(
     expected.backward(dy)
     local = owned.block(x).clone().requires_grad_()
     y = layer(local)
-    everyone = Partition(P_x.comm)
-    shapes = everyone.allgather_data(tuple(y.shape))
-    computed = _tiling(P_y, shapes)
+    computed = _tiling(P_y, everyone.allgather_data(tuple(y.shape)))
     assert computed.extents == tuple(expected.shape), f"y has the shape {computed.extents}, not {expected.shape}"
     _assert_split(computed, owned)
-    y.backward(computed.block(dy) if P_x.comm.rank in P_y else torch.zeros_like(y))
-    _assert_close("y", y, computed.block(expected) if P_x.comm.rank in P_y else y, tolerance, expected)
+    y.backward(computed.block(dy) if me in P_y else torch.zeros_like(y))
+    findings = _Findings(everyone, layer)
+    if me in P_y:
+        findings.compare("y", y, expected, computed, tolerance)
     assert whole.grad is not None
-    _assert_close("the gradient of x", local.grad, owned.block(whole.grad), tolerance, whole.grad)
+    findings.compare("the gradient of x", local.grad, whole.grad, owned, tolerance)
     for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
-        if name not in own:
-            continue
         assert parameter.grad is not None
-        gradient = own[name].grad
-        _assert_close(f"the gradient of {name}", gradient, layout.block(parameter.grad), tolerance, parameter.grad)
+        if name in own:
+            findings.compare(f"the gradient of {name}", own[name].grad, parameter.grad, layout, tolerance)
+    findings.tell("it differs from the sequential layer")
+
+
+class _Findings:
+    """What is off on this worker, until all workers are told.
+
+    Args:
+        everyone: all workers.
+        layer: what is checked.
+    """
+
+    def __init__(self, everyone: Partition, layer: Any) -> None:
+        self._everyone, self._layer = everyone, layer
+        self._found: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Note something."""
+        self._found.append(text)
+
+    def compare(
+        self, what: str, ours: torch.Tensor | None, whole: torch.Tensor, layout: Layout, tolerance: float
+    ) -> None:
+        """Note the cells of this worker's block that are not those of the whole tensor."""
+        me = self._everyone.comm.rank
+        theirs = layout.block(whole.detach())
+        if ours is None or ours.shape != theirs.shape:
+            found = "None" if ours is None else f"of shape {list(ours.shape)}"
+            self.add(f"{what} is {found}; it has to be of shape {list(theirs.shape)}")
+            return
+        ours = ours.detach()
+        largest = whole.detach().abs().max().item() if whole.numel() else 0.0
+        difference = (ours - theirs).abs()
+        off = ~(difference <= tolerance * max(largest, 1e-300))  # (nan is off, too)
+        if not off.any():
+            return
+        begins = [start for start, _ in layout[me]] if me in layout.partition else [0] * ours.dim()
+        cells = [
+            f"cell {_numbered(place, begins)} is {ours[tuple(place)].item()!r}, not {theirs[tuple(place)].item()!r}"
+            for place in off.nonzero()[:_CELLS].tolist()
+        ]
+        self.add(
+            f"{int(off.sum())} of {off.numel()} cells of {what} are off, by up to {difference[off].max().item():.3g} "
+            f"where the largest is {largest:.3g}: {_listed(cells, int(off.sum()))}"
+        )
+
+    def tell(self, what: str) -> None:
+        """Tell all workers what was found on each of them. Collective.
+
+        Raises: AssertionError, the same on every worker, if something was.
+        """
+        told = self._everyone.allgather_data(self._found)
+        off = [worker for worker, found in enumerate(told) if found]
+        if off:
+            lines = [f"\n  worker {worker}: {text}" for worker in off for text in told[worker]]
+            name = _named(self._layer, self._everyone)
+            raise AssertionError(f"{name}: {what} on {name_workers(off)}:{_shortened(lines)}")
+
+
+def _named(layer: Any, everyone: Partition) -> str:
+    """The layer as worker 0 shows it. Collective."""
+    return str(everyone.broadcast_data(str(layer) if everyone.comm.rank == 0 else None))
+
+
+def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch.Tensor, tolerance: float) -> str:
+    """Which cells of the output depend on which of the input in another way than the backward says. Collective."""
+    shapes = everyone.allgather_data((tuple(x.shape), tuple(y.shape)))
+    inputs = [(worker, cell) for worker, (of_x, _) in enumerate(shapes) for cell in range(torch.Size(of_x).numel())]
+    outputs = [(worker, cell) for worker, (_, of_y) in enumerate(shapes) for cell in range(torch.Size(of_y).numel())]
+    if len(inputs) + len(outputs) > _PROBES:
+        return ""
+
+    def joined(local: torch.Tensor) -> torch.Tensor:
+        return torch.cat([one.reshape(-1) for one in everyone.allgather_data(local.detach())])
+
+    def units(cells: list[tuple[int, int]], like: torch.Tensor) -> Iterator[torch.Tensor]:
+        for worker, cell in cells:
+            unit = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            if worker == everyone.comm.rank:
+                unit.view(-1)[cell] = 1
+            yield unit
+
+    def pulled_back(dy: torch.Tensor) -> torch.Tensor:
+        at = torch.zeros_like(x).requires_grad_()
+        layer(at).backward(dy)
+        assert at.grad is not None
+        return at.grad
+
+    with torch.no_grad():
+        forward = torch.stack([joined(layer(unit)) for unit in units(inputs, x)], 1)
+    backward = torch.stack([joined(pulled_back(unit)) for unit in units(outputs, y)])
+    off = ~((forward - backward).abs() <= tolerance * forward.abs().max().clamp(min=1e-300))
+    lines = [f"\n  by {int(off.sum())} of {off.numel()} pairs of cells of input and output:"] if off.any() else []
+    for row, column in off.nonzero().tolist():
+        (source, i), (target, o) = inputs[column], outputs[row]
+        places = [_unravelled(i, shapes[source][0]), _unravelled(o, shapes[target][1])]
+        lines.append(
+            f"\n  y{places[1]} on worker {target} contains {forward[row, column].item():.6g} times x{places[0]} on "
+            f"worker {source}; the backward gives {backward[row, column].item():.6g} times its gradient back"
+        )
+    return _shortened(lines)
+
+
+def _unravelled(cell: int, shape: Sequence[int]) -> str:
+    return _numbered([int(place) for place in np.unravel_index(cell, shape)], [0] * len(shape))
+
+
+def _numbered(place: Sequence[int], begins: Sequence[int]) -> str:
+    return f"[{', '.join(str(at + begin) for at, begin in zip(place, begins, strict=True))}]"
+
+
+def _listed(cells: Sequence[str], count: int) -> str:
+    more = f", and {count - len(cells)} more" if count > len(cells) else ""
+    return "; ".join(cells) + more
+
+
+def _shortened(lines: Sequence[str]) -> str:
+    more = f"\n  and {len(lines) - _LINES} more lines" if len(lines) > _LINES else ""
+    return "".join(lines[:_LINES]) + more
 
 
 def _tiling(P: Partition, shapes: Sequence[tuple[int, ...]]) -> Layout:
@@ -149,17 +285,3 @@ def _assert_split(y: Layout, x: Layout) -> None:
         assert along in (balanced(extent, len(along)), same), (
             f"dim {dim} of y is split as {along}, neither as evenly as possible nor as x is, {same}"
         )
-
-
-def _assert_close(
-    what: str, ours: torch.Tensor | None, theirs: torch.Tensor, tolerance: float, scale: torch.Tensor
-) -> None:
-    assert ours is not None, f"{what} is None"
-    assert ours.shape == theirs.shape, f"{what} has the shape {list(ours.shape)}, not {list(theirs.shape)}"
-    if not ours.numel():
-        return
-    difference = (ours.detach() - theirs.detach()).abs().max().item()
-    largest = scale.detach().abs().max().item()
-    assert difference <= tolerance * max(largest, 1e-300), (
-        f"{what} differs by {difference:.3g} from the sequential one, whose largest element is {largest:.3g}"
-    )

@@ -1,0 +1,144 @@
+"""What the checkers of distdl.testing say: which worker, which tensor, which cells; the same on every worker."""
+
+import pytest
+import torch
+from torch import nn
+
+import distdl
+from distdl.nn import DistributedLinear, Repartition
+from distdl.testing import assert_adjoint, assert_matches_sequential
+
+
+def noise(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Off(torch.autograd.Function):
+    """Adds to one cell on the way forward, and to one on the way back."""
+
+    @staticmethod
+    def forward(ctx, x, y_cell, dx_cell, factor):
+        ctx.cell, ctx.factor = dx_cell, factor
+        y = x.clone()
+        if y_cell is not None:
+            y[y_cell] += 1
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx = dy.clone()
+        if ctx.cell is not None:
+            dx[ctx.cell] = dx[ctx.cell] * ctx.factor + 1 - abs(ctx.factor)
+        return dx, None, None, None
+
+
+class Wrong(nn.Module):
+    """A layer that is off on some workers."""
+
+    def __init__(self, layer, y_cell=None, dx_cell=None, factor=0):
+        super().__init__()
+        self.layer, self.cells = layer, (y_cell, dx_cell, factor)
+        self.P_x, self.P_y = layer.P_x, layer.P_y
+        self.parameter_layouts = {f"layer.{k}": v for k, v in getattr(layer, "parameter_layouts", {}).items()}
+
+    def forward(self, x):
+        return Off.apply(self.layer(x), *self.cells)
+
+
+def raised(function):
+    """What a checker raises on four workers: the same text on each."""
+
+    def work():
+        with pytest.raises(AssertionError) as error:
+            function(distdl.world())
+        return str(error.value)
+
+    texts = distdl.run_workers(work)
+    assert texts == texts[:1] * 4
+    return texts[0]
+
+
+def linear(P):
+    """Five outputs of seven inputs, each over two workers, weights over four."""
+    return DistributedLinear(P[:2].reshape(1, 2), P[2:].reshape(1, 2), P.reshape(2, 2), 7, 5).double()
+
+
+def reference():
+    sequential = nn.Linear(7, 5).double()
+    for parameter in sequential.parameters():
+        parameter.data = noise(*parameter.shape)
+    return sequential
+
+
+def test_an_output_that_is_off():
+    def check(P):
+        assert_matches_sequential(Wrong(linear(P), (1, 1) if P.rank == 3 else None), reference(), noise(3, 7))
+
+    text = raised(check)
+    assert (
+        "it differs from the sequential layer on worker 3:\n  worker 3: 1 of 6 cells of y are off, by up to 1" in text
+    )
+    assert "cell [1, 4] is " in text and text.count("cell [") == 1  # worker 3 has the outputs 3 and 4
+    found, expected = text.partition("cell [1, 4] is ")[2].split(", not ")
+    assert float(found) - float(expected) == pytest.approx(1)
+
+
+def test_gradients_that_are_off():
+    def check(P):
+        layer = Wrong(linear(P))
+        if P.rank == 3:  # which has the outputs 3 and 4 of the inputs 4 to 6
+            layer.get_parameter("layer.sublinear.weight").register_hook(
+                lambda dw: dw * torch.tensor([[1.0], [2.0]]).double()
+            )
+        if P.rank == 1:  # which has the inputs 4 to 6
+            layer.register_forward_pre_hook(lambda _, args: Off.apply(args[0], None, (2, 0), 0))
+        assert_matches_sequential(layer, reference(), noise(3, 7))
+
+    text = raised(check)
+    assert "on workers 1, 3:" in text
+    assert "worker 1: 1 of 9 cells of the gradient of x are off" in text and "cell [2, 4] is 1.0, not " in text
+    assert "worker 3: 3 of 6 cells of the gradient of layer.sublinear.weight are off" in text
+    assert text.count("cell [4, ") == 3 and "cell [4, 6] is " in text
+
+
+def test_a_gradient_that_is_missing():
+    def check(P):
+        layer = linear(P)
+        if P.rank == 2:
+            layer.sublinear.weight.requires_grad_(False)
+        assert_matches_sequential(layer, reference(), noise(3, 7))
+
+    text = raised(check)
+    assert "on worker 2:\n  worker 2: the gradient of sublinear.weight is None; it has to be of shape [2, 4]" in text
+
+
+def test_many_cells_are_told_as_a_few():
+    text = raised(lambda P: assert_matches_sequential(Wrong(linear(P), ...), reference(), noise(9, 7)))
+    assert "27 of 27 cells of y are off" in text and ", and 23 more" in text
+
+
+def test_a_backward_that_is_no_adjoint():
+    """The pairs of cells of input and output, on whichever workers they are."""
+
+    def check(P):
+        layer = Repartition(P[:2].reshape(2), P[2:].reshape(2))
+        x = noise(3) if P.rank < 2 else torch.zeros(0, dtype=torch.float64)
+        assert_adjoint(layer, x)
+        assert_adjoint(Wrong(layer, None, 1 if P.rank == 2 else None, -1), x)
+
+    text = raised(check)
+    assert "the backward is not the adjoint: <Fx, dy> = " in text and "by 1 of 36 pairs of cells" in text
+    assert "y[1] on worker 2 contains 1 times x[1] on worker 0; the backward gives -1 times" in text
+
+
+def test_a_gradient_of_another_shape():
+    class Unconnected(nn.Module):
+        def __init__(self, P, cut):
+            super().__init__()
+            self.P_x, self.cut = P, cut
+
+        def forward(self, x):
+            return x.detach().requires_grad_() if self.cut else x * 2
+
+    text = raised(lambda P: assert_adjoint(Unconnected(P, P.rank == 1), noise(2, 3)))
+    assert "on worker 1:\n  worker 1: the gradient of x is None; x is of shape [2, 3]" in text
