@@ -10,9 +10,11 @@ class reproducible:
     """From here on, sums over workers are made in the order of the workers, whatever arrives first.
 
     On a given partition the results then have the same bits from run to run and on threads, gloo and MPI, as long as
-    torch computes with as many threads in each worker (``torch.set_num_threads``). Without it, sums over more than two
-    workers are those of the MPI library or of gloo, which choose their own order; all workers get the same bits of a
-    sum over all of them in either case. Every worker calls it. It costs a little where many workers add up::
+    torch computes with as many threads in each worker (``torch.set_num_threads``). Another partition, or another number
+    of workers, adds up other terms, and its results differ by rounding. Without it, sums over more than two workers are
+    those of the MPI library or of gloo, which choose their own order; on threads the same as with it. All workers get
+    the same bits of a sum over all of them in either case. Every worker calls it. It costs a little where many workers
+    add up::
 
         distdl.reproducible()           # from here to the end
 
