@@ -1,20 +1,24 @@
-"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]`` and ``distdl inspect PATH [--check]``."""
+"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``, ``distdl inspect PATH [--check]`` and
+``distdl convert SOURCE TARGET``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from distdl import __version__
 from distdl.backends import chosen, find, names
+from distdl.checkpoint.converting import convert
 from distdl.checkpoint.inspecting import inspect
 from distdl.workers.launch import run_workers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a script on several workers, or tell what is in a checkpoint; returns the exit status."""
+    """Run a script on several workers, tell what is in a checkpoint, or convert one; returns the exit status."""
     parser = argparse.ArgumentParser(prog="distdl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distdl {__version__}")
     commands = parser.add_subparsers(required=True)
@@ -27,9 +31,18 @@ def main(arguments: list[str] | None = None) -> int:
     look = commands.add_parser("inspect", help="tell what is in a checkpoint")
     look.add_argument("path", type=Path)
     look.add_argument("--check", action="store_true", help="compare all checksums, too")
+    turn = commands.add_parser(
+        "convert", help="write a checkpoint as a directory of torch.distributed.checkpoint, or the other way"
+    )
+    turn.add_argument("source", type=Path)
+    turn.add_argument("target", type=Path, help="a folder that is not there, or empty")
+    turn.add_argument("--model", help="where the model is in a directory of torch, as app.model (default: model)")
+    turn.add_argument("--optimizer", help="where its optimiser is (default: optimizer or optim)")
     options = parser.parse_args(arguments)
     if "path" in options:
-        return _inspect(options.path, options.check)
+        return _told(lambda: inspect(options.path, options.check))
+    if "source" in options:
+        return _told(lambda: convert(options.source, options.target, options.model, options.optimizer))
     if not options.script.is_file():
         parser.error(f"there is no script {options.script}")
     sys.path.insert(0, str(options.script.resolve().parent))  # a back-end of the user's may lie beside the script
@@ -56,10 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.execvpe(command[0], command, {**_environment(), "DISTDL_BACKEND": name})
 
 
-def _inspect(path: Path, check: bool) -> int:
+def _told(tell: Callable[[], str]) -> int:
     try:
-        print(inspect(path, check))
-    except (OSError, ValueError) as error:
+        print(tell())
+    except (OSError, ValueError, TypeError, ImportError) as error:
         print(error)
         return 1
     return 0

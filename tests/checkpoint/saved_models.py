@@ -13,6 +13,7 @@ OPTIMISERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, 0.01),
 }
 
 

@@ -20,8 +20,12 @@ ALIASES = {
     "nn.conv_general", "nn.mixins", "nn.mixins.conv_mixin", "nn.mixins.halo_mixin", "nn.mixins.pooling_mixin",
 }  # fmt: skip
 TOP = {"", "testing", "__main__"}
-# they import a back-end when a world of its kind is opened; methods that are functions of files that need the class
-LAZY = {"workers.worlds": "backends.", "backends.mpi": "backends.", "globals.tensor": "globals."}
+# they import a back-end when a world of its kind is opened; methods that are functions of files that need the class;
+# torch.distributed.checkpoint, a second of imports, when something is converted
+LAZY = {
+    "workers.worlds": "backends.", "backends.mpi": "backends.", "globals.tensor": "globals.",
+    "checkpoint.converting": "checkpoint.dcp",
+}  # fmt: skip
 
 
 def path_of(module: str) -> Path:

@@ -44,11 +44,17 @@ def export_state(
     found = {key: _whole(comm, saved, own.records.found.get(key), on) for key, saved in index.tensors.items()}
     if on is not None and comm.rank != on:
         return {}, None if optimiser is None else {}
-    state = {key.removeprefix(_MODEL): one for key, one in found.items() if key.startswith(_MODEL)}
+    return plain_states(index, found)
+
+
+def plain_states(index: Index, found: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The state_dicts of the model and, if there is one, of the optimiser, from the whole tensors of an index."""
+    state: dict[str, Any] = {key.removeprefix(_MODEL): one for key, one in found.items() if key.startswith(_MODEL)}
     state |= {name.removeprefix(_MODEL): found[key] for name, key in index.aliases.items()}
     for path, extra in index.facts["extra_state"].items():
         state[f"{path}.{_EXTRA}" if path else _EXTRA] = decode(extra, found.__getitem__)
-    return state, None if optimiser is None else _optimiser_state(index.facts["optimiser"], found)
+    optimiser = index.facts["optimiser"]
+    return state, None if optimiser is None else _optimiser_state(optimiser, found)
 
 
 def import_state(
@@ -77,7 +83,7 @@ def import_state(
     staged: list[Staged] = []
 
     def stage() -> list[str]:
-        source = _States(state)
+        source = States(state)
         if optimiser_state is not None:
             source.add_optimiser(optimiser_state, [optimisers.in_order(list(one)) for one in zip(*told, strict=True)])
         staged.append(Staged(source, model, optimiser, None))
@@ -133,22 +139,23 @@ def _optimiser_state(facts: dict[str, Any], found: dict[str, torch.Tensor]) -> d
     return {"state": state, "param_groups": groups}
 
 
-class _States:
+class States:
     """State_dicts, as a source of tensors.
 
     Attributes:
-        index: what there is.
+        index: what there is; without blocks.
+        tensors: by the keys of the index.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         extra = {}
         for name, value in state.items():
             if name.rpartition(".")[2] == _EXTRA:
                 path = name.rpartition(".")[0]
-                extra[path] = encode(value, f"extra_state/{path}", self._keep)
+                extra[path] = encode(value, f"extra_state/{path}", self.keep)
             elif isinstance(value, torch.Tensor):
-                self._tensors[_MODEL + name] = value
+                self.tensors[_MODEL + name] = value
             else:
                 raise TypeError(f"a state_dict needs tensors; {name} is a {type(value).__name__}")
         self.index = Index(
@@ -168,7 +175,7 @@ class _States:
             )
         groups, kept = [], {}
         for place, (own, group) in enumerate(zip(names, state["param_groups"], strict=True)):
-            options = encode(optimisers.options(group), f"optimiser/groups/{place}", self._keep)
+            options = encode(optimisers.options(group), f"optimiser/groups/{place}", self.keep)
             groups.append({"params": own, "named": False, "options": options})
             for name, number in zip(own, group["params"], strict=True):
                 if number in state["state"]:
@@ -178,20 +185,21 @@ class _States:
 
     def read(self, key: str, box: Box) -> torch.Tensor:
         """The cells of a box."""
-        return self._tensors[key].detach()[slices(box)].cpu().clone()
+        return self.tensors[key].detach()[slices(box)].cpu().clone()
 
     def _described(self, name: str, key: str, value: Any) -> dict[str, Any]:
         path = f"optimiser/{name}/{key}"
         if not isinstance(value, torch.Tensor):
-            return {"value": encode(value, path, self._keep)}
-        self._keep(path, value)
+            return {"value": encode(value, path, self.keep)}
+        self.keep(path, value)
         # (a number beside a parameter that is a number: torch's optimisers count in "step")
-        follows = name in self._tensors and value.shape == self._tensors[name].shape and (value.dim() or key != "step")
+        follows = name in self.tensors and value.shape == self.tensors[name].shape and (value.dim() or key != "step")
         return {"tensor": path, "follows": bool(follows)}
 
-    def _keep(self, path: str, tensor: torch.Tensor) -> None:
-        self._tensors[path] = tensor
+    def keep(self, path: str, tensor: torch.Tensor) -> None:
+        """Add a tensor."""
+        self.tensors[path] = tensor
 
     def _list(self) -> None:
-        for key, one in self._tensors.items():
+        for key, one in self.tensors.items():
             self.index.tensors[key] = Saved(one.dtype, tuple(one.shape), ())
