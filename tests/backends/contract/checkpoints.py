@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import distdl
-from contract.common import raises, same_everywhere
+from contract.common import on_threads, raises, same_everywhere
 from distdl.nn import DistributedLinear
 
 
@@ -65,6 +66,49 @@ def check_what_one_partition_has_saved_another_loads():
     state, _ = distdl.export_state(model, on=P.size - 1)
     assert all(torch.equal(value, expected[0][name]) for name, value in state.items())
     assert len(state) == (2 if P.rank == P.size - 1 else 0)
+
+
+def _save_on_threads(folder):
+    model = _shared(distdl.world(), 1)
+    steps = _trained(model, 1)
+    distdl.save(folder, model, steps, step=5)
+    return distdl.export_state(model, steps)
+
+
+def _load_on_threads(folder):
+    model = _shared(distdl.world(), 3)
+    steps = torch.optim.Adam(model.parameters(), 0.2)
+    assert distdl.load(folder, model, steps) == 6
+    return distdl.export_state(model, steps)
+
+
+def _assert_same(found, expected):
+    """Two pairs of state_dicts, of a model and of Adam, to the last bit."""
+    (state, steps), (other, others) = found, expected
+    assert state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in other)
+    assert steps["state"].keys() == others["state"].keys() and len(others["state"]) == 2
+    for number, kept in others["state"].items():
+        assert kept.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(steps["state"][number][key], value) for key, value in kept.items())
+    assert steps["param_groups"][0]["lr"] == others["param_groups"][0]["lr"] == 0.1
+
+
+def check_what_threads_have_saved_this_backend_loads_and_the_other_way():
+    """Three threads save, this world loads, takes a step and saves, two threads load; the optimiser's state, too."""
+    P = distdl.world()
+    folder = _folder(P)
+    expected = on_threads(partial(_save_on_threads, folder / "threads"), 3)[0]
+    for place, model in enumerate((_shared(P, 2), Affine(P))):
+        steps = torch.optim.Adam(model.parameters(), 0.2)
+        assert distdl.load(folder / "threads", model, steps) == 5
+        _assert_same(distdl.export_state(model, steps), expected)
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 2
+        steps.step()
+        distdl.save(folder / str(place), model, steps, step=6)
+        mine = distdl.export_state(model, steps)
+        assert not torch.equal(mine[0]["fc.weight"], expected[0]["fc.weight"])
+        _assert_same(on_threads(partial(_load_on_threads, folder / str(place)), 2)[0], mine)
 
 
 def check_a_damaged_checkpoint_is_the_same_error_on_all_workers():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 
+import distdl
 from distdl.nn import Repartition
 
 
@@ -18,6 +21,15 @@ def raises(kind, call, *words):
         raise AssertionError(f"{kind.__name__} was not raised")
     assert all(word in text for word in words), text
     return text
+
+
+def on_threads(function, workers):
+    """What a function returns on threads of worker 0's process, outside of this world, which may be one of threads."""
+    P, found = distdl.world(), None
+    if P.rank == 0:
+        with ThreadPoolExecutor(1) as outside:
+            found = outside.submit(distdl.run_workers, function, workers, "threads").result()
+    return P.broadcast_data(found)
 
 
 def same_everywhere(P, value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -10,18 +9,14 @@ from torch import nn
 
 import distdl
 from contract.bits import SUMS, bits, late
-from contract.common import same_everywhere
+from contract.common import on_threads, same_everywhere
 
 
 def check_sums_in_the_order_of_workers_have_the_same_bits_as_on_threads():
     """Of a training by 2, 3 and 4 workers, whoever comes late; and of sums as they have always been."""
     P = distdl.world()
     for workers in (2, 3, 4) if P.size == 4 else (1,):
-        on_threads = None
-        if P.rank == 0:
-            with ThreadPoolExecutor(1) as outside:  # of this world, which may be one of threads itself
-                on_threads = outside.submit(distdl.run_workers, partial(bits, workers), P.size, "threads").result()
-        expected = P.broadcast_data(on_threads)[P.rank]
+        expected = on_threads(partial(bits, workers), P.size)[P.rank]
         with late(seed=workers):
             found = bits(workers)
         assert found == expected, f"{workers} workers: {found} here, {expected} on threads"
