@@ -176,6 +176,15 @@ class Running:
                 self._launcher = subprocess.Popen(command, stdout=output, stderr=output, env=python_path())
             self.children = [self._launcher.pid]
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for pid in self.children:  # if something has gone wrong, or this process is being ended
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    os.kill(pid, signal.SIGKILL)
+
     def processes(self):
         """The workers' processes, and the launcher's."""
         found = self.folder.glob(f"process-{self.number}-*")
@@ -227,6 +236,7 @@ def forked(folder, function, *arguments):
     if child:
         return child
     code = 1
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.manual_seed(0)  # (from which the draws of a world follow)
     try:
         function(*arguments)
@@ -238,41 +248,46 @@ def forked(folder, function, *arguments):
         os._exit(code)
 
 
+def output(folder):
+    path = folder / "output"
+    return path.read_text()[-4000:] if path.exists() else "no output"
+
+
 def named(leg):
     return f"{leg.backend}, {leg.workers} workers, {leg.weights}"
 
 
 def uninterrupted(leg, plan, folder):
     """Train from the first step to the last; returns the weights."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     begun = time.monotonic()
-    job = Running(leg, plan, folder, 0)
-    codes = job.wait(float("inf"))
-    assert not any(codes), (codes, (folder / "output").read_text()[-4000:])
+    with Running(leg, plan, folder, 0) as job:
+        codes = job.wait(float("inf"))
+    assert not any(codes), (codes, output(folder))
     tell(f"{named(leg)}: {plan.steps} steps without interruption", begun, folder, 0)
     return weights(folder, plan)
 
 
 def interrupted(legs, plan, folder, choose):
     """The same with a kill every so often; returns the weights, and how many kills there were."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for number, leg in enumerate(legs):
         last = (number + 1) * plan.kill
         name = f"{number}: {named(leg)}"
         begun = time.monotonic()
-        job = Running(leg, plan, folder, number)
-        if last >= plan.steps:
-            codes = job.wait(float("inf"))
-            assert not any(codes), (codes, (folder / "output").read_text()[-4000:])
-            tell(f"{name}: to the end", begun, folder, number)
-            return weights(folder, plan), number
-        in_saving = choose((True, False, False))
-        target = last if in_saving else last + choose(range(plan.save))
-        while (reached := progress(folder))[0] < target or (in_saving and not reached[1]):
-            codes = {}
-            assert all(alive(pid, codes) for pid in job.children), (codes, (folder / "output").read_text()[-4000:])
-            time.sleep(0.002)
-        who = job.kill(choose((True, False)), choose)
+        with Running(leg, plan, folder, number) as job:
+            if last >= plan.steps:
+                codes = job.wait(float("inf"))
+                assert not any(codes), (codes, output(folder))
+                tell(f"{name}: to the end", begun, folder, number)
+                return weights(folder, plan), number
+            in_saving = choose((True, False, False))
+            target = last if in_saving else last + choose(range(plan.save))
+            while (reached := progress(folder))[0] < target or (in_saving and not reached[1]):
+                codes = {}
+                assert all(alive(pid, codes) for pid in job.children), (codes, output(folder))
+                time.sleep(0.002)
+            who = job.kill(choose((True, False)), choose)
         tell(f"{name}: {who} killed after step {reached[0]}", begun, folder, number)
     raise AssertionError("there are too few legs")
 
@@ -343,6 +358,7 @@ if __name__ == "__main__":
         torch.manual_seed(0)
         work(Leg(*leg), Plan(*plan), Path(where), number)
     else:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that jobs are ended first
         given = parsed(sys.argv[1:])
         folder = given.folder or Path(tempfile.mkdtemp(prefix="distdl-soak-"))
         legs = [leg for leg in LEGS if leg.backend in given.backends.split(",")]

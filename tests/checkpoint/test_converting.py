@@ -198,11 +198,6 @@ def test_reading_executes_no_code(theirs, tmp_path):
     assert not (tmp_path / "executed").exists() and not (tmp_path / "ours").exists()
 
 
-def change(found, key, value):
-    index = next(iter(found.storage_data))
-    found.storage_data[index] = filesystem._StorageInfo(value, 0, 100)
-
-
 DAMAGE = {
     "no pickle": (lambda content: b"nothing", "UnpicklingError"),
     "short": (lambda content: content[:-20], "is damaged, or forged"),
@@ -233,9 +228,25 @@ def unknown(found):
     found.state_dict_metadata["model.conv.weight"] = [1]
 
 
+def large(found):
+    one = found.state_dict_metadata["model.conv.weight"]
+    one.size = one.chunks[0].sizes = torch.Size([1 << 40, 1 << 10])
+    one.chunks[0].offsets = torch.Size([0, 0])
+
+
+def without_dtype(found):
+    found.state_dict_metadata["model.conv.weight"].properties = 1
+
+
 @pytest.mark.parametrize(
     ("forge", "words"),
-    [(outside, "is no file of the directory"), (cut, "do not tile its"), (unknown, "model.conv.weight is a list")],
+    [
+        (outside, "is no file of the directory"),
+        (cut, "do not tile its"),
+        (unknown, "model.conv.weight is a list"),
+        (large, "theirs is damaged"),
+        (without_dtype, "theirs is damaged"),
+    ],
 )
 def test_forged_metadata(theirs, tmp_path, forge, words):
     folder, _, _ = theirs

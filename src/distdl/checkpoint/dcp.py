@@ -53,13 +53,13 @@ def read(folder: Path) -> dict[str, Any]:
         neither a tensor nor a number, a string or a container of these.
     """
     found = _metadata(folder)
-    state = {
-        key: torch.empty(one.size, dtype=one.properties.dtype)
-        if isinstance(one, metadata.TensorStorageMetadata)
-        else None
-        for key, one in found.state_dict_metadata.items()
-    }
     try:
+        state = {
+            key: torch.empty(one.size, dtype=one.properties.dtype)
+            if isinstance(one, metadata.TensorStorageMetadata)
+            else None
+            for key, one in found.state_dict_metadata.items()
+        }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(state, storage_reader=_Reader(folder, found), planner=_Planner(), no_dist=True)
