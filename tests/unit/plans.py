@@ -6,7 +6,7 @@ from distdl.geometry.boxes import balanced, runs
 from distdl.geometry.windows import sliding
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
-from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
+from distdl.plan.planners import all_sum, broadcast, copy, edges, padded_halo
 from distdl.testing import Silent
 
 
@@ -31,6 +31,8 @@ def plans(world):
     alone = Layout.balanced(single, (3,)), Layout.of(single, [[(0, 6)]])
     gathered = Layout.balanced(grid, (3, 4, 5))
     corners = P.create_partition_inclusive(range(9)).reshape(3, 3)
+    cells = Layout.balanced(corners, (7, 8))
+    wide = Layout.of(corners, [[sliding(run, 3, padding=1) for run in along] for along in cells.intervals])
     return {
         "broadcast": lambda me: broadcast(row, grid, shapes, me),
         "broadcast to itself": lambda me: broadcast(row, row, shapes, me),
@@ -51,6 +53,10 @@ def plans(world):
         "reduce-scatter": lambda me: copy(gathered, gathered.gathered((0, 2)), me).T,
         "padded halo": lambda me: padded_halo(corners, *halos(corners, (4, 3), 1), me),
         "padded halo over several neighbours": lambda me: padded_halo(corners, *halos(corners, (2, 2), 3), me),
+        "edges": lambda me: edges(tensor, around, 0, me),
+        "edges over several neighbours": lambda me: edges(tensor, deep, 0, me),
+        "edges along the first of two dims": lambda me: edges(cells, wide, 0, me),
+        "edges along the second of two dims": lambda me: edges(cells, wide, 1, me),
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from distdl.geometry.boxes import balanced, runs
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.ops.convolution import Convolution
+from distdl.ops.edges import InPlace
 from distdl.ops.embedding import Embedding
 from distdl.ops.linear import Linear
 from distdl.ops.transposed import TransposedConvolution
@@ -323,6 +324,55 @@ EVERYWHERE = {
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_with_weights_everywhere_an_operation_is_torchs(name):
     assert_computes(EVERYWHERE[name])
+
+
+def in_place(grid, k, s, p, d, extents, split=None, groups=1, channels=(2, 2)):
+    """A convolution of few weights, so that blocks are not copied into windows."""
+    space = len(grid) - 2
+    sliding, convolve = Sliding.of("Convolution", space, k, s, p, d), getattr(functional, f"conv{space}d")
+    return everywhere(
+        lambda P_y: Convolution(P_y, *channels, sliding, groups=groups),
+        lambda x, w, b: convolve(x, w, b, s, p, d, groups), grid, (2, channels[0], *extents),
+        [(channels[1], channels[0] // groups, *[k] * space), channels[1:]], split,
+    )  # fmt: skip
+
+
+IN_PLACE = {
+    "one dim": in_place((1, 1, 3), 3, 1, 1, 1, (40,)),
+    "uneven": in_place((2, 1, 3), 3, 1, 1, 1, (80,)),
+    "batch with an empty block": in_place((2, 1, 2), 3, 1, 1, 1, (60,), (0, [0, 2])),
+    "two dims": in_place((1, 1, 2, 2), 3, 1, 1, 1, (15, 16)),
+    "three dims, of which one is whole": in_place((1, 1, 2, 1, 2), 3, 1, 1, 1, (10, 5, 14)),
+    "nine workers": in_place((1, 1, 3, 3), 3, 1, 1, 1, (21, 22)),
+    "wide kernel": in_place((1, 1, 3, 1), 5, 1, 2, 1, (30, 12)),
+    "stride": in_place((1, 1, 2, 1), 3, 2, 1, 1, (20, 9)),
+    "dilation and groups": in_place((1, 1, 1, 3), 3, 1, 2, 2, (4, 30), groups=2, channels=(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_convolution_of_blocks_where_they_lie_is_torchs(name):
+    case = IN_PLACE[name]
+    assert_computes(case)
+    ways = together(case.size, lambda P: type(case.set_up(P, [torch.zeros(1).double()] * 3, True)[0].local))
+    assert set(ways) == {InPlace}
+
+
+def test_the_matrix_of_a_convolution_in_place_is_torchs():
+    ours, theirs = matrices(IN_PLACE["one dim"])
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [in_place((1, 1, 4), 3, 1, 1, 1, (12,)), in_place((1, 1, 2), 3, 1, 0, 1, (40,)),
+     in_place((1, 1, 2), 3, 1, 1, 1, (40,), channels=(8, 8)), in_place((1, 1, 2), 2, 2, 0, 1, (40,))],
+    ids=["thin blocks", "no padding", "many weights", "nothing around"],
+)  # fmt: skip
+def test_other_convolutions_take_windows(case):
+    ways = together(case.size, lambda P: type(case.set_up(P, [torch.zeros(1).double()] * 3, True)[0].local))
+    assert InPlace not in ways
+    assert_computes(case)
 
 
 @pytest.mark.parametrize("name", ["space", "channels, groups", "transposed, channels", "linear, features, uneven"])

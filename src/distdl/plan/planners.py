@@ -14,6 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from distdl.geometry.boxes import Box, Interval, Shape, meet, shape, shift, within
+from distdl.geometry.edges import around, rims
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray, check_axes, check_spread, line_of, teams_of
 from distdl.partition.layout import Layout, Ruler
@@ -48,6 +49,53 @@ def copy(
         {me: shape(needed[me])} if me in needed.partition else {},
         (*(move for move in arriving if move.source != me), *leaving),
     )
+
+
+def edges(owned: Layout, windows: Layout, dim: int, me: int | None = None) -> Plan:
+    r"""Plan the copy of what windows have along one dim before and behind the blocks that lie in them.
+
+    Forward: y on a worker is what stands before its block and then what stands behind, side by side along the dim; x is
+    what others read of a block: its first cells and its last (see :class:`distdl.geometry.edges.Rim`). Along earlier
+    dims y is as wide as the block, and along later ones as the window: no cell of a window is in the y of two dims.
+    Adjoint: the gradients of all copies of a cell add up in the x of its owner.
+
+    Args:
+        owned, windows: the blocks, which tile a tensor, and the windows around them; over one partition.
+    """
+    blocks = owned.rulers[dim].intervals
+    sides = around(blocks, windows.rulers[dim].intervals)
+    ends = rims(blocks, *sides)
+    before, behind = (
+        Layout(owned.partition, (*owned.rulers[:dim], Ruler(tuple(side)), *windows.rulers[dim + 1 :])) for side in sides
+    )
+
+    def at(worker: int) -> int:
+        return owned.partition.index_of(worker)[dim]
+
+    def to_rim(move: Move, among_first: bool) -> Box:
+        rim = ends[at(move.source)]
+        run = tuple(rim.place(cell, among_first) for cell in move.src[dim])
+        return (*move.src[:dim], (run[0], run[1]), *move.src[dim + 1 :])
+
+    def beyond(worker: int) -> Shape:
+        start, stop = sides[0][at(worker)]
+        return tuple(stop - start if other == dim else 0 for other in range(len(owned.rulers)))
+
+    first, second = copy(owned, before, me), copy(owned, behind, me)
+    moves = [replace(move, src=to_rim(move, among_first=False)) for move in first.moves]
+    moves += [
+        replace(move, src=to_rim(move, among_first=True), dst=shift(move.dst, beyond(move.target)))
+        for move in second.moves
+    ]
+    inputs = {
+        worker: tuple(ends[at(worker)].size if other == dim else n for other, n in enumerate(extents))
+        for worker, extents in first.inputs.items()
+    }
+    outputs = {
+        worker: tuple(n + second.outputs[worker][dim] if other == dim else n for other, n in enumerate(extents))
+        for worker, extents in first.outputs.items()
+    }
+    return Plan(inputs, outputs, tuple(moves))
 
 
 Turns = tuple[tuple[Shape, Box], ...]
