@@ -31,14 +31,13 @@ _SUMS = torch.ops.aten.native_batch_norm_backward.default
 _LABEL = Label("batch_norm")
 
 
-def fits(block: torch.Tensor, layout: KnownLayout, *rows: torch.Tensor | None) -> bool:
-    """Whether the node can be used: torch's kernels of the CPU, and channels that are not split."""
+def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
+    """Whether torch's kernels of the CPU can compute what the node does."""
+    dtype = block.dtype
     return (
         (block.is_cpu or block.is_meta)
-        and block.dtype in (torch.float32, torch.float64)
-        and layout.partition.workers.shape[1] == 1
-        and len(layout.partition.workers.ravel()) > 1
-        and all(row is None or row.dtype is block.dtype for row in rows)
+        and (dtype is torch.float32 or dtype is torch.float64)
+        and all(row is None or row.dtype is dtype for row in rows)
         and not is_differentiated_forward()
     )
 
@@ -52,6 +51,8 @@ class Moments:
 
     Attributes:
         count: the cells behind each mean.
+        shared: whether several workers have cells of a channel, no worker has only some channels, and there are as many
+            cells as a variance needs.
     """
 
     def __init__(self, layout: KnownLayout) -> None:
@@ -72,6 +73,8 @@ class Moments:
         self._own = owned.local
         counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
         self.count = sum(counts)
+        workers = layout.partition.workers
+        self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
         self._shares = torch.tensor(counts, dtype=torch.float64) / self.count
         self.row = (1, channels, *[1] * (dims - 2))
         self._channels = channels
@@ -96,9 +99,9 @@ class Moments:
         return mean, shares @ variances.addcmul(away, away)
 
     def averages(self, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Sums over all workers of what each has of two rows, per cell."""
+        """Minus the sums over all workers of what each has of two rows, per cell."""
         both: torch.Tensor = self._sum.execute(torch.cat([bias, weight]).double())
-        return both.div_(self.count).view(2, self._channels)
+        return both.div_(-self.count).view(2, self._channels)
 
 
 class Options(NamedTuple):
@@ -130,12 +133,11 @@ class _BatchNorm(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
         moments = options.moments
-        mean, variance = moments.merged(x)
+        mean, variance = (one.to(x.dtype) for one in moments.merged(x))
         if options.running is not None:
             unbiased = variance * (moments.count / (moments.count - 1))
             for one, towards in zip(options.running, (mean, unbiased), strict=True):
                 one.lerp_(towards.to(one.dtype), options.momentum)
-        mean, variance = mean.to(x.dtype), variance.to(x.dtype)
         ctx.options = options
         ctx.save_for_backward(x, weight, bias, mean, variance)
         if not x.numel():
@@ -162,12 +164,11 @@ class _BatchNorm(Function):
         if needs_x:
             averages = moments.averages(db, dw)
             if x.numel():
-                inverse = (variance.double() + eps).rsqrt()
-                scale = inverse if weight is None else inverse * weight
-                shift, slope = averages.mul_(scale).neg_()
-                rows = torch.stack([scale, shift, slope.mul_(inverse)]).to(x.dtype)
-                scale, shift, slope = rows
-                dx = _KERNEL(x, slope, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+                scale = (variance + eps).rsqrt_()
+                if weight is not None:
+                    scale.mul_(weight)
+                shift, slope = averages.mul_(scale).to(x.dtype)
+                dx = _KERNEL(x, slope, shift, mean, variance, False, 0.0, eps)[0]
                 dx.addcmul_(dy, scale.view(moments.row))
             else:
                 dx = torch.empty_like(x)

@@ -88,18 +88,18 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        if training and momentum is not None and batch.fits(input._block, weight, bias):
+            moments = batch.Moments.of(input._layout)
+            if moments.shared:
+                return _in_one(input, weight, bias, batch.Options(
+                    moments, eps, None if running_mean is None or running_var is None else (running_mean, running_var),
+                    momentum, partial(_in_steps, input._layout, eps),
+                ))  # fmt: skip
         running = _running(running_mean, running_var)
         if not training and not running:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
         key = (momentum, eps, bool(running), bool(training))
         channels = input.shape[1]
-        if training and momentum is not None and batch.fits(input._block, input._layout, weight, bias):
-            moments = batch.Moments.of(input._layout)
-            if moments.count > 1:
-                return _in_one(input, weight, bias, batch.Options(
-                    moments, eps, (running[0], running[1]) if running else None, momentum,
-                    partial(_in_steps, input._layout, eps),
-                ))  # fmt: skip
         return _normalised(
             lambda: BatchNorm(channels, eps, momentum, bool(running), bool(training), everywhere=True),
             key, input, "batch_norm", weight, bias, running,
