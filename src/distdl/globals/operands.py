@@ -11,7 +11,6 @@ from distdl.geometry.boxes import balanced, slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor, check_usable
-from distdl.partition import Signature
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward
 
@@ -23,12 +22,6 @@ def derivatives_of(block: torch.Tensor) -> Derivatives:
     if is_differentiated_forward():
         return Derivatives.of(block, torch.is_grad_enabled())
     return _GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
-
-
-def signature_of(x: GlobalTensor) -> Signature:
-    """What an op is told of a global tensor."""
-    check_usable(x)
-    return Signature(x._layout, x._block.dtype, derivatives_of(x._block), tuple(x._block.shape))
 
 
 def block_of(x: GlobalTensor) -> torch.Tensor:

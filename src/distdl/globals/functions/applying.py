@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.keeping import Place, keeping
-from distdl.globals.operands import block_of, derivatives_of, signature_of
+from distdl.globals.operands import block_of, derivatives_of
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
@@ -41,29 +41,36 @@ def ready(
     key: Hashable,
     choose: Callable[[], tuple[Any, Partition]],
     name: str,
-    *signatures: Signature | None,
+    *tensors: tuple[KnownLayout | None, torch.Tensor],
 ) -> Ready:
     """The setup of an op, made once.
 
     Args:
-        key: what the op follows from, apart from the signatures.
+        key: what the op follows from, apart from the tensors.
         choose: gives the op, and the partition of the workers that compute.
+        tensors: of each, its layout and this worker's block; no layout of one that every worker has whole.
     """
+    described = [(layout, one.shape, one.dtype, derivatives_of(one)) for layout, one in tensors]
 
     def make() -> Ready:
         op, work = choose()
+        signatures = []
+        for layout, shape, dtype, derivatives in described:
+            lies = context.everywhere(shape) if layout is None else layout
+            signatures.append(Signature(lies, dtype, derivatives, tuple(shape)))
         setup = op.setup(Site(work, context.everyone, Label(name)), *signatures)
         return Ready(setup, tuple(map(context.known, setup.results)))
 
-    return context.keep((name, key, signatures), make)
+    return context.keep((name, key, *described), make)
 
 
 def run(made: Ready, *tensors: Any) -> Any:
     """Make the three steps; each result becomes a global tensor."""
-    setup = made.setup
+    setup, block = made.setup, tensors[0]
     moved = setup.move_in(*tensors)
-    if isinstance(moved[0], torch.Tensor):
-        with keeping(made.place, tensors[0], moved[0]):
+    window = moved[0]
+    if window is not block and isinstance(window, torch.Tensor):
+        with keeping(made.place, block, window):
             y = setup.local(*moved)
     else:
         y = setup.local(*moved)
@@ -91,23 +98,18 @@ def apply(
         work: the workers that compute; those of x if not given.
         weights: tensors that are the same on every worker.
     """
-    context, partition = x._context, x._layout.partition
+    context, layout, block = x._context, x._layout, block_of(x)
     given = [weight_of(one, context) for one in weights if one is not None]
-    signatures = [signature_of(x), *(whole_signature(context, one) for one in given)]
-    made = ready(context, key, lambda: (op(), partition if work is None else work()), name, *signatures)
-    return run(made, block_of(x), *given)
+    made = ready(
+        context, key, lambda: (op(), layout.partition if work is None else work()), name, (layout, block),
+        *[(None, one) for one in given],
+    )  # fmt: skip
+    return run(made, block, *given)
 
 
 def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
     """This worker's own copy of a weight. A global one comes to every worker."""
     return entered(weight.full_tensor() if type(weight) is GlobalTensor else weight, context)
-
-
-def whole_signature(context: Context, weight: torch.Tensor) -> Signature:
-    """What an op is told of a tensor that every worker has whole."""
-    shape = tuple(weight.shape)
-    layout = context.keep(("everywhere", shape), lambda: context.everywhere(shape))
-    return Signature(layout, weight.dtype, derivatives_of(weight), shape)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
@@ -119,4 +121,8 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def numbers(value: Any) -> Any:
     """An option as a value that can be a key: lists as tuples."""
-    return tuple(map(numbers, value)) if isinstance(value, (list, tuple)) else value
+    try:
+        hash(value)
+    except TypeError:
+        return tuple(map(numbers, value)) if isinstance(value, (list, tuple)) else value
+    return value

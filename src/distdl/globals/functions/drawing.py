@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from distdl.globals.context import Context
 from distdl.globals.functions import random
 from distdl.globals.functions.random import next_draw, of_copies
-from distdl.globals.replicas import map_tensors
+from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
 
@@ -26,6 +26,7 @@ _TAKE_GENERATOR = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.poisson,
     torch.Tensor.multinomial,
 }  # fmt: skip
+_OURS = frozenset([GlobalTensor, Replica, torch.Tensor, torch.nn.Parameter])
 _DRAWN = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
 
 
@@ -39,6 +40,8 @@ class Drawing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if GlobalTensor in types and _is_next(types):  # (without the way through torch once more)
+            return GlobalTensor.__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
         drawn = func in _DRAWN
         if (drawn or func in _TAKE_GENERATOR) and GlobalTensor not in types and kwargs.get("generator") is None:
@@ -49,6 +52,12 @@ class Drawing(TorchFunctionMode):
             if device.type != "meta":
                 kwargs = {**kwargs, "generator": generator(self.context, device)}
         return func(*args, **kwargs)
+
+
+def _is_next(types: Sequence[type]) -> bool:
+    """Whether torch would ask global tensors next what a function of such tensors is."""
+    enabled = torch._C._is_torch_function_enabled() and not torch._C._len_torch_function_stack()  # (no other mode)
+    return enabled and _OURS.issuperset(types)
 
 
 def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -11,15 +11,14 @@ from torch.nn import functional
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import ready, weight_of, whole_signature
+from distdl.globals.functions.applying import ready, weight_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
-from distdl.globals.operands import aligned, block_of, derivatives_of, moved, signature_of, taken
+from distdl.globals.operands import aligned, block_of, moved, taken
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
-from distdl.partition import Signature
 
 
 @handles(
@@ -168,14 +167,14 @@ def _of_classes(
             functional.nll_loss(torch.zeros(1, n), wrong, ignore_index=ignored)
 
         check_range(target, 0, n, refuse, given, ignored)
-    signatures = [signature_of(x), Signature(seen, given.dtype, derivatives_of(given), tuple(given.shape))]
+    block = block_of(x)
+    known: list[tuple[KnownLayout | None, torch.Tensor]] = [(layout, block), (seen, given)]
     own: torch.Tensor = ABSENT
     if weight is not None:
         own = weight_of(weight, context)
-        signatures.append(whole_signature(context, own))
-    made = ready(context, op, lambda: (op, layout.partition), name, *signatures)
-    setup = made.setup
-    y = setup.move_out(setup.local(*setup.move_in(block_of(x), given, own)))
+        known.append((None, own))
+    setup = ready(context, op, lambda: (op, layout.partition), name, *known).setup
+    y = setup.move_out(setup.local(*setup.move_in(block, given, own)))
     if op.reduction == "none":
         result = context.keep(("numbers", layout), lambda: _places(layout, False))[0]
         return GlobalTensor._of(y.reshape(result.local) if y.shape != result.local else y, result)

@@ -11,8 +11,8 @@ import torch
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
-from distdl.globals.functions.applying import ready, run, weight_of, whole_signature
-from distdl.globals.operands import block_of, signature_of
+from distdl.globals.functions.applying import ready, run, weight_of
+from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op
@@ -34,13 +34,12 @@ def _normalised(
     bias: torch.Tensor | None,
     running: Sequence[torch.Tensor] = (),
 ) -> Any:
-    context = x._context
+    context, layout, block = x._context, x._layout, block_of(x)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias, requires_grad=False)
     weights = [weight_of(one, context) for one in (weight, bias) if one is not None]
-    signatures = [signature_of(x), *(whole_signature(context, one) for one in weights)]
-    made = ready(context, key, lambda: (op(), x._layout.partition), name, *signatures)
-    return run(made, block_of(x), *weights, *running)
+    known = (layout, block), *((None, one) for one in weights)
+    return run(ready(context, key, lambda: (op(), layout.partition), name, *known), block, *weights, *running)
 
 
 def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
@@ -65,10 +64,9 @@ def _in_steps(
     if weight is None and bias is not None:
         weight = torch.ones_like(bias, requires_grad=False)
     weights = [one for one in (weight, bias) if one is not None]
-    x = GlobalTensor._of(block, layout)
-    signatures = [signature_of(x), *(whole_signature(context, one) for one in weights)]
     op = BatchNorm(layout.extents[1], eps, 0.0, False, True, everywhere=True)
-    made = ready(context, (eps, "in steps"), lambda: (op, layout.partition), "batch_norm", *signatures)
+    known = (layout, block), *((None, one) for one in weights)
+    made = ready(context, (eps, "in steps"), lambda: (op, layout.partition), "batch_norm", *known)
     return block_of(run(made, block, *weights))
 
 

@@ -52,13 +52,12 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     come to it; where the function writes in place, they come to its first argument.
     """
     first = args[0] if args else None
-    if type(first) is GlobalTensor and not kwargs:
-        layout = first._layout
-        if len(args) == 1:
-            return result_of(func, first, func(block_of(first)), (first,))
-        second = args[1]
-        if len(args) == 2 and type(second) is GlobalTensor and second._layout is layout:
+    if type(first) is GlobalTensor:
+        second = args[1] if len(args) == 2 else None
+        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
             return result_of(func, first, func(block_of(first), block_of(second)), (first,))
+        if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
+            return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context
