@@ -104,6 +104,7 @@ class Context:
         self.everyone: Group = tuple(range(comm.size))
         self._layouts: WeakValueDictionary[Any, KnownLayout] = WeakValueDictionary()  # (masks make ever new ones)
         self._kept: dict[Hashable, Any] = {}
+        self._told: dict[Hashable, Any] = {}
         self.fallbacks: dict[Any, Any] = {}  # by call site: what has run on one worker for want of an op
         self.warned: set[Any] = set()
         self.draws = Draws()
@@ -168,12 +169,14 @@ class Context:
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made under a key; made now if it was not, or was long ago."""
-        found: T | None = self._kept.get(key)
-        if found is None:
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            found = self._kept[key] = make()
-        return found
+        return _found(self._kept, key, make)
+
+    def keep_told(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The same for what the workers tell each other: all of them forget it at the same call.
+
+        What else a worker keeps follows from its part in a function, so each forgets that at other moments.
+        """
+        return _found(self._told, key, make)
 
     def moving(
         self, owned: KnownLayout, needed: KnownLayout, dtype: torch.dtype, derivatives: Derivatives, name: str
@@ -185,4 +188,14 @@ class Context:
             plan = copy(owned, needed, self.me)
             return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
 
-        return self.keep((owned, needed, dtype, derivatives), make)
+        # (the name is in the tags of messages: if this was forgotten on one worker only, all make it of the same name)
+        return self.keep((owned, needed, dtype, derivatives, name), make)
+
+
+def _found(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], T]) -> T:
+    found: T | None = kept.get(key)
+    if found is None:
+        while len(kept) >= _KEPT:
+            kept.pop(next(iter(kept)))
+        found = kept[key] = make()
+    return found

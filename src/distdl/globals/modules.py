@@ -70,7 +70,7 @@ def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> Kn
 
 def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: torch.Tensor) -> Any:
     """The result. Where its blocks lie, the workers tell each other once for each way in which the arguments lay."""
-    kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep(("modules",), WeakKeyDictionary)
+    kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep_told(("modules",), WeakKeyDictionary)
     known = kept.setdefault(module, {})
     if places not in known:
         told = gather_values(context.comm, context.everyone, tuple(y.shape))

@@ -111,7 +111,7 @@ def _adding(
         own = shapes.get(context.me, (0,) * len(layout.rulers))
         return site.operator(plan, dtype, derivatives, [own], [target.local])
 
-    return context.keep(("adding", layout, tuple(dims), dtype, derivatives), make)
+    return context.keep(("adding", layout, tuple(dims), dtype, derivatives, name), make)
 
 
 @handles("sum", "torch Tensor")
