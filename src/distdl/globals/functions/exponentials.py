@@ -99,7 +99,7 @@ def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = reduced_layout(layout, dims)
         if split_along(layout, dims):
             top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)
-            block = top + sums.log() if target.active else (top + sums).reshape(target.local)
+            block = top.reshape(target.local) + local(torch.log, target.local, (sums, (1,)))
         else:
             at = dims or (0,)
             block = local(lambda one: one.logsumexp(at, bool(dims)), target.local, (block_of(x), (1,) * x.dim()))

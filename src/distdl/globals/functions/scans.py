@@ -39,12 +39,8 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             whole = local(lambda one: reduce(one, along, keepdim=True), shape, (block, least))
         owned, needed = layout.context.keep(("in front", layout, along), lambda: _in_front(layout, along))
         before = moved_block(whole, owned, needed, name)
-        if layout.active:
-            before = reduce(before, along, keepdim=True)
-            y = y + before if name == "cumsum" else y * before
-        else:
-            y = y + before.reshape(layout.local)
-        return GlobalTensor._of(y, layout)
+        before = reduce(before, along, keepdim=True) if layout.active else before.reshape(layout.local)
+        return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 
     return run(*args, **kwargs)
 
@@ -66,7 +62,11 @@ def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if not dims:
             return TABLE[None](func, args, kwargs)
         layout = pencils(input._layout, dims)
-        y = func(moved(input, layout, func.__name__), dims[0])
+        block, name = moved(input, layout, func.__name__), func.__name__
+        if name == "logcumsumexp":  # (of nothing, torch's has no second derivative)
+            y = local(lambda one: func(one, dims[0]), layout.local, (block, (1,) * input.dim()))
+        else:
+            y = func(block, dims[0])
         return wrapped(y, layout)
 
     return run(*args, **kwargs)
