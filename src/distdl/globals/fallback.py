@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_fallback, current_path
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.table import TABLE
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
@@ -187,7 +186,7 @@ def _spread(
     if written < 0:
         y = GlobalTensor._of(block, target)
         if description["view"] >= 0:  # what is written into it would not reach the tensor that it is a view of
-            y._moved_from = weakref.ref(found[description["view"]])
+            note_copied(found[description["view"]], y)
         return y
     x = found[written]
     if torch.is_grad_enabled() and x._block.requires_grad and x._block.is_leaf:

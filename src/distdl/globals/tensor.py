@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class GlobalTensor(torch.Tensor):
     _block: torch.Tensor
     _context: Context
     _moved_from: Any  # where the cells of a view had to move: a weak reference to what it is a view of
+    _copies: list[Any]  # what would be views of this tensor, but for cells that had to move: weak references
     _outdated: str  # why this tensor does not have the values that it should
     _known: Any  # what all workers know of its values: bounds.Known
 
@@ -199,12 +201,30 @@ class GlobalTensor(torch.Tensor):
 GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module
 
 
-def note_written(x: GlobalTensor, name: str) -> None:
-    """Take note of a function that has written a global tensor in place (or may have: it returned its argument)."""
+def note_requires(x: GlobalTensor) -> None:
+    """Take note of whether the block of a global tensor requires a gradient, which may have changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         _raw_requires(x, x._block.requires_grad)  # for check_usable
+
+
+def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:
+    """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move."""
+    y._moved_from = weakref.ref(x)
+    x._copies = [*(one for one in x.__dict__.get("_copies", ()) if one() is not None), weakref.ref(y)]
+
+
+def note_written(x: GlobalTensor, name: str) -> None:
+    """Take note of a function that has written a global tensor in place (or may have: it returned its argument)."""
+    note_requires(x)
     if "_known" in x.__dict__:
         x._known.written()
+    for copy in x.__dict__.pop("_copies", ()):
+        if copy() is not None:
+            copy()._outdated = (
+                f"{name} has written in place into the tensor of which this one would be a view in torch; the cells of "
+                f"this one had moved to other workers before, so it does not have the new values. Take it again behind "
+                f"{name}, or write into a clone"
+            )
     base = x.__dict__.get("_moved_from")
     if base is not None and base() is not None:
         base()._outdated = (

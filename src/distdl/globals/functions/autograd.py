@@ -12,7 +12,7 @@ from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import differentiate
 from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)
@@ -183,7 +183,7 @@ def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
     x._block.requires_grad_(*rest, **kwargs)
-    note_written(x, "requires_grad_")
+    note_requires(x)
     return x
 
 
@@ -191,7 +191,7 @@ def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     block_of(x).detach_()
-    note_written(x, "detach_")
+    note_requires(x)
     return x
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.table import TABLE, handles, handles_property
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, note_copied
 
 Intervals = tuple[Interval, ...]
 
@@ -57,9 +56,9 @@ def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: boo
     if "_known" in x.__dict__:
         share_bounds(x, y, came)
     if came:
-        y._moved_from = weakref.ref(x)
-    elif "_moved_from" in x.__dict__:  # a view of what should have been a view
-        y._moved_from = x._moved_from
+        note_copied(x, y)
+    elif "_moved_from" in x.__dict__ and (base := x._moved_from()) is not None:  # a view of what should have been one
+        note_copied(base, y)
     return y
 
 
