@@ -43,6 +43,9 @@ def _normalised(
 
 
 def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
+    for name, one in (("running_mean", mean), ("running_var", variance)):
+        if one is not None and not isinstance(one, torch.Tensor):
+            raise TypeError(f"a normalisation needs {name} to be a tensor or None; got a {type(one).__name__}")
     return [] if mean is None or variance is None else [mean, variance, _no_batches(mean.device)]
 
 
