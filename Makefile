@@ -1,6 +1,7 @@
 # make demo    train LeNet-5 on real images over four workers, beside the sequential network
 # make test    lint, type-check and run all tests: threads, gloo and MPI
 # make sweep   the products of cases of which make test runs a part (a few minutes)
+# make fuzz    CASES=20000: random programs with new seeds, each equal or the same error on all workers
 # make models  train other people's models on every split that the tests know (an hour)
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make lint    ruff and mypy alone
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 STEPS ?= 20000
 
-.PHONY: demo test sweep models soak lint bench docs audit clean
+.PHONY: demo test sweep fuzz models soak lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -26,6 +27,9 @@ test: lint
 
 sweep: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 -m every_case
+
+fuzz: $(VENV)/test.installed
+	$(BIN)/python tests/fuzz/campaign.py $(or $(CASES),2000) $(SEED)
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models

@@ -1,0 +1,287 @@
+"""Chains of layers that are called several times, on blocks; other workers, other splits and other tensors each time.
+
+A chain prints as the code that makes it. Between two layers that lie in different ways stands a Repartition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from faults import Fault, damaged
+from partitions import WORKERS, Blocks, assembled
+from programs import assert_close
+from team import Failed
+
+import distdl
+from distdl.partition import Partition
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Workers in an array of this shape."""
+
+    workers: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def partition(self, world: Partition) -> Partition:
+        return world.create_partition_inclusive(self.workers).reshape(*self.shape)
+
+
+class Against(torch.nn.Module):
+    """A loss of its input and a constant."""
+
+    def __init__(self, loss: torch.nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(x, torch.full_like(x, 0.3) if isinstance(x, torch.Tensor) else x)
+
+
+@dataclass(frozen=True)
+class LayerOf:
+    """A layer and its sequential counterpart.
+
+    Attributes:
+        ours: its name in ``distdl.nn``, or the name of a torch module that works on any block.
+        theirs: its name in ``torch.nn``.
+        grids: P_x, and also P_y and P_w where the layer has them.
+        ours_only, options: arguments of our constructor alone, and of both.
+    """
+
+    ours: str
+    theirs: str
+    grids: tuple[Grid, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+    ours_only: tuple[tuple[str, Any], ...] = ()
+
+    def sequential(self, number: int) -> torch.nn.Module:
+        module = getattr(torch.nn, self.theirs)(**dict(self.options)).double()
+        if self.is_loss:
+            return Against(module)
+        generator = torch.Generator().manual_seed(number)
+        for parameter in module.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        return module
+
+    def distributed(self, world: Partition, sequential: torch.nn.Module) -> torch.nn.Module:
+        if not hasattr(distdl.nn, self.ours):
+            return getattr(torch.nn, self.ours)(**dict(self.options))
+        partitions = [grid.partition(world) for grid in self.grids]
+        if self.is_loss:
+            return Against(getattr(distdl.nn, self.ours)(*partitions, **dict(self.options)))
+        layer = getattr(distdl.nn, self.ours)(*partitions, **dict((*self.options, *self.ours_only)))
+        own = dict(layer.double().named_parameters())
+        layouts = getattr(layer, "parameter_layouts", {})
+        for (name, layout), parameter in zip(layouts.items(), sequential.parameters(), strict=True):
+            if name in own:
+                own[name].data = layout.block(parameter.data.reshape(layout.extents)).clone()
+        return layer
+
+    @property
+    def is_loss(self) -> bool:
+        return self.ours.endswith("Loss")
+
+    @property
+    def P_y(self) -> Grid:
+        return self.grids[1] if len(self.grids) > 1 else self.grids[0]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a chain.
+
+    Attributes:
+        blocks: how the input lies on the workers of the first layer's P_x.
+        wants: whether the input requires a gradient; on the workers that are named only.
+        grad: whether grad mode is on.
+        fault: what one worker does otherwise.
+    """
+
+    blocks: Blocks
+    seed: int
+    wants: tuple[int, ...] = ()
+    grad: bool = True
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    layers: tuple[LayerOf, ...]
+    calls: tuple[Call, ...]
+
+    def distributed(self, world: Partition) -> Any:
+        """For each call what this worker has: its y, the gradient of its x and of its parameters; or the failure."""
+        sequential = self.modules()
+        network = [one.distributed(world, like) for one, like in zip(self.layers, sequential, strict=True)]
+        between = [
+            distdl.nn.Repartition(before.P_y.partition(world), after.grids[0].partition(world))
+            for before, after in zip(self.layers, self.layers[1:], strict=False)
+        ]
+        results: list[Any] = []
+        for call in self.calls:
+            results.append(self._called(call, world, network, between))
+            if isinstance(results[-1], Failed) and not self.takes_everyone:
+                break  # (a worker outside of the layer that failed may still wait for one behind it)
+        return results
+
+    @property
+    def takes_everyone(self) -> bool:
+        """Whether every worker takes part in every layer, so that all of them fail together."""
+        return all(len({worker for grid in one.grids for worker in grid.workers}) == WORKERS for one in self.layers)
+
+    def _called(self, call: Call, world: Partition, network: Sequence[Any], between: Sequence[Any]) -> Any:
+        x = call.blocks.block(world, call_input(call)).requires_grad_(world.rank in call.wants)
+        fault = call.fault if call.fault is not None and call.fault.worker == world.rank else None
+        given = x if fault is None else damaged(x, fault)
+        for layer in network:
+            layer.zero_grad()  # (to None: what the last call has found is not written)
+        try:
+            with torch.set_grad_enabled(call.grad != (fault is not None and fault.kind == "grad mode")):
+                y = given
+                for number, layer in enumerate(network):
+                    y = layer(between[number - 1](y) if number else y)
+            if y.requires_grad:
+                y.sin().sum().backward()
+        except Exception as error:
+            return Failed(type(error).__name__, str(error))
+        return Found(y.detach(), x.grad, [_gradients(layer, world.rank) for layer in network])
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [one.sequential(number) for number, one in enumerate(self.layers)]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a parameter: the box that this worker has of it, if any, and the gradient of its block."""
+
+    extents: tuple[int, ...] = ()
+    box: tuple[tuple[int, int], ...] | None = None
+    block: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a worker has after a call: y, the gradient of x, and for each layer those of its parameters."""
+
+    y: torch.Tensor
+    dx: torch.Tensor | None
+    gradients: list[list[Gradient]]
+
+
+def _gradients(layer: torch.nn.Module, rank: int) -> list[Gradient]:
+    own = dict(layer.named_parameters())
+    return [
+        Gradient(layout.extents, layout[rank], own[name].grad) if name in own and rank in layout else Gradient()
+        for name, layout in getattr(layer, "parameter_layouts", {}).items()
+    ]
+
+
+def call_input(call: Call) -> torch.Tensor:
+    return torch.randn(call.blocks.extents, generator=torch.Generator().manual_seed(call.seed), dtype=torch.float64)
+
+
+def boxes(shape: Sequence[int], blocks: Sequence[torch.Tensor]) -> list[tuple[tuple[int, int], ...]] | None:
+    """The boxes of the blocks of a tensor, one for each place of a grid; None if they form no grid."""
+    sizes: dict[tuple[int, int], int] = {}
+    dims = blocks[0].dim()
+    if any(one.dim() != dims for one in blocks) or dims < len(shape):
+        return None
+    places = list(product(*map(range, (*shape, *[1] * (dims - len(shape))))))
+    for place, block in zip(places, blocks, strict=True):
+        for dim, index in enumerate(place):
+            if sizes.setdefault((dim, index), block.shape[dim]) != block.shape[dim]:
+                return None
+    return [
+        tuple(
+            (sum(sizes[d, i] for i in range(at)), sum(sizes[d, i] for i in range(at + 1))) for d, at in enumerate(place)
+        )
+        for place in places
+    ]
+
+
+def given_to(call: Call) -> list[Any]:
+    """What the workers of the first P_x pass, in the order of their ranks."""
+    whole, sizes = call_input(call), call.blocks.sizes
+    found: list[Any] = []
+    for worker, at in zip(call.blocks.workers, product(*map(range, call.blocks.grid)), strict=True):
+        starts = [sum(one[:i]) for one, i in zip(sizes, at, strict=True)]
+        block = whole[tuple(slice(a, a + one[i]) for a, one, i in zip(starts, sizes, at, strict=True))]
+        found.append(damaged(block, call.fault) if call.fault is not None and call.fault.worker == worker else block)
+    return found
+
+
+def sequential(call: Call, modules: Sequence[torch.nn.Module]) -> Any:
+    """The whole input with its gradient, its boxes, and y; the failure; or None if there is no such call."""
+    given = given_to(call)
+    if not all(isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta for one in given):
+        return None
+    where = boxes(call.blocks.grid, given)
+    full = {one.dtype for one in given if one.numel()}
+    if where is None or len(full) > 1 or (call.fault is not None and call.fault.kind == "grad mode"):
+        return None
+    tiles = [one.to(next(iter(full), one.dtype)) for one in given]
+    x = assembled(list(zip(where, tiles, strict=True)), [stop for _, stop in where[-1]])
+    x.requires_grad_(bool(call.wants) and x.is_floating_point())
+    for module in modules:
+        module.zero_grad()
+    try:
+        with torch.set_grad_enabled(call.grad):
+            y = x
+            for module in modules:
+                y = module(y)
+        if y.requires_grad:
+            y.sin().sum().backward()
+    except Exception as error:
+        return Failed(type(error).__name__, str(error))
+    return x, where, y.detach()
+
+
+def assert_call(
+    chain: Chain, call: Call, found: Sequence[Any], expected: Any, modules: Sequence[torch.nn.Module]
+) -> None:
+    """Compare a call with the sequential one: y, the gradient of x, and those of all parameters."""
+    x, given, y = expected
+    last = chain.layers[-1].P_y
+    if chain.layers[-1].is_loss:  # which one worker has
+        values = torch.stack([one.y for one in found])
+        assert_close(values.sum(), y, "the loss", 1e-9)
+        assert values.count_nonzero() <= 1, f"the loss is {values.tolist()}"
+    else:
+        _assert_tiled(last, found, y)
+    _assert_gradients(call, found, given, x, modules)
+
+
+def _assert_tiled(last: Grid, found: Sequence[Any], y: torch.Tensor) -> None:
+    tiles = [found[worker].y for worker in last.workers]
+    where = boxes(last.shape, tiles)
+    assert where is not None, f"the blocks of y form no grid: {[tuple(one.shape) for one in tiles]}"
+    whole = assembled(list(zip(where, tiles, strict=True)), [stop for _, stop in where[-1]])
+    assert_close(whole, y, "y", 1e-9)
+    assert all(not one.y.numel() for w, one in enumerate(found) if w not in last.workers), "y of a worker outside P_y"
+
+
+def _assert_gradients(
+    call: Call, found: Sequence[Any], given: Sequence[Any], x: torch.Tensor, modules: Sequence[torch.nn.Module]
+) -> None:
+    for worker, box in zip(call.blocks.workers, given, strict=True):
+        if worker in call.wants and x.grad is not None:
+            assert found[worker].dx is not None, f"worker {worker} has no gradient of x"
+            assert_close(found[worker].dx, _cut(x.grad, box), f"the gradient of x on worker {worker}", 1e-9)
+    for worker, one in enumerate(found):
+        for number, (module, gradients) in enumerate(zip(modules, one.gradients, strict=True)):
+            if not gradients:
+                continue
+            for (name, theirs), ours in zip(module.named_parameters(), gradients, strict=True):
+                if ours.box is not None and theirs.grad is not None:
+                    what = f"the gradient of {name} of layer {number} on worker {worker}"
+                    assert ours.block is not None, f"{what} is None"
+                    assert_close(ours.block, _cut(theirs.grad.reshape(ours.extents), ours.box), what, 1e-9)
+
+
+def _cut(whole: torch.Tensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return whole[tuple(slice(*one) for one in box)]

@@ -1,0 +1,85 @@
+"""What fuzzing has found, and has been mended since."""
+
+import pytest
+import torch
+from chains import Chain
+from judging import judge, judge_chain
+from partitions import Blocks
+from programs import Input, Program, Ref, Step
+from team import Team, quietly
+
+import distdl
+from distdl.globals.context import Context
+from distdl.nn import DistributedFeatureConv1d
+from distdl.nn.utils import clip_grad_value_
+
+FOUND = {
+    "a second derivative of logsumexp waits for workers whose blocks are empty": Program(
+        (Input((3, 1, 2), 70, "normal", True, False, Blocks((2, 1, 3, 0), ((1, 2), (0, 1), (2,)))),),
+        (Step("torch.logsumexp", (Ref(0), (0,)), (("keepdim", True),)),),
+        (1,),
+        (0,),
+    ),
+    "a worker outside has no second derivative of cumprod": Program(
+        (Input((2, 4), 40, "normal", True, False, Blocks((0, 2, 3), ((1, 1, 0), (4,)))),),
+        (Step("torch.cumprod", (Ref(0), -2)),),
+        (0, 1),
+        (0,),
+    ),
+    "a second derivative of logcumsumexp waits for workers that hold nothing": Program(
+        (Input((6,), 66, "normal", True, False, Blocks((3, 0), ((3, 3),))),),
+        (Step("torch.logcumsumexp", (Ref(0), 0)), Step("torch.mul", (Ref(1), -1.25))),
+        (1, 2),
+        (0,),
+    ),
+    "what should be a view does not see what is written into its tensor": Program(
+        (Input((4, 7), 41, "normal", False, True, Blocks((1, 0), ((1, 3), (7,)))),),
+        (Step("Tensor.reshape", (Ref(0), (14, 1, -1))), Step("Tensor.add_", (Ref(0), 2)), Step("torch.exp", (Ref(1),))),
+        (1, 2),
+    ),
+}
+REFUSED = {"what should be a view does not see what is written into its tensor"}
+
+
+@pytest.fixture(scope="module")
+def team():
+    made = Team()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_fuzzing_has_found(team, what):
+    case = FOUND[what]
+    judged = judge_chain if isinstance(case, Chain) else judge
+    assert quietly(lambda: judged(case, team)) == ("refused" if what in REFUSED else "equal")
+
+
+def test_what_one_worker_has_forgotten_is_made_alike():
+    """The name of a function is in the tags of its messages; it was that of the first function that moved so."""
+
+    def work():
+        P = distdl.world().reshape(2, 2)
+        x = distdl.distribute_tensor(torch.arange(20.0).reshape(4, 5), P)
+        context = Context.of(P.comm)
+        total, double = x.sum(0), distdl.local_map(torch.Tensor.double)
+        y = double(x) * total
+        if P.rank == 1:
+            context._kept.clear()
+        assert torch.equal((double(x) - x.mean(0)).full_tensor(), (x - x.sum(0) / 4).full_tensor().double())
+        return y.sum().item()
+
+    assert len(set(distdl.run_workers(work))) == 1
+
+
+def test_a_worker_without_gradients_clips_none():
+    def work():
+        P = distdl.world()
+        layer = DistributedFeatureConv1d(P[:1].reshape(1, 1, 1), 1, 1, 3)
+        x = torch.ones(1, 1, 8) if P.rank == 0 else torch.zeros(1, 0)
+        if P.rank == 0:
+            (layer(x).sum() * 100).backward()
+        clip_grad_value_(layer, 0.5)
+        return P.rank or layer.weight.grad.abs().max().item()
+
+    assert distdl.run_workers(work) == [0.5, 1, 2, 3]
