@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.workers.worlds import world
 
 
@@ -24,6 +25,7 @@ class GradScaler(torch.amp.GradScaler):
     Source: Micikevicius et al., Mixed precision training, arXiv:1710.03740.
     """
 
+    @checks_arguments
     def __init__(self, device: str = "cuda", *args: Any, P: Partition | None = None, **kwargs: Any) -> None:
         super().__init__(device, *args, **kwargs)
         self._P = P

@@ -23,6 +23,7 @@ from distdl.geometry.boxes import balanced
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
+from distdl.partition.arguments import checks_arguments
 
 __all__ = ["BlockDataset", "Blocks", "DataLoader", "collate"]
 
@@ -49,6 +50,7 @@ class BlockDataset(data.Dataset[Any]):
         ValueError if files differ in shape.
     """
 
+    @checks_arguments
     def __init__(self, source: Any, P: Partition) -> None:
         self.P: Partition | None = P  # (not in worker processes, where there are no other workers)
         self.me, self.workers = P.comm.rank, P.workers
@@ -126,6 +128,7 @@ class collate:
     call their ``as_global(P)``, or use :class:`DataLoader`, which does.
     """
 
+    @checks_arguments
     def __init__(self, P: Partition) -> None:
         self.P: Partition | None = P
 
@@ -149,6 +152,7 @@ class DataLoader(data.DataLoader[Any]):
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
     """
 
+    @checks_arguments
     def __init__(self, dataset: BlockDataset, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
         if not isinstance(dataset, BlockDataset) or dataset.P is None:
             raise ValueError(f"distdl.data.DataLoader needs a BlockDataset; got {type(dataset).__name__}")

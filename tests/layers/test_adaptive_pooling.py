@@ -203,7 +203,7 @@ def test_a_worker_outside_gets_what_it_gave():
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda P: DistributedAdaptiveAvgPool2d(P.reshape(1, 1, 2), 1), "batch x channels x 2 dims of space"),
-    (lambda P: DistributedAdaptiveAvgPool1d(P.reshape(1, 1, 2), 0), "output_size to be one whole number at least 1"),
+    (lambda P: DistributedAdaptiveAvgPool1d(P.reshape(1, 1, 2), 0), "output_size to be one whole number from 1"),
     (lambda P: DistributedAdaptiveMaxPool2d(P.reshape(1, 1, 1, 2), (2,)), "or 2 of them or None; got (2,)"),
     (lambda P: DistributedAdaptiveMaxPool1d(P.reshape(1, 1, 2), None), "got None"),
     (lambda P: DistributedAdaptiveMaxPool1d(P.reshape(1, 1, 2), 2.0), "got 2.0"),

@@ -60,8 +60,13 @@ def register(
             results in their order. None: ``run_workers`` starts processes, and each calls ``opener``.
         command: ``command(workers, [script, *arguments])`` returns the command line by which ``distdl run`` launches a
             job. None: torchrun's; or, where there is ``start``, the workers that it starts execute the script.
-    Raises: ValueError if the name is one of distdl's own.
+    Raises: ValueError if the name is one of distdl's own; TypeError for what is no name or no function.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a back-end needs a name, a string; got {name!r}")
+    for role, function in (("opener", opener), ("check", check), ("start", start), ("command", command)):
+        if not callable(function) and (function is not None or role == "opener"):
+            raise TypeError(f"the back-end {name!r} needs {role} to be a function; got {function!r}")
     if name in _OWN and not opener.__module__.startswith("distdl.backends."):
         raise ValueError(f"{name!r} is a back-end of distdl's own ({', '.join(BACKENDS)}); register another name")
     _registered[name] = Backend(opener, check, start, command)
@@ -72,6 +77,8 @@ def find(name: str) -> Backend:
 
     Raises: ValueError, which lists the registered names, if this is none of them.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a back-end is found by its name, a string; got {name!r}")
     if name not in _registered:
         _import(_OWN.get(name, name))
     if name not in _registered:

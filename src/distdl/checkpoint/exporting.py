@@ -148,6 +148,8 @@ class States:
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"a state_dict is needed; got a {type(state).__name__}")
         self.tensors: dict[str, torch.Tensor] = {}
         extra = {}
         for name, value in state.items():

@@ -20,6 +20,7 @@ from distdl.checkpoint.index import Index
 from distdl.checkpoint.records import communicator_of
 from distdl.checkpoint.together import together
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.transport.communicator import Communicator
 from distdl.workers.worlds import world
 
@@ -94,6 +95,7 @@ def save(
     saving.run(copy, wait)
 
 
+@checks_arguments
 def finish_saving(comm: Communicator | Partition | None = None) -> None:
     """Wait until a checkpoint that was saved with ``wait=False`` is complete. Collective.
 

@@ -11,6 +11,8 @@ Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 Shape = tuple[int, ...]
 
+MOST = 2**31 - 1  # cells that a dim, a kernel or a padding may have: what torch's operators count
+
 
 def balanced(extent: int, parts: int) -> tuple[Interval, ...]:
     """Split ``range(extent)`` into ``parts`` runs whose lengths differ by at most one, the longer ones first.

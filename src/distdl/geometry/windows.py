@@ -12,7 +12,7 @@ from itertools import pairwise
 from operator import index
 from typing import Any, Self
 
-from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import MOST, Interval, Shape, balanced
 
 Intervals = Sequence[Interval]
 
@@ -154,10 +154,9 @@ def sizes(name: str, space: int, option: str, value: Any) -> Shape:
     """
     least = 0 if "padding" in option else 1
     numbers = _whole_numbers(value, space)
-    if len(numbers) != space or min(numbers) < least:
-        raise ValueError(
-            f"{name} needs {option} to be one whole number, or {space} of them, at least {least}; got {value!r}"
-        )
+    if len(numbers) != space or min(numbers) < least or max(numbers) > MOST:
+        limit = f"at most {MOST}" if max(numbers, default=0) > MOST else f"at least {least}"
+        raise ValueError(f"{name} needs {option} to be one whole number, or {space} of them, {limit}; got {value!r}")
     return numbers
 
 

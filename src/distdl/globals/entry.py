@@ -185,6 +185,8 @@ def _begin(context: Context, what: str) -> None:
 
 
 def _check_worker(context: Context, worker: int) -> None:
+    if not hasattr(worker, "__index__"):
+        raise TypeError(f"a worker's number is needed, a whole number; got {worker!r}")
     if not 0 <= worker < len(context.everyone):
         raise ValueError(f"a worker from 0 to {len(context.everyone) - 1} is needed; got {worker}")
 

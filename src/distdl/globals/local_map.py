@@ -15,12 +15,14 @@ from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
 Out = Any
 
 
+@checks_arguments
 def local_map(function: Callable[..., Any], out: Out = "same") -> Callable[..., Any]:
     """The function of global tensors that applies a function to each worker's blocks. Differentiable.
 
@@ -34,9 +36,16 @@ def local_map(function: Callable[..., Any], out: Out = "same") -> Callable[..., 
         out: where the results lie. ``"same"``: as the first global argument does. A layout. A partition: the blocks
             tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts. Or a
             function from the layouts of the global arguments to one of these; for several results, a tuple of them.
-    Raises: ValueError if a block has another shape than its layout says: the same on every worker in the first call
-        with given layouts.
+    Raises: TypeError for another ``out``; ValueError if a block has another shape than its layout says: the same on
+        every worker in the first call with given layouts.
     """
+    for place in out if isinstance(out, (tuple, list)) else (out,):
+        known = place == "same" if isinstance(place, str) else isinstance(place, (Layout, Partition))
+        if not known and not callable(place):
+            raise TypeError(
+                f"local_map needs out to be 'same', a layout, a partition, a function of layouts, or a tuple of these; "
+                f"got {out!r}"
+            )
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.primitive import Movement
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_axes
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
@@ -33,6 +34,7 @@ class AllGather(Layer):
     P_x = Option[Partition]()
     axes = Option[tuple[int, ...]]()
 
+    @checks_arguments
     def __init__(self, P_x: Partition, axes: int | Sequence[int]) -> None:
         gathered = check_axes(axes, P_x.workers.ndim, "AllGather")
 

@@ -7,6 +7,7 @@ from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.primitive import Movement
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_axes
 from distdl.plan import Plan
 from distdl.plan.planners import all_sum
@@ -33,6 +34,7 @@ class AllSumReduce(Layer):
     P_x = Option[Partition]()
     axes = Option[tuple[int, ...]]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

@@ -16,11 +16,13 @@ from torch.nn.modules import batchnorm, conv, instancenorm, loss, padding, pooli
 from distdl.nn.module import Module
 from distdl.nn.placement import parameter_layouts
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.workers import name_layers
 
 Dims = Callable[[Any, int], Iterable[int]]  # the dims in which a module mixes cells, of a tensor of so many dims
 
 
+@checks_arguments
 def check(network: nn.Module, allowed: Collection[str] = ()) -> None:
     """Check that no torch module of a network treats blocks as whole tensors.
 

@@ -8,17 +8,18 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Headers
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.layer import Application, Layer
 from distdl.nn.module import Option
 from distdl.nn.uniform import next_key
 from distdl.ops.dropout import Dropout
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import outside
 from distdl.tensors.repeats import CallCount
 
 
-def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
+@checks_arguments
+def _build(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
     kind = type(self).__name__
     op = Dropout(float(p), self.leading)
     op.check(kind)
@@ -38,7 +39,7 @@ def _build(self: Any, P_x: Partition, p: float, inplace: bool) -> None:
     self._marks = (seed // 2**32, seed % 2**32, number, place)  # a header's integers have a sign
 
 
-@takes_partitions
+@checks_arguments
 def _build_of_channels(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
     if P_x.workers.ndim != self.space + 2:
         raise ValueError(f"{type(self).__name__} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from distdl.agreement import Headers
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.layer import Application, Layer
 from distdl.nn.module import Option
 from distdl.nn.parametrised import check_unfit, trained, unfit
@@ -15,6 +14,7 @@ from distdl.nn.placement import keep_sequential_keys, normal_parameter
 from distdl.ops import Op
 from distdl.ops.embedding import Embedding
 from distdl.partition import Layout, Partition, dims
+from distdl.partition.arguments import checks_arguments
 from distdl.tensors.memory import kind_without_memory
 
 
@@ -54,7 +54,7 @@ class DistributedEmbedding(Layer):
     scale_grad_by_freq = Option[bool]()
     sparse = Option[bool]()
 
-    @takes_partitions
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

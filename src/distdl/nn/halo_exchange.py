@@ -10,6 +10,7 @@ from distdl.nn.layer import Layer
 from distdl.nn.module import Option, check_buffer_manager
 from distdl.nn.primitive import Movement
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import IntArray
 from distdl.plan import Plan
 from distdl.plan.planners import padded_halo
@@ -43,6 +44,7 @@ class HaloExchange(Layer):
 
     P_x = Option[Partition]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
@@ -64,8 +66,8 @@ class HaloExchange(Layer):
         super().__init__(movement.name("HaloExchange"), movement.everyone, movement, (), (P_x,))
         self.P_x = P_x
         given = (halo_shape, recv_buffer_shape, send_buffer_shape)
-        sizes = [np.zeros((0, 2), dtype=int) if size is None else np.asarray(size, dtype=int) for size in given]
-        fits = all(size.shape == (dim, 2) for size in sizes)
+        sizes = [np.zeros((0, 2), dtype=int) if size is None else np.asarray(size) for size in given]
+        fits = all(size.shape == (dim, 2) and np.issubdtype(size.dtype, np.integer) for size in sizes)
         # a wrong shape on one worker must be an error on all, so it is reported with the header, as -1
         self._sizes = tuple(int(n) for size in sizes for n in size.flat) if fits else (-1,) * (6 * dim)
 

@@ -18,10 +18,12 @@ from torch.nn.init import calculate_gain
 
 from distdl.nn.placement import normal, random_block
 from distdl.nn.uniform import Value
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 
 
+@checks_arguments
 def constant_(parameter: torch.Tensor, layout: Layout, value: float) -> torch.Tensor:
     """Set all elements to one value."""
     _check(parameter, layout)
@@ -29,16 +31,19 @@ def constant_(parameter: torch.Tensor, layout: Layout, value: float) -> torch.Te
         return parameter.fill_(value)
 
 
+@checks_arguments
 def uniform_(parameter: torch.Tensor, layout: Layout, a: float = 0.0, b: float = 1.0) -> torch.Tensor:
     """Uniform numbers from a to b."""
     return _set(parameter, layout, lambda u: a + (b - a) * u)
 
 
+@checks_arguments
 def normal_(parameter: torch.Tensor, layout: Layout, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
     """Normal numbers."""
     return _set(parameter, layout, lambda u: mean + std * normal(u))
 
 
+@checks_arguments
 def trunc_normal_(
     parameter: torch.Tensor, layout: Layout, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> torch.Tensor:
@@ -47,17 +52,20 @@ def trunc_normal_(
     return _set(parameter, layout, lambda u: (mean + std * normal(low + (high - low) * u)).clamp(a, b))
 
 
+@checks_arguments
 def xavier_uniform_(parameter: torch.Tensor, layout: Layout, gain: float = 1.0) -> torch.Tensor:
     """Uniform numbers of standard deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
     bound = gain * sqrt(6 / sum(fans(layout)))
     return uniform_(parameter, layout, -bound, bound)
 
 
+@checks_arguments
 def xavier_normal_(parameter: torch.Tensor, layout: Layout, gain: float = 1.0) -> torch.Tensor:
     """Normal numbers of standard deviation ``gain * sqrt(2 / (fan_in + fan_out))``."""
     return normal_(parameter, layout, 0.0, gain * sqrt(2 / sum(fans(layout))))
 
 
+@checks_arguments
 def kaiming_uniform_(
     parameter: torch.Tensor, layout: Layout, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
 ) -> torch.Tensor:
@@ -66,6 +74,7 @@ def kaiming_uniform_(
     return uniform_(parameter, layout, -bound, bound)
 
 
+@checks_arguments
 def kaiming_normal_(
     parameter: torch.Tensor, layout: Layout, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu"
 ) -> torch.Tensor:
@@ -73,6 +82,7 @@ def kaiming_normal_(
     return normal_(parameter, layout, 0.0, _kaiming(layout, a, mode, nonlinearity))
 
 
+@checks_arguments
 def fans(layout: Layout) -> tuple[int, int]:
     """fan_in and fan_out of the whole parameter: the number of inputs of an output, and of outputs of an input.
 

@@ -11,6 +11,7 @@ import torch
 from distdl.geometry.boxes import Box, Shape, shape
 from distdl.nn.module import Module, Option
 from distdl.ops.resampling import Mode, Resampler
+from distdl.partition.arguments import checks_arguments
 
 
 class Interpolate(Module):
@@ -44,6 +45,7 @@ class Interpolate(Module):
     mode = Option[str]()
     align_corners = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self,
         x_start: Sequence[int],

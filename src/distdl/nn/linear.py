@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from distdl.agreement import Headers
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.layer import Layer, given
 from distdl.nn.module import Option
 from distdl.nn.placement import keep_sequential_keys
@@ -16,6 +15,7 @@ from distdl.nn.weights import Parameters, stored_on, weights_on
 from distdl.ops import Op
 from distdl.ops.linear import Linear
 from distdl.partition import Layout, Partition, Signature, dims
+from distdl.partition.arguments import checks_arguments
 
 
 class Blocks(torch.nn.Module):
@@ -66,7 +66,7 @@ class DistributedLinear(Layer):
     in_features = Option[int]()
     out_features = Option[int]()
 
-    @takes_partitions
+    @checks_arguments
     def __init__(
         self, P_x: Partition, P_y: Partition, P_w: Partition, in_features: int, out_features: int, bias: bool = True
     ) -> None:

@@ -7,11 +7,12 @@ from operator import index
 from typing import Any
 
 from distdl.geometry.borders import PADDING_MODES, Border
-from distdl.geometry.boxes import Shape
+from distdl.geometry.boxes import MOST, Shape
 from distdl.nn.layer import Application, Layer
 from distdl.nn.module import Option
 from distdl.ops.padding import Padding
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 
 class DistributedPad(Layer):
@@ -40,6 +41,7 @@ class DistributedPad(Layer):
     mode = Option[str]()
     value = Option[float]()
 
+    @checks_arguments
     def __init__(self, P_x: Partition, padding: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         pairs, axes = _pairs(padding, P_x.workers.ndim), P_x.workers.ndim
         if mode not in PADDING_MODES:
@@ -60,7 +62,7 @@ def _pairs(padding: Any, axes: int) -> list[tuple[int, int]]:
         numbers = [index(number) for number in padding]
     except TypeError:
         numbers = [0]
-    if len(numbers) % 2 or not 2 <= len(numbers) <= 2 * axes:
+    if len(numbers) % 2 or not 2 <= len(numbers) <= 2 * axes or max(map(abs, numbers)) > MOST:
         raise ValueError(
             f"DistributedPad needs two whole numbers for each padded dim, the last dim first, of at most {axes} dims; "
             f"got {padding!r}"

@@ -27,6 +27,7 @@ import torch
 from torch.nn.utils import parametrizations, parametrize
 
 from distdl.geometry.boxes import shape
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 
@@ -161,6 +162,7 @@ def _refusal(layer: str, name: str, kind: int, layout: Layout) -> str:
     )
 
 
+@checks_arguments
 def spectral_norm(
     module: torch.nn.Module,
     name: str = "weight",
@@ -178,11 +180,14 @@ def spectral_norm(
     Returns: the layer.
     Raises: ValueError, on every worker, if the parameter is split.
     """
+    if n_power_iterations < 1:
+        raise ValueError(f"spectral_norm needs n_power_iterations to be at least 1; got {n_power_iterations}")
     rows: int = getattr(module, "output_dim", 0) if dim is None else dim
     norm = partial(parametrizations.spectral_norm, n_power_iterations=n_power_iterations, eps=eps, dim=rows)
     return _parametrise(module, name, "spectral_norm", rows, norm)
 
 
+@checks_arguments
 def weight_norm(module: torch.nn.Module, name: str = "weight", dim: int | None = 0) -> torch.nn.Module:
     """``torch.nn.utils.parametrizations.weight_norm``, for a parameter that is not split, or only in ``dim``.
 
@@ -197,6 +202,7 @@ def weight_norm(module: torch.nn.Module, name: str = "weight", dim: int | None =
     return _parametrise(module, name, "weight_norm", _WHOLE if dim is None else dim, norm)
 
 
+@checks_arguments
 def orthogonal(
     module: torch.nn.Module,
     name: str = "weight",
@@ -213,6 +219,10 @@ def orthogonal(
     Returns: the layer.
     Raises: ValueError, on every worker, if the parameter is split in one of its last two dims.
     """
+    if orthogonal_map not in (None, "matrix_exp", "cayley", "householder"):
+        raise ValueError(
+            f"orthogonal needs orthogonal_map to be None, matrix_exp, cayley or householder; got {orthogonal_map!r}"
+        )
     norm = partial(parametrizations.orthogonal, orthogonal_map=orthogonal_map, use_trivialization=use_trivialization)
     return _parametrise(module, name, "orthogonal", 0, norm)
 

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 
 from distdl.nn.uniform import Value, next_key, uniform_block
+from distdl.partition.arguments import checks_arguments
+from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
+
+_ADDRESSABLE = 2**44  # elements of 8 bytes in the 47 bits of a process's addresses
 
 
 def random_block(layout: Layout, value: Value, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -29,6 +33,7 @@ def random_block(layout: Layout, value: Value, dtype: torch.dtype | None = None)
         dtype: dtype of the block; by default torch's default dtype.
     """
     comm = layout.partition.comm
+    check_storable(layout)
     key = next_key(comm, "parameter")
     dtype = torch.get_default_dtype() if dtype is None else dtype
     if comm.rank not in layout.partition:
@@ -36,6 +41,20 @@ def random_block(layout: Layout, value: Value, dtype: torch.dtype | None = None)
     return uniform_block(key, layout[comm.rank], layout.extents, value, dtype)
 
 
+def check_storable(layout: Layout) -> None:
+    """Check that each worker can store its block of a parameter, as far as addresses go.
+
+    Raises: ValueError, on every worker.
+    """
+    largest = prod(max(stop - start for start, stop in ruler.intervals) for ruler in layout.rulers)
+    if largest > _ADDRESSABLE:
+        raise ValueError(
+            f"a parameter needs blocks of at most {_ADDRESSABLE} elements; one of shape {dims(layout.extents)} has a "
+            f"block of {largest} over {layout.partition}"
+        )
+
+
+@checks_arguments
 def uniform_parameter(layout: Layout, bound: float) -> torch.nn.Parameter:
     """A parameter that is uniform in ``[-bound, bound)``: see :func:`random_block`."""
     return torch.nn.Parameter(random_block(layout, lambda u: (2 * u - 1) * bound))
@@ -52,6 +71,7 @@ def normal(u: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
+@checks_arguments
 def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
     """The name and the layout of every parameter of a network that is split over workers.
 
@@ -65,6 +85,7 @@ def parameter_layouts(network: torch.nn.Module) -> dict[str, Layout]:
     }
 
 
+@checks_arguments
 def sequential_layouts(network: torch.nn.Module) -> dict[str, Layout]:
     """The same, in the shapes of the sequential network, with names that ``get_parameter`` finds on every worker.
 

@@ -1,6 +1,7 @@
 """ReduceScatter: the sum of the tensors of a group, each worker keeping its block."""
 
 from collections.abc import Mapping, Sequence
+from operator import index
 
 from distdl.agreement.header import Headers
 from distdl.geometry.boxes import balanced, runs
@@ -8,6 +9,7 @@ from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.primitive import Movement
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_axes
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
@@ -38,11 +40,17 @@ class ReduceScatter(Layer):
     axes = Option[tuple[int, ...]]()
     sizes = Option[dict[int, tuple[int, ...]]]()
 
+    @checks_arguments
     def __init__(
         self, P_x: Partition, axes: int | Sequence[int], sizes: Mapping[int, Sequence[int]] | None = None
     ) -> None:
         scattered = check_axes(axes, P_x.workers.ndim, "ReduceScatter")
-        given = {int(axis): tuple(int(n) for n in extents) for axis, extents in (sizes or {}).items()}
+        try:
+            given = {index(axis): tuple(map(index, extents)) for axis, extents in dict(sizes or {}).items()}
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"ReduceScatter needs sizes to be a dict from axes to the sizes of the blocks; got {sizes!r}"
+            ) from None
         for axis, extents in given.items():
             if axis not in scattered or len(extents) != P_x.workers.shape[axis] or min(extents) < 0:
                 raise ValueError(

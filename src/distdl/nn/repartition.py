@@ -11,6 +11,7 @@ from distdl.nn.module import Option, check_buffer_manager
 from distdl.nn.primitive import Movement
 from distdl.ops import Setup
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.plan import Move, Plan
@@ -41,6 +42,7 @@ class Repartition(Layer):
     P_y = Option[Partition]()
     preserve_batch = Option[bool]()
 
+    @checks_arguments
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, buffer_manager: Any = None) -> None:
         if P_x.workers.ndim != P_y.workers.ndim:
             raise ValueError(

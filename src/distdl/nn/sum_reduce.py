@@ -5,6 +5,7 @@ from distdl.nn.layer import Layer
 from distdl.nn.module import Option
 from distdl.nn.primitive import Movement
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_spread, first_of_each
 from distdl.partition.layout import Lookup
 from distdl.plan import Plan
@@ -36,6 +37,7 @@ class SumReduce(Layer):
     P_y = Option[Partition]()
     preserve_batch = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

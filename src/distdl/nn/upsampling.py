@@ -11,6 +11,7 @@ from distdl.nn.module import Option, check_buffer_manager
 from distdl.ops.interpolation import Interpolation
 from distdl.ops.resampling import Mode
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 
 class DistributedUpsample(Layer):
@@ -43,6 +44,7 @@ class DistributedUpsample(Layer):
     mode = Option[str]()
     align_corners = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

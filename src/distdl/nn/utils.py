@@ -22,6 +22,7 @@ from torch.nn.utils import get_total_norm as local_norm
 from distdl.nn.parametrised import orthogonal, spectral_norm, weight_norm
 from distdl.nn.placement import parameter_layouts
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.workers.worlds import world
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "orthogonal", "spectral_norm", "weight_norm"]
@@ -30,10 +31,11 @@ Tensors = torch.Tensor | Iterable[torch.Tensor]
 _SAME = 1e-4  # relative difference that norms of copies may have: sums may be rounded in another order
 
 
+@checks_arguments
 def clip_grad_norm_(
     network: torch.nn.Module | Tensors,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
@@ -57,14 +59,18 @@ def clip_grad_norm_(
     return total
 
 
+@checks_arguments
 def clip_grad_value_(network: torch.nn.Module | Tensors, clip_value: float, foreach: bool | None = None) -> None:
     """Clip the gradients to between ``-clip_value`` and ``clip_value``. No messages are sent."""
-    clip_locally(_tensors(network), clip_value, foreach)
+    parameters = [parameter for parameter in _tensors(network) if parameter.grad is not None]
+    if parameters:  # (torch raises where there are none, as on a worker that stores no weight)
+        clip_locally(parameters, clip_value, foreach)
 
 
+@checks_arguments
 def get_total_norm(
     network: torch.nn.Module | Tensors,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,

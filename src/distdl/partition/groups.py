@@ -6,8 +6,9 @@ its cost does not depend on how many workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,12 @@ def line_of(workers: IntArray, axes: Sequence[int], index: Sequence[int]) -> Int
 def check_axes(axes: int | Sequence[int], dim: int, what: str) -> tuple[int, ...]:
     """Partition axes as a sorted tuple of numbers from 0 to ``dim - 1``; negative ones count from the end.
 
-    Raises: ValueError for an axis that does not exist or is named twice.
+    Raises: ValueError for an axis that does not exist or is named twice; TypeError for what is no whole number.
     """
-    listed = [int(axis) for axis in np.atleast_1d(np.asarray(axes, dtype=int))]
+    try:
+        listed = [index(axis) for axis in (axes if isinstance(axes, Iterable) else [axes])]
+    except TypeError:
+        raise TypeError(f"{what} needs axes as whole numbers; got {axes!r}") from None
     if any(not -dim <= axis < dim for axis in listed):
         raise ValueError(f"{what} needs axes of a partition that has {dim} of them, 0 to {dim - 1}; got {listed}")
     positive = sorted(axis % dim for axis in listed)

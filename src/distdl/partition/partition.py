@@ -47,6 +47,7 @@ class Partition:
     workers: IntArray
 
     def __init__(self, comm: Communicator, workers: ArrayLike | None = None) -> None:
+        _check_communicator(comm)
         self._settle(comm, np.arange(comm.size) if workers is None else np.asarray(workers, dtype=np.int64).reshape(-1))
         self._is_root = workers is None
 
@@ -306,6 +307,7 @@ class CartesianPartition(Partition):
     cartesian: ClassVar[bool] = True
 
     def __init__(self, comm: Communicator, workers: ArrayLike) -> None:
+        _check_communicator(comm)
         self._settle(comm, np.asarray(workers, dtype=np.int64))
 
     @property
@@ -355,3 +357,10 @@ class CartesianPartition(Partition):
         here = self.index_of(self.comm.rank) if self._place is not None else (0,) * len(keep)
         grid = self.workers[tuple(slice(None) if mark else i for mark, i in zip(keep, here, strict=True))]
         return self._like(np.asarray(grid), cartesian=True)
+
+
+def _check_communicator(comm: Any) -> None:
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"a partition needs the communicator of a world, such as distdl.world().comm; got a {type(comm).__name__}"
+        )

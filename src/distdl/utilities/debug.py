@@ -13,6 +13,8 @@ def print_sequential(comm: Any, val: Any) -> None:
     """
     if isinstance(comm, Partition):
         return comm.print_sequential(val)
+    if not hasattr(comm, "gather"):
+        raise TypeError(f"print_sequential needs a partition or an mpi4py communicator; got a {type(comm).__name__}")
     texts = comm.gather(str(val), root=0)
     if comm.Get_rank() == 0:
         print("\n".join(texts), flush=True)

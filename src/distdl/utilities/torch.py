@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from distdl.partition.arguments import checks_arguments
+
 
 class TensorStructure:
     """What one has to know of a tensor to make one like it.
@@ -16,6 +18,7 @@ class TensorStructure:
         shape, dtype, requires_grad: of the tensor; None without one.
     """
 
+    @checks_arguments
     def __init__(self, tensor: torch.Tensor | None = None) -> None:
         self.shape: Any = None
         self.dtype: torch.dtype | None = None
@@ -34,6 +37,7 @@ class TensorStructure:
         return f"TensorStructure(shape={self.shape}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
 
+@checks_arguments
 def zero_volume_tensor(
     b: Any = None, dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None
 ) -> torch.Tensor:
@@ -47,6 +51,10 @@ def zero_volume_tensor(
     return torch.empty(shape, dtype=dtype, requires_grad=requires_grad, device=device)
 
 
+@checks_arguments
 def distdl_padding_to_torch_padding(pad: ArrayLike) -> tuple[int, ...]:
     """Padding of shape ``(dim, 2)``, first dim first, as the flat tuple that ``F.pad`` takes, last dim first."""
-    return tuple(int(width) for width in np.asarray(pad)[::-1].reshape(-1))
+    widths = np.asarray(pad)
+    if widths.ndim != 2 or widths.shape[1] != 2:
+        raise ValueError(f"padding needs the shape (dim, 2); got {pad!r}")
+    return tuple(int(width) for width in widths[::-1].reshape(-1))

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from distdl.backends import chosen, find
+from distdl.partition.arguments import checks_arguments
 from distdl.transport.communicator import Communicator
 from distdl.workers.processes import run_processes
 from distdl.workers.termination import catching_for_threads
@@ -16,6 +17,7 @@ from distdl.workers.worlds import inside, launched, world
 Result = TypeVar("Result")
 
 
+@checks_arguments
 def run_workers(function: Callable[[], Result], workers: int = 4, backend: str | None = None) -> list[Result]:
     """Run ``function()`` on every worker of a world and return the list of results, on every worker that asks.
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from distdl.partition.arguments import checks_arguments
 from distdl.transport.communicator import Communicator
 from distdl.transport.label import Label
 from distdl.transport.recording import Call, Recording
@@ -80,6 +81,7 @@ class Ledger:
         return "\n".join(rows)
 
 
+@checks_arguments
 @contextmanager
 def ledger(model: torch.nn.Module | None = None, comm: Communicator | None = None) -> Iterator[Ledger]:
     """Record what this worker exchanges with others inside the block; when it is not used it costs nothing.
@@ -99,6 +101,7 @@ def ledger(model: torch.nn.Module | None = None, comm: Communicator | None = Non
         comm.recorder = outer
 
 
+@checks_arguments
 def name_layers(model: torch.nn.Module) -> None:
     """Tell every layer of a model its path in it: errors, the ledger and a profile then say ``encoder.2.conv``, too.
 

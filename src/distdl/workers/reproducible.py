@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from distdl.partition.arguments import checks_arguments
 from distdl.transport.communicator import Communicator
 from distdl.workers.worlds import world
 
@@ -25,6 +26,7 @@ class reproducible:
         comm: the communicator; by default that of :func:`distdl.world`.
     """
 
+    @checks_arguments
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm or world().comm
         self._before = self._comm.ordered

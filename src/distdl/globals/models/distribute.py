@@ -20,11 +20,13 @@ from distdl.globals.paths import Entering, Leaving, running
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")
 
 
+@checks_arguments
 def distribute(
     module: torch.nn.Module, P: Partition, weights: str = "replicated", fallback: str = "warn"
 ) -> torch.nn.Module:

@@ -11,8 +11,10 @@ from distdl.globals.entry import full_tensor
 from distdl.globals.operands import taken
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
+from distdl.partition.arguments import checks_arguments
 
 
+@checks_arguments
 def optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The ``state_dict()`` of an optimiser with whole tensors: that of the sequential one. Collective.
 
@@ -28,6 +30,7 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return state
 
 
+@checks_arguments
 def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state of whole tensors: of :func:`optimizer_state_dict`, or of a sequential optimiser.
 
@@ -35,6 +38,8 @@ def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, state: dict[str,
 
     Raises: what ``optimizer.load_state_dict`` raises, for the state of other parameters.
     """
+    if not isinstance(state, dict):
+        raise TypeError(f"load_optimizer_state_dict needs the state_dict of an optimiser; got a {type(state).__name__}")
     optimizer.load_state_dict(state)
     for parameter, own in optimizer.state.items():
         for name, value in own.items():

@@ -14,6 +14,7 @@ import torch
 from distdl.globals.models.copies import Parameters
 from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 Shape = Sequence[int]
 
@@ -186,6 +187,7 @@ class Suggestions(tuple[Suggestion, ...]):
         return "\n".join(rows)
 
 
+@checks_arguments
 def summary(
     model: torch.nn.Module,
     P: Partition | Shape,
@@ -231,6 +233,7 @@ def summary(
     return Summary(worker, tuple(workers.shape), rows, Totals.of(rehearsal), alone)
 
 
+@checks_arguments
 def suggest(
     model: torch.nn.Module,
     workers: int,
@@ -249,9 +252,11 @@ def suggest(
     Returns: the grids, least memory first; where that is equal, fewest bytes first. Those that cannot be come last.
     Raises: ValueError if there is no way.
     """
+    if workers < 1:
+        raise ValueError(f"suggest needs at least 1 worker; got {workers}")
     inputs = _inputs(model, input_shape, dtype)
     extents = tuple(inputs[0].shape)
-    grids = [grid for grid in _factorisations(workers, len(extents)) if all(map(int.__le__, grid, extents))]
+    grids = list(_factorisations(workers, extents))
     if not grids:
         raise ValueError(f"suggest finds no grid of {workers} workers for an input of {_dims(extents)}")
     found = [_tried(model, grid, inputs, backward, options) for grid in grids]
@@ -291,6 +296,9 @@ def _workers(P: Partition | Shape) -> tuple[Any, int, int]:
 
 def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
     listed = [given] if isinstance(given, torch.Tensor) or all(isinstance(n, int) for n in given) else list(given)
+    for one in listed:
+        if not isinstance(one, torch.Tensor) and not all(isinstance(n, int) and n >= 0 for n in one):
+            raise ValueError(f"input_shape needs whole numbers, at least 0, or tensors; got {given!r}")
     if dtype is None:
         parameters = (one.dtype for one in model.parameters() if one.dtype.is_floating_point or one.dtype.is_complex)
         dtype = next(parameters, torch.get_default_dtype())
@@ -299,9 +307,10 @@ def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> li
     ]
 
 
-def _factorisations(n: int, axes: int) -> Iterator[tuple[int, ...]]:
-    divisors = [k for k in range(1, n + 1) if n % k == 0]
-    return (grid for grid in product(divisors, repeat=axes) if prod(grid) == n)
+def _factorisations(n: int, most: Shape) -> Iterator[tuple[int, ...]]:
+    """The grids of n workers with at most so many along each axis."""
+    divisors = [[k for k in range(1, min(n, extent) + 1) if n % k == 0] for extent in most]
+    return (grid for grid in product(*divisors) if prod(grid) == n)
 
 
 def _dims(shape: Sequence[int] | None) -> str:

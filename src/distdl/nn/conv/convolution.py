@@ -15,16 +15,16 @@ from __future__ import annotations
 from typing import Any, Required, TypedDict, Unpack
 
 from distdl.geometry.windows import Sliding
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.conv.kernels import Kernel, Sizes, build, configure, convolve
 from distdl.nn.layer import Layer
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import own_work, shared_work, stored_on, weights_on
 from distdl.ops.convolution import Convolution
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 
-@takes_partitions
+@checks_arguments
 def _feature(
     self: Any,
     P_x: Partition,
@@ -66,7 +66,7 @@ def _feature(
     _build(self, P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
 
 
-@takes_partitions
+@checks_arguments
 def _general(
     self: Any,
     P_x: Partition,
@@ -275,7 +275,7 @@ def _choose(
     return kinds[space - 1](P_x, P_y, P_w, buffer_manager=buffer_manager, **options)
 
 
-@takes_partitions
+@checks_arguments
 def DistributedConv1d(
     P_x: Partition,
     P_y: Partition | None = None,
@@ -298,7 +298,7 @@ def DistributedConv1d(
     return _choose(1, P_x, P_y, P_w, buffer_manager, options)
 
 
-@takes_partitions
+@checks_arguments
 def DistributedConv2d(
     P_x: Partition,
     P_y: Partition | None = None,
@@ -310,7 +310,7 @@ def DistributedConv2d(
     return _choose(2, P_x, P_y, P_w, buffer_manager, options)
 
 
-@takes_partitions
+@checks_arguments
 def DistributedConv3d(
     P_x: Partition,
     P_y: Partition | None = None,

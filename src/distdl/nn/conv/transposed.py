@@ -13,7 +13,6 @@ from distdl.agreement import Headers
 from distdl.geometry.boxes import balanced
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Intervals, grouped
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.conv.kernels import Kernel, Sizes, build
 from distdl.nn.layer import Layer, given
 from distdl.nn.module import check_buffer_manager
@@ -21,12 +20,13 @@ from distdl.nn.weights import Weights, own_work, shared_work, stored_on
 from distdl.ops import Op
 from distdl.ops.transposed import TransposedConvolution
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 
 _FARTHEST = 2**62  # what a header can hold
 _COMMON = 3  # integers of the header that all linear layers and convolutions have
 
 
-@takes_partitions
+@checks_arguments
 def _transposed(
     self: Any,
     P_x: Partition,

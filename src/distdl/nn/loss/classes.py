@@ -18,6 +18,7 @@ from distdl.ops import Site
 from distdl.ops.class_loss import ClassSetup, CrossEntropy, NegativeLogLikelihood
 from distdl.ops.class_places import CLASS_NUMBERS
 from distdl.partition import Layout, Partition, Signature
+from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import zeros_on
 from distdl.transport import Label
 
@@ -197,6 +198,7 @@ class DistributedNLLLoss(Layer):
     reduction = Option[str]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
@@ -239,6 +241,7 @@ class DistributedCrossEntropyLoss(Layer):
     label_smoothing = Option[float]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

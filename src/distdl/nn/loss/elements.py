@@ -36,6 +36,7 @@ from distdl.ops import Setup, Site
 from distdl.ops.loss import ElementLoss, broadcasts
 from distdl.ops.setup import same
 from distdl.partition import Layout, Partition, Signature
+from distdl.partition.arguments import checks_arguments
 from distdl.tensors.dtypes import can_be_added
 from distdl.transport import Label
 
@@ -193,6 +194,7 @@ class DistributedL1Loss(Layer):
     reduction = Option[str]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
         _build(self, P_x, "l1_loss", reduction)
 
@@ -207,6 +209,7 @@ class DistributedMSELoss(Layer):
     reduction = Option[str]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
         _build(self, P_x, "mse_loss", reduction)
 
@@ -226,6 +229,7 @@ class DistributedSmoothL1Loss(Layer):
     beta = Option[float]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
         _build(self, P_x, "smooth_l1_loss", reduction, beta=float(beta))
 
@@ -245,6 +249,7 @@ class DistributedHuberLoss(Layer):
     delta = Option[float]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
         _build(self, P_x, "huber_loss", reduction, delta=float(delta))
 
@@ -264,6 +269,7 @@ class DistributedPoissonNLLLoss(Layer):
     eps = Option[float]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(
         self, P_x: Partition, reduction: str = "mean", log_input: bool = True, full: bool = False, eps: float = 1e-8
     ) -> None:
@@ -283,6 +289,7 @@ class DistributedBCELoss(Layer):
     reduction = Option[str]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
         _build(self, P_x, "binary_cross_entropy", reduction, weight, bounded=True)
 
@@ -304,6 +311,7 @@ class DistributedBCEWithLogitsLoss(Layer):
     reduction = Option[str]()
     _valid_reductions = _REDUCTIONS
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
@@ -328,6 +336,7 @@ class DistributedKLDivLoss(Layer):
     log_target = Option[bool]()
     _valid_reductions = ("none", "mean", "sum", "batchmean")
 
+    @checks_arguments
     def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
         _build(self, P_x, "kl_div", reduction, log_target=log_target)
 

@@ -22,6 +22,7 @@ from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import BatchNorm
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 
 
 class DistributedBatchNorm(Layer):
@@ -66,6 +67,7 @@ class DistributedBatchNorm(Layer):
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

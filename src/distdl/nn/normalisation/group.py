@@ -11,6 +11,7 @@ from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import GroupNorm
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 
 
 class DistributedGroupNorm(Layer):
@@ -43,6 +44,7 @@ class DistributedGroupNorm(Layer):
     eps = Number()
     affine = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self, P_x: Partition, num_groups: int, num_channels: int, eps: float = 1e-05, affine: bool = True
     ) -> None:

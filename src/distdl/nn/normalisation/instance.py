@@ -20,6 +20,7 @@ from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import InstanceNorm
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 
 
 class DistributedInstanceNorm(Layer):
@@ -59,6 +60,7 @@ class DistributedInstanceNorm(Layer):
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
-import numpy as np
 import torch
 
 from distdl.nn.layer import Layer
@@ -14,6 +14,7 @@ from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import LayerNorm, RMSNorm
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 
 
@@ -43,6 +44,7 @@ class DistributedLayerNorm(Layer):
     eps = Number()
     elementwise_affine = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
@@ -97,6 +99,7 @@ class DistributedRMSNorm(Layer):
     eps = Number(optional=True)
     elementwise_affine = Option[bool]()
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
@@ -132,11 +135,15 @@ def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int])
 
     Raises: ValueError that names the layer.
     """
-    extents = [normalized_shape] if isinstance(normalized_shape, (int, np.integer)) else list(normalized_shape)
+    try:
+        listed = [normalized_shape] if hasattr(normalized_shape, "__index__") else list(normalized_shape)
+        extents = [index(extent) for extent in listed]
+    except TypeError:
+        extents = []
     first = P_x.workers.ndim - len(extents)
-    if not extents or first < 0:
+    if not extents or first < 0 or min(extents) < 0:
         raise ValueError(
-            f"{name} needs a normalized_shape of at least one dim, and P_x to have an axis for each dim; got {P_x} and "
-            f"normalized_shape {extents}"
+            f"{name} needs a normalized_shape of at least one dim, in whole numbers, and P_x to have an axis for each "
+            f"dim; got {P_x} and normalized_shape {normalized_shape!r}"
         )
-    return tuple((first + dim, int(extent)) for dim, extent in enumerate(extents))
+    return tuple((first + dim, extent) for dim, extent in enumerate(extents))

@@ -16,6 +16,7 @@ from distdl.geometry.boxes import Interval, balanced, shape
 from distdl.nn.layer import tiled
 from distdl.nn.module import Option
 from distdl.nn.parametrised import check_unfit, unfit
+from distdl.nn.placement import check_storable
 from distdl.ops import Setup, Site
 from distdl.partition import Layout, Partition, Signature
 from distdl.transport import Label
@@ -103,6 +104,7 @@ class Weights:
 
     def _initial(self, value: float) -> torch.nn.Parameter | None:
         layout, me = self.parameter_layout, self.P_x.comm.rank
+        check_storable(layout)
         if me in layout.partition:
             return torch.nn.Parameter(torch.full(shape(layout[me]), value))
         return None if self.full else torch.nn.Parameter(torch.empty(0))
@@ -204,6 +206,8 @@ def register_running(module: Any, tracks: bool) -> None:
 
     Every worker keeps them. It also reads its block from the state of the sequential layer.
     """
+    P_x = module.P_x
+    check_storable(Layout.balanced(P_x[:1, :].reshape(-1)[: P_x.workers.shape[1]], (module.num_features,)))
     start, stop = _kept(module)
     for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
         module.register_buffer(name, value if tracks else None)

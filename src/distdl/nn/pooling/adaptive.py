@@ -5,15 +5,16 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-from distdl.nn.arguments import takes_partitions
+from distdl.geometry.boxes import MOST
 from distdl.nn.layer import Layer
 from distdl.nn.module import options
 from distdl.nn.pooling.results import build, pool
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 
 
-@takes_partitions
+@checks_arguments
 def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     r"""Pool to a given global shape in space: the mean of each window.
 
@@ -37,7 +38,7 @@ def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     self.P_x, self.output_size = P_x, extents
 
 
-@takes_partitions
+@checks_arguments
 def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
     r"""Pool to a given global shape in space: the largest cell of each window.
 
@@ -71,9 +72,10 @@ def _extents(name: str, given: Any, space: int) -> tuple[int | None, ...]:
         extents = tuple(None if extent is None else index(extent) for extent in listed)
     except TypeError:
         extents = ()
-    if len(extents) != space or any(extent is not None and extent < 1 for extent in extents):
+    if len(extents) != space or any(extent is not None and not 1 <= extent <= MOST for extent in extents):
         raise ValueError(
-            f"{name} needs output_size to be one whole number at least 1, or {space} of them or None; got {given!r}"
+            f"{name} needs output_size to be one whole number from 1 to {MOST}, or {space} of them or None; "
+            f"got {given!r}"
         )
     return extents
 

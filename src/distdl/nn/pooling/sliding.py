@@ -7,15 +7,15 @@ from operator import index
 from typing import Any
 
 from distdl.geometry.windows import PoolSliding
-from distdl.nn.arguments import takes_partitions
 from distdl.nn.layer import Layer
 from distdl.nn.module import check_buffer_manager, options
 from distdl.nn.pooling.results import build, pool
 from distdl.ops.pooling import Average, Maximum, Pooling, Power
 from distdl.partition import Partition, dims
+from distdl.partition.arguments import checks_arguments
 
 
-@takes_partitions
+@checks_arguments
 def _max_pool(
     self: Any,
     P_x: Partition,
@@ -55,7 +55,7 @@ def _max_pool(
     self.return_indices = bool(return_indices)
 
 
-@takes_partitions
+@checks_arguments
 def _average_pool(
     self: Any,
     P_x: Partition,
@@ -101,7 +101,7 @@ def _average_pool(
     self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor
 
 
-@takes_partitions
+@checks_arguments
 def _power_pool(
     self: Any, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = 1, ceil_mode: bool = False
 ) -> None:
