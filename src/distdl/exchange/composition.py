@@ -17,10 +17,14 @@ class Together:
     """Operators side by side: the first takes as many tensors as it has inputs, the next those behind them, and so on.
 
     Their messages are under way at the same time. Tensors for which there is no operator pass as they are.
+
+    Attributes:
+        first: those that the first tensor passes.
     """
 
     def __init__(self, *operators: Operator) -> None:
         self.operators = operators
+        self.first = operators[:1]
         ends = [sum(len(op.inputs) for op in operators[: place + 1]) for place in range(len(operators))]
         self._taken = [slice(end - len(op.inputs), end) for op, end in zip(operators, ends, strict=True)]
         self._alone = sum(not op.still for op in operators) < 2  # no messages that could be under way with others
@@ -57,6 +61,7 @@ class Chain:
 
     def __init__(self, *steps: Step) -> None:
         self.steps = steps
+        self.first = tuple(op for step in steps for op in getattr(step, "first", step.operators))
 
     @property
     def operators(self) -> tuple[Operator, ...]:

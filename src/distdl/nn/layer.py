@@ -107,8 +107,7 @@ class Layer(Module):
     A layer's forward is::
 
         setup = self.agree(x, self.weight)           # the same setup, or the same error, on every member
-        moved = setup.move_in(x, self.weight)
-        return setup.move_out(setup.local(*moved))
+        return setup(x, self.weight)                 # the three steps
 
     Layers are final: a layer holds an operation, its parameters and where these live, and adds only a ``forward``.
 
@@ -156,8 +155,7 @@ class Layer(Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         setup = self.agree(x)
-        moved = setup.move_in(x)
-        return setup.move_out(setup.local(*moved))
+        return setup(x)
 
     def _set_up(self, headers: Headers) -> Setup:
         return self._derive(headers, self.label)

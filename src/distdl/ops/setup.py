@@ -6,13 +6,14 @@ tensors  --move_in-->  what this worker computes on  --local-->  its partial res
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Shape, slices, whole
+from distdl.ops.keeping import Place, keeping
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.partition.signature import Signature
@@ -103,6 +104,24 @@ class Setup:
     local: Callable[..., Any]
     move_out: Callable[..., Any]
     results: tuple[Layout, ...] = ()
+    _places: dict[Any, Place | None] = field(default_factory=dict)
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        """The three steps. Of a window, what is saved for backward is its margins (see ``distdl.ops.keeping``)."""
+        moved, block = self.move_in(*tensors), tensors[0]
+        window = moved[0]
+        if window is block or not isinstance(window, torch.Tensor):
+            return self.move_out(self.local(*moved))
+        with keeping(self._place, block, window):
+            y = self.local(*moved)
+        return self.move_out(y)
+
+    def _place(self, block: torch.Tensor, window: torch.Tensor) -> Place | None:
+        shapes = block.shape, window.shape
+        if shapes not in self._places:
+            passed = getattr(self.move_in, "first", self.move_in.operators)
+            self._places[shapes] = Place.of(passed, block, window)
+        return self._places[shapes]
 
 
 class Op(Protocol):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.keeping import Place, keeping
 from distdl.globals.operands import block_of, derivatives_of
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -26,14 +25,6 @@ class Ready:
 
     def __init__(self, setup: Setup, results: tuple[KnownLayout, ...]) -> None:
         self.setup, self.results = setup, results
-        self._places: dict[Any, Place | None] = {}
-
-    def place(self, block: torch.Tensor, window: torch.Tensor) -> Place | None:
-        """Where the block stands in the window that is made of it; see ``keeping``."""
-        shapes = block.shape, window.shape
-        if shapes not in self._places:
-            self._places[shapes] = Place.of(self.setup.move_in.operators, block, window)
-        return self._places[shapes]
 
 
 def ready(
@@ -66,15 +57,7 @@ def ready(
 
 def run(made: Ready, *tensors: Any) -> Any:
     """Make the three steps; each result becomes a global tensor."""
-    setup, block = made.setup, tensors[0]
-    moved = setup.move_in(*tensors)
-    window = moved[0]
-    if window is not block and isinstance(window, torch.Tensor):
-        with keeping(made.place, block, window):
-            y = setup.local(*moved)
-    else:
-        y = setup.local(*moved)
-    y = setup.move_out(y)
+    y = made.setup(*tensors)
     if isinstance(y, tuple):
         return tuple(as_global(one, layout) for one, layout in zip(y, made.results, strict=True))
     return as_global(y, made.results[0])

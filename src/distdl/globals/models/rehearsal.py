@@ -281,7 +281,7 @@ class _Saving:
     """A hook that only counts what is saved.
 
     Attributes:
-        counts: for what other hooks keep in its place (see ``distdl.globals.functions.keeping``).
+        counts: for what other hooks keep in its place (see ``distdl.ops.keeping``).
     """
 
     def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:

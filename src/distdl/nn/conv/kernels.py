@@ -79,8 +79,7 @@ def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Apply the layer to this worker's block of the input."""
     tensors = (x, *given(self.weight, self.bias))
     setup = self.agree(*tensors, extra=self._weights.extra(self, tensors[1]))
-    moved = setup.move_in(*tensors)
-    y: torch.Tensor = setup.move_out(setup.local(*moved))
+    y: torch.Tensor = setup(*tensors)
     return y
 
 

@@ -149,8 +149,7 @@ def _convolve(self: Any, x: torch.Tensor, output_size: Sequence[int] | None = No
     tensors = (x, *given(self.weight, self.bias))
     extra = (*self._weights.extra(self, tensors[1]), *_asking(output_size, self.space))
     setup = self.agree(*tensors, extra=extra)
-    moved = setup.move_in(*tensors)
-    y: torch.Tensor = setup.move_out(setup.local(*moved))
+    y: torch.Tensor = setup(*tensors)
     return y
 
 

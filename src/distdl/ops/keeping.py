@@ -36,7 +36,11 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, operators: Sequence[Operator], block: torch.Tensor, window: torch.Tensor) -> Place | None:
-        """None if the block is less than half of the window."""
+        """None if the block is less than half of the window.
+
+        Args:
+            operators: those that the block passes to become the window.
+        """
         moving = [op for op in operators if not op.still]
         if len(moving) != 1 or block.dim() != window.dim():
             return None
@@ -54,7 +58,7 @@ def keeping(
     place: Callable[[torch.Tensor, torch.Tensor], Place | None], block: torch.Tensor, window: torch.Tensor
 ) -> AbstractContextManager[Any]:
     """Inside, what autograd saves of a window is kept as its margins and the block."""
-    if window is block or not torch.is_grad_enabled() or window.nbytes < _WORTH:
+    if not torch.is_grad_enabled() or window.nbytes < _WORTH or window.dtype is not block.dtype:
         return _NOTHING
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counts = None if hooks is None else getattr(hooks[0], "counts", None)
