@@ -46,8 +46,10 @@ def moments(
         if block.numel():
             pair = torch.var_mean(block, dims or None, correction=less, keepdim=bool(dims))
         else:
-            empty = zeros_on(block, target.local)
-            pair = empty.real if x.is_complex() else empty, empty
+            spread = local(
+                lambda one: one.var(dims or None, correction=0, keepdim=bool(dims)), target.local, (block, least)
+            )
+            pair = spread, zeros_on(block, target.local)
         own = GlobalTensor._of(pair[0], target), GlobalTensor._of(pair[1], target)
         return own if keepdim else (without_dims(own[0], dims), without_dims(own[1], dims))
     if not count:
