@@ -32,6 +32,12 @@ FOUND = {
         (1, 2),
         (0,),
     ),
+    "workers that hold nothing have no second derivative of a variance": Program(
+        (Input((1, 1, 2), 0, "normal", True, False, Blocks((0,), ((1,), (1,), (2,)))),),
+        (Step("torch.var", (Ref(0), (2,))), Step("torch.add", (Ref(1), 0.5))),
+        (2,),
+        (0,),
+    ),
     "what should be a view does not see what is written into its tensor": Program(
         (Input((4, 7), 41, "normal", False, True, Blocks((1, 0), ((1, 3), (7,)))),),
         (Step("Tensor.reshape", (Ref(0), (14, 1, -1))), Step("Tensor.add_", (Ref(0), 2)), Step("torch.exp", (Ref(1),))),
