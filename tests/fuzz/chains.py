@@ -251,34 +251,40 @@ def assert_call(
 ) -> None:
     """Compare a call with the sequential one: y, the gradient of x, and those of all parameters."""
     x, given, y = expected
+    tolerance = 1e-9 if y.dtype is torch.float64 else 1e-4
     last = chain.layers[-1].P_y
     if chain.layers[-1].is_loss:  # which one worker has
-        values = torch.stack([one.y for one in found])
-        assert_close(values.sum(), y, "the loss", 1e-9)
+        values = torch.stack([one.y.to(y.dtype) for one in found])
+        assert_close(values.sum(), y, "the loss", tolerance)
         assert values.count_nonzero() <= 1, f"the loss is {values.tolist()}"
     else:
-        _assert_tiled(last, found, y)
-    _assert_gradients(call, found, given, x, modules)
+        _assert_tiled(last, found, y, tolerance)
+    _assert_gradients(call, found, given, x, modules, tolerance)
 
 
-def _assert_tiled(last: Grid, found: Sequence[Any], y: torch.Tensor) -> None:
+def _assert_tiled(last: Grid, found: Sequence[Any], y: torch.Tensor, tolerance: float) -> None:
     tiles = [found[worker].y for worker in last.workers]
     where = boxes(last.shape, tiles)
     assert where is not None, f"the blocks of y form no grid: {[tuple(one.shape) for one in tiles]}"
     whole = assembled(list(zip(where, tiles, strict=True)), [stop for _, stop in where[-1]])
-    assert_close(whole, y, "y", 1e-9)
+    assert_close(whole, y, "y", tolerance)
     assert all(not one.y.numel() for w, one in enumerate(found) if w not in last.workers), "y of a worker outside P_y"
 
 
 def _assert_gradients(
-    call: Call, found: Sequence[Any], given: Sequence[Any], x: torch.Tensor, modules: Sequence[torch.nn.Module]
+    call: Call,
+    found: Sequence[Any],
+    given: Sequence[Any],
+    x: torch.Tensor,
+    modules: Sequence[torch.nn.Module],
+    tolerance: float,
 ) -> None:
     for worker, box in zip(call.blocks.workers, given, strict=True):
         if call.fault is not None and call.fault.worker == worker:
             continue  # (its block was made of another, which may have no gradient)
         if worker in call.wants and x.grad is not None:
             assert found[worker].dx is not None, f"worker {worker} has no gradient of x"
-            assert_close(found[worker].dx, _cut(x.grad, box), f"the gradient of x on worker {worker}", 1e-9)
+            assert_close(found[worker].dx, _cut(x.grad, box), f"the gradient of x on worker {worker}", tolerance)
     for worker, one in enumerate(found):
         for number, (module, gradients) in enumerate(zip(modules, one.gradients, strict=True)):
             if not gradients:
@@ -287,7 +293,7 @@ def _assert_gradients(
                 if ours.box is not None and theirs.grad is not None:
                     what = f"the gradient of {name} of layer {number} on worker {worker}"
                     assert ours.block is not None, f"{what} is None"
-                    assert_close(ours.block, _cut(theirs.grad.reshape(ours.extents), ours.box), what, 1e-9)
+                    assert_close(ours.block, _cut(theirs.grad.reshape(ours.extents), ours.box), what, tolerance)
 
 
 def _cut(whole: torch.Tensor, box: tuple[tuple[int, int], ...]) -> torch.Tensor:

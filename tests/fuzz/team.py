@@ -100,7 +100,8 @@ def _result(work: Work, world: Partition) -> Any:
     try:
         _end(world)
     except Exception as error:  # somebody hangs, or has failed alone
-        return result if failure_of(result) else Failed(type(error).__name__, f"at the end: {error}")
+        failed = Failed(type(error).__name__, f"at the end: {error}")
+        return result if failure_of(result) else [*result, failed] if isinstance(result, list) else failed
     return result
 
 

@@ -6,7 +6,6 @@ import pytest
 from campaign import KINDS, run
 
 CASES = 2000
-SHARES = 4  # a kind is as many tests, for two processes that share them
 
 
 @pytest.mark.timeout(300)
@@ -16,5 +15,5 @@ def test_each_case_is_equal_or_the_same_error_on_all_workers(kind):
     cases = CASES * share // 100
     counts: Counter[str] = run(kind, cases, None)
     assert sum(counts.values()) >= 0.9 * cases  # (Hypothesis leaves out some that it has drawn twice)
-    assert counts["equal"] + counts["same error"] >= 0.95 * sum(counts.values()), counts
-    assert counts["equal" if "wrong" not in kind else "same error"] >= 0.5 * cases, counts
+    assert counts["equal"] + counts["same error"] >= 0.9 * sum(counts.values()), counts
+    assert counts["same error" if "wrong" in kind or "otherwise" in kind else "equal"] >= 0.5 * cases, counts
