@@ -4,6 +4,8 @@
 # make fuzz    CASES=20000: random programs with new seeds, each equal or the same error on all workers
 # make models  train other people's models on every split that the tests know (an hour)
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
+# make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
+# make faults  every fault that the tests inject, several times, counted by back-end (10 minutes)
 # make lint    ruff and mypy alone
 # make bench   time against the transports, and of whole models, written to benchmarks/results (20 minutes)
 # make docs    the documentation, in docs/_build
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 STEPS ?= 20000
 
-.PHONY: demo test sweep fuzz models soak lint bench docs audit clean
+.PHONY: demo test sweep fuzz models soak hosts faults lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -36,6 +38,12 @@ models: $(VENV)/test.installed
 
 soak: $(VENV)/test.installed
 	PYTHONPATH=tests/backends $(BIN)/python tests/checkpoint/soak.py --steps $(STEPS)
+
+hosts: $(VENV)/test.installed
+	PYTHONPATH=tests/backends $(BIN)/python tests/hosts/endure.py
+
+faults: $(VENV)/test.installed
+	$(BIN)/python tools/faults.py
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

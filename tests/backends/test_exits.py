@@ -31,12 +31,14 @@ def run(command, **variables):
 # -- a worker that leaves while others wait
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize(("scenario", "how"), [(exits.leaves, "called sys.exit"), (exits.returns, "returned")])
 def test_threads_name_the_worker_that_left(scenario, how):
     with pytest.raises(CommunicationError, match=rf"worker 1 ended while others wait for it: .*\(worker 1 {how}\)"):
         distdl.run_workers(scenario, 3)
 
 
+@pytest.mark.fault("threads")
 def test_threads_wait_for_one_that_has_left_no_longer_than_it_takes_to_see_it():
     computing = threading.Event()
 
@@ -55,6 +57,7 @@ def test_threads_wait_for_one_that_has_left_no_longer_than_it_takes_to_see_it():
         distdl.run_workers(main, 3)
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("code", [None, 0])
 def test_all_workers_may_call_exit(code):
     with pytest.raises(SystemExit) as ended:
@@ -62,6 +65,7 @@ def test_all_workers_may_call_exit(code):
     assert ended.value.code == code
 
 
+@pytest.mark.fault("threads")
 def test_another_exit_code_is_kept_and_its_worker_is_named(capsys):
     def main():
         P = distdl.world()
@@ -74,6 +78,7 @@ def test_another_exit_code_is_kept_and_its_worker_is_named(capsys):
     assert ended.value.code == 7 and "worker 1 called sys.exit(7)" in capsys.readouterr().err
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_name_the_worker_that_left():
     with pytest.raises(CommunicationError, match=r"AllSumReduce.*worker 1 had come to the end") as error:
@@ -81,6 +86,7 @@ def test_gloo_processes_name_the_worker_that_left():
     assert "worker 1 called sys.exit" in error.value.__notes__
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_that_lose_another_say_why():
     with pytest.raises(KeyError, match="the reason") as error:
@@ -90,6 +96,7 @@ def test_gloo_processes_that_lose_another_say_why():
     assert "worker 1 failed with KeyError: 'the reason'" in note
 
 
+@pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
     begun = time.monotonic()
@@ -108,12 +115,14 @@ def test_mpi_prints_the_traceback_though_torch_distributed_has_a_hook_of_its_own
 # -- errors that are known, whatever the others do
 
 
+@pytest.mark.fault("threads")
 def test_the_traceback_says_which_thread_raised():
     with pytest.raises(ZeroDivisionError) as error:
         distdl.run_workers(lambda: 1 // (2 - distdl.world().rank), 3)
     assert error.value.__notes__ == ["(raised on worker 2 of 3)"]
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.timeout(90)
 def test_a_thread_that_computes_on_does_not_abort_the_process():
     status, output = run([sys.executable, SCRIPT, "computes_on", "threads"])
@@ -121,6 +130,7 @@ def test_a_thread_that_computes_on_does_not_abort_the_process():
     assert "KeyError: 'the reason'\n(raised on worker 1 of 2)" in output, output
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error():
     with pytest.raises(KeyError, match="the reason") as error:
@@ -140,10 +150,10 @@ STARTS = {
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("start", "number"), [
-    ("run_workers", signal.SIGTERM),
-    ("run_workers", signal.SIGKILL),
-    ("gloo", signal.SIGKILL),
-    ("mpi", signal.SIGKILL),
+    pytest.param("run_workers", signal.SIGTERM, marks=pytest.mark.fault("gloo")),
+    pytest.param("run_workers", signal.SIGKILL, marks=pytest.mark.fault("gloo")),
+    pytest.param("gloo", signal.SIGKILL, marks=pytest.mark.fault("gloo")),
+    pytest.param("mpi", signal.SIGKILL, marks=pytest.mark.fault("mpi")),
 ])  # fmt: skip
 def test_workers_end_with_the_one_that_started_them(start, number, tmp_path):
     """Though one of them is stopped, and the other does not hear SIGTERM."""
@@ -189,6 +199,7 @@ def test_the_grace_period_is_a_number(monkeypatch, text):
         environment.grace()
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(120)
 def test_torchrun_restarts_a_job_and_it_ends_without_open_groups():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -217,6 +228,7 @@ def test_torchrun_is_told_of_the_error_and_takes_the_cause_for_the_first(monkeyp
 # -- a last checkpoint
 
 
+@pytest.mark.fault
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_path):

@@ -58,6 +58,7 @@ def link(store, rank, size, host=LOOPBACK):
 # -- opening: gloo
 
 
+@pytest.mark.fault("gloo")
 def test_gloo_with_half_of_the_workers_says_who_is_missing(store, monkeypatch):
     monkeypatch.setenv("DISTDL_TIMEOUT", "1")
     for error, seconds in each(2, lambda worker: link(store, worker, 4)):
@@ -94,6 +95,7 @@ def nobody():
     yield port
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.parametrize(("what", "words"), [
     (lambda: listener(b""), "got no answer from 127.0.0.1:{} within 1 s"),
     (lambda: listener(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9), "127.0.0.1:{} within 1 s"),
@@ -145,6 +147,7 @@ class Elsewhere(dist.Store):
         return self.store.compare_set(key, expected.decode(), desired.decode())
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_connection_that_is_refused_is_told_at_once_with_the_cure(store, monkeypatch, refused):
     """One worker connects to where nobody listens. The other, which gloo lets wait for a connection, hears of that."""
@@ -162,6 +165,7 @@ def test_a_connection_that_is_refused_is_told_at_once_with_the_cure(store, monke
 # -- after that: gloo
 
 
+@pytest.mark.fault("gloo")
 def test_who_waits_is_not_blamed_where_another_worker_gave_up_a_moment_before(store, monkeypatch):
     """Worker 2 is busy, and worker 0 waits for it. Worker 1 waits for worker 0, which gives up first."""
     monkeypatch.setenv("DISTDL_TIMEOUT", "3")
@@ -193,6 +197,7 @@ def await_files(folder, names, seconds):
         time.sleep(0.05)
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(120)
 def test_gloo_ends_its_wait_where_the_process_that_keeps_the_store_is_stopped(tmp_path):
     command = [sys.executable, str(SCRIPT), "stopped_store", str(tmp_path)]
@@ -219,6 +224,7 @@ def launch(scenario, folder, **variables):
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
 
 
+@pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_a_worker_that_is_late_for_mpis_dup_is_named_and_the_others_may_try_again(tmp_path):
     done = launch("late_for_dup", tmp_path, DISTDL_TIMEOUT="2")
@@ -232,6 +238,7 @@ def test_a_worker_that_is_late_for_mpis_dup_is_named_and_the_others_may_try_agai
     assert {file.name for file in tmp_path.glob("opened*")} == {"opened0", "opened1", "opened2"}
 
 
+@pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_a_worker_that_never_starts_mpi_ends_the_job_at_the_limit(tmp_path):
     done = launch("late_for_init", tmp_path, DISTDL_TIMEOUT="2")

@@ -82,6 +82,7 @@ def narrow(model):
     model.fc.float()
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -97,6 +98,7 @@ def test_another_model(change, words, tmp_path):
     assert kind is ValueError and words in text
 
 
+@pytest.mark.fault("threads")
 def test_an_optimiser_with_other_groups(tmp_path):
     def work():
         model = make("modules", distdl.world())
@@ -113,6 +115,7 @@ def test_an_optimiser_with_other_groups(tmp_path):
     assert "the model has no norm.bias in group 0 of its optimiser" in run(no_norm)[1]
 
 
+@pytest.mark.fault("threads")
 def test_what_is_not_in_it(tmp_path):
     assert run(lambda: distdl.load(tmp_path / "none", nn.Linear(1, 1)))[0] is FileNotFoundError
     distdl.save(tmp_path, nn.Linear(1, 1))
@@ -142,6 +145,7 @@ def lengthen(path):
     path.write_bytes(path.read_bytes() + b"0")
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -172,6 +176,7 @@ def rewrite(path, change):
     (path / "index.json").write_text(json.dumps(content))
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -200,6 +205,7 @@ def test_a_forged_index(change, words, tmp_path):
     assert kind is ValueError and words in text
 
 
+@pytest.mark.fault("threads")
 def test_workers_that_call_differently(tmp_path):
     cases = [
         (lambda rank, model: distdl.save(tmp_path, model, step=rank), "needs the same step on every worker"),
@@ -237,6 +243,7 @@ def test_workers_that_call_differently(tmp_path):
     assert not (tmp_path / "index.json").exists()
 
 
+@pytest.mark.fault("threads")
 def test_copies_that_differ(tmp_path):
     def work():
         model = nn.Linear(2, 2)
@@ -248,6 +255,7 @@ def test_copies_that_differ(tmp_path):
     assert kind is ValueError and "copies of model/weight have to be equal; worker 0 and worker 2" in text
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_worker_that_cannot_write(wait, tmp_path, monkeypatch):
     """What was there stays; what was half written is removed; another save works."""
@@ -278,6 +286,7 @@ def test_a_worker_that_cannot_write(wait, tmp_path, monkeypatch):
     assert_equal(dict(model.state_dict()), dict(make("plain", None, seed=2).state_dict()))
 
 
+@pytest.mark.fault("threads")
 def test_two_saves_into_one_place(tmp_path):
     other = files.Place(tmp_path, None, None, "0" * 16)  # that of another job
     kind, text = run(lambda: distdl.save(tmp_path, make("plain", None)))
