@@ -1,5 +1,6 @@
 """Jobs in which a worker fails, for ``test_failures``: ``scenarios.py NAME [BACKEND]``."""
 
+import json
 import os
 import sys
 import time
@@ -7,7 +8,8 @@ import time
 import torch
 
 import distdl
-from distdl.nn import AllSumReduce
+from distdl.nn import AllSumReduce, Repartition
+from distdl.transport.communicator import CommunicationError
 
 
 def raises():
@@ -38,6 +40,88 @@ def is_absent():
     if P.rank == 2:
         time.sleep(20)
     layer(torch.ones(2))
+
+
+def raised(call):
+    """The text of the CommunicationError of a call."""
+    try:
+        call()
+    except CommunicationError as error:
+        return str(error)
+    raise AssertionError("the call should have raised a CommunicationError")
+
+
+def differs():
+    """Worker 1 calls two layers, data calls and backwards in another order; then the world refuses every call."""
+    P = distdl.world()
+    first, second = (AllSumReduce(P.reshape(4), [0]) for _ in range(2))
+    order = (second, first) if P.rank == 1 else (first, second)
+    texts = [raised(lambda: order[0](torch.ones(2)))]
+    texts.append(raised(lambda: P.allreduce_data(P.rank, "max" if P.rank == 1 else "sum")))
+    texts.append(raised(lambda: P.allgather_data(1) if P.rank == 1 else P.allreduce_data(1)))
+    try:
+        first(torch.ones(2 + P.rank))
+    except ValueError as error:
+        texts.append(str(error))
+    assert P.allgather_data(P.rank) == [0, 1, 2, 3]
+    results = [layer(torch.ones(2, requires_grad=True)) for layer in (first, second)]
+    for place in (1, 0) if P.rank == 1 else (0, 1):
+        results[place].sum().backward()
+    texts.append(raised(lambda: first(torch.ones(2))))
+    for call in (lambda: P.allgather_data(P.rank), lambda: second(torch.ones(2)), lambda: P.comm.exchange([], [])):
+        assert "out of step since an earlier error: workers make different calls" in raised(call)
+    print(f"told {json.dumps(texts)}", flush=True)
+    time.sleep(2)  # (what ends the job under MPI is that it cannot gather the results of its workers)
+
+
+def differs_in_moves():
+    """In the backward of moves, worker 1 takes another order."""
+    P = distdl.world()
+    layer = Repartition(P.reshape(4, 1), P.reshape(1, 4))
+    backwards([layer(torch.ones(1, 4, requires_grad=True)) for _ in range(2)])
+
+
+def differs_in_shapes():
+    """In the backward of sums of two shapes, worker 1 takes another order, so that tensors of both shapes meet."""
+    P = distdl.world()
+    layers = [AllSumReduce(P.reshape(4), [0]) for _ in range(2)]
+    backwards([layers[place](torch.ones(2 + place, requires_grad=True)) for place in range(2)])
+
+
+def drops():
+    """Worker 1 does not use one of two results in its backward, and goes on to the next call."""
+    P = distdl.world()
+    layer = AllSumReduce(P.reshape(4), [0])
+    results = [layer(torch.ones(2, requires_grad=True)) for _ in range(2)]
+    try:
+        sum(results[: 2 - (P.rank == 1)]).sum().backward()
+        layer(torch.ones(2))
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
+def backwards(results):
+    """Run the backward of two results, on worker 1 in another order; print the error, and end by it."""
+    try:
+        for place in (1, 0) if distdl.world().rank == 1 else (0, 1):
+            results[place].sum().backward()
+        distdl.world().allgather_data("all are through")
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
+def outlives():
+    """Worker 1 dies; the others catch that, and ask again."""
+    P = distdl.world()
+    layer = AllSumReduce(P.reshape(4), [0])
+    layer(torch.ones(2))
+    if P.rank == 1:
+        os._exit(3)
+    texts = [raised(lambda: layer(torch.ones(2)))]
+    texts += [raised(lambda: P.comm.exchange([(1, torch.ones(2))], []).wait()), raised(lambda: P.allgather_data(0))]
+    print(f"told {json.dumps(texts)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import torch
 
 import distdl
 from distdl import environment
-from distdl.globals import debug
 from distdl.workers.worlds import launched
 
 SOURCE = Path(distdl.__file__).parent
@@ -57,7 +56,7 @@ def test_a_wrong_amount_of_memory_is_an_error_on_import():
 
 
 def test_switches_are_0_or_1(monkeypatch):
-    for name, read in (("DISTDL_DEBUG", debug.wanted), ("DISTDL_CUDA_AWARE_MPI", environment.cuda_aware_mpi)):
+    for name, read in (("DISTDL_DEBUG", environment.debug), ("DISTDL_CUDA_AWARE_MPI", environment.cuda_aware_mpi)):
         for text, value in (("1", True), ("0", False), ("", False)):
             monkeypatch.setenv(name, text)
             assert read() is value

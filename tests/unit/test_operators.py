@@ -15,7 +15,8 @@ from distdl.testing import Counting, Silent
 from distdl.transport import Label
 
 GRADIENT = Derivatives(gradient=True)
-LABEL = Label("Shuffle (P_x: 1 on worker 0)", "encoder.1")
+LABEL = Label("Shuffle (P_x: 1 on worker 0)")
+LABEL.path = "encoder.1"
 
 
 def alone():

@@ -185,7 +185,6 @@ def test_deactivate_is_idempotent_and_leaves_children_alone(world):
     (lambda P: P.reshape(2, 2).create_allreduction_partition([0, -2]), "at most once"),
     (lambda P: P.broadcast_data(0, root=4), "root from 0 to 3"),
     (lambda P: P[:2].broadcast_data(0, P_data=P), "sub-partition"),
-    (lambda P: P.allreduce_data(0, op="mean"), "sum, prod, max, min"),
     (lambda P: CartesianPartition(P.comm, [[0, 9]]), "from 0 to 3"),
 ])  # fmt: skip
 def test_bad_input_is_a_value_error_that_names_the_rule(world, make, message):

@@ -9,13 +9,14 @@ No check raises before that exchange: what is wrong on one of the members is the
 
 from __future__ import annotations
 
+import struct
 import threading
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from copy import copy, deepcopy
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,49 +27,18 @@ from distdl.agreement.rows import Rows, bring_together
 from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
-from distdl.partition.sharing import gather_values
+from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Header, by_worker, different, gathered
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.memory import kind_without_memory
-from distdl.transport.communicator import CommunicationError, Communicator, Group, LongGroup
+from distdl.transport.communicator import Communicator, Group, LongGroup
 from distdl.transport.label import Label
 
 Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
 
-MOST_TENSORS = 4
 _SETUPS_KEPT = 16
-
-
-class Message(NamedTuple):
-    """What a worker sends at every call, whatever the layer; the derivatives of its tensors follow.
-
-    The members take the maximum. Of a number that has to be the same on all, the negative is sent, too: its maximum is
-    the negative of the minimum.
-
-    Attributes:
-        changed: whether this worker brings something else than at its last call.
-        dims: the largest rank of its tensors.
-        problem: the length of what is wrong with them.
-        mode: whether grad mode is on.
-        number: of the exchange in its group.
-        identity: of the layer.
-    """
-
-    changed: int = 0
-    dims: int = 0
-    problem: int = 0
-    mode: int = 0
-    mode_least: int = 0
-    number: int = 0
-    number_least: int = 0
-    identity: int = 0
-    identity_least: int = 0
-
-
-_NUMBER = Message._fields.index("number")
-_FIELDS = len(Message._fields)
-LENGTH = _FIELDS + 3 * MOST_TENSORS  # of the message and the derivatives, in integers
+_bytes_of = struct.Struct("qq").pack  # of two int64
 
 
 class _Local(threading.local):
@@ -83,9 +53,9 @@ class fixed_shapes(ContextDecorator):
 
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
     layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
-    worker. Messages between two workers still carry the number of the exchange and a mark of the layer, so that
-    crossed calls of different layers wait instead of delivering to each other; collectives over a larger group carry
-    neither.
+    worker. Messages between two workers still carry a tag that follows from all exchanges so far, so that crossed calls
+    wait instead of delivering to each other. A transport's own collectives carry none: if they crossed, the first
+    agreement outside is an error.
     """
 
     def __enter__(self) -> None:
@@ -114,7 +84,7 @@ class _Agreed(Generic[Outcome]):
 
     Attributes:
         key: all that this worker brought; a call with an equal key brings the same.
-        sent, received: what this worker then sends, and what it then receives, the number of the call apart.
+        sent, received: what this worker then sends; the bytes that it then receives, behind the history of exchanges.
         rows: what all members reported of their tensors.
     """
 
@@ -122,7 +92,7 @@ class _Agreed(Generic[Outcome]):
     structure: Structure
     derivatives: tuple[Derivatives, ...]
     sent: IntArray
-    received: IntArray
+    received: bytes
     rows: Rows
     decision: Decision[Outcome]
 
@@ -134,7 +104,7 @@ class Agreement(Generic[Outcome]):
         comm: their communicator.
         members: all workers that take part, the same tuple on each.
         label: the layer and its partitions, for messages to people.
-        identity: bytes that are equal on all members and differ from layer to layer.
+        kind: bytes that are equal on all members; label and kind together tell the layer from all others.
         options: the part of them that people read where nothing else differs; tuples and dataclasses are shown item by
             item.
         derive: what follows from the headers, a pure function. All members raise what it raises, so no check may depend
@@ -148,7 +118,7 @@ class Agreement(Generic[Outcome]):
         comm: Communicator,
         members: Group,
         label: Label,
-        identity: bytes,
+        kind: bytes,
         derive: Callable[[Headers], Outcome],
         grid: Partition | None = None,
         read: Sequence[Partition] = (),
@@ -157,7 +127,8 @@ class Agreement(Generic[Outcome]):
         self._comm = comm
         self._members = members
         self._label = label
-        self._identity = zlib.crc32(identity)
+        self._kind = kind
+        self._identity = _identity(label, kind)
         self._options = options
         self._derive = derive
         self._grid = grid
@@ -176,15 +147,15 @@ class Agreement(Generic[Outcome]):
         along: Sequence[Partition] = (),
         read: Sequence[Partition] = (),
     ) -> Agreement[Outcome]:
-        """The agreement of the workers of a partition about a layer, which its name and options tell from others.
+        """The agreement of the workers of a partition about a layer, which its label and options tell from others.
 
         Args:
             along: partitions along whose axes shapes may change; the first that has all of the workers is the grid.
         """
-        identity = repr((label.name, options)).encode() + P.workers.tobytes()
+        kind = repr(options).encode() + P.workers.tobytes()
         grids = (grid for grid in (*along, P) if grid.cartesian and grid.workers.size == P.workers.size)
         members = LongGroup(P.workers.ravel().tolist())
-        return cls(P.comm, members, label, identity, derive, next(grids, None), read, options)
+        return cls(P.comm, members, label, kind, derive, next(grids, None), read, options)
 
     def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
@@ -203,8 +174,8 @@ class Agreement(Generic[Outcome]):
         if _local.fixed:
             return agreed.decision
         received = self._exchange(agreed.sent)
-        agreed.received[_NUMBER], agreed.received[_NUMBER + 1] = self._calls.number, -self._calls.number
-        if received.tobytes() == agreed.received.tobytes():
+        history = self._calls.history
+        if received.tobytes() == _bytes_of(history, -history) + agreed.received:
             return agreed.decision
         return self._settle(mode, received, agreed.structure, agreed.derivatives, agreed.key, agreed.sent)
 
@@ -214,6 +185,7 @@ class Agreement(Generic[Outcome]):
         """
         twin = memo[id(self)] = copy(self)
         twin._label, twin._derive = deepcopy(self._label, memo), deepcopy(self._derive, memo)
+        twin._identity = _identity(twin._label, twin._kind)
         twin._agreed, twin._outcomes = {}, {}
         return twin
 
@@ -228,7 +200,7 @@ class Agreement(Generic[Outcome]):
         if agreed is not None and _local.fixed:
             self._check_fixed(agreed, structure, derivatives, problem)
             return agreed.decision
-        message = Message(
+        message = Header(
             changed=agreed is None or agreed.structure != structure,
             dims=max((len(shape) for _, shape in structure[0]), default=0),
             problem=len(problem),
@@ -239,13 +211,13 @@ class Agreement(Generic[Outcome]):
         )
         sent = np.zeros(LENGTH, dtype=np.int64)
         flags = [flag for one in derivatives for flag in one]
-        sent[: _FIELDS + len(flags)] = [*message, *flags]
+        sent[: FIELDS + len(flags)] = [*message, *flags]
         key = None if problem else _key(tensors, extra)
         return self._settle(mode, self._exchange(sent), structure, derivatives, key, sent, problem)
 
     def _exchange(self, sent: IntArray) -> IntArray:
-        sent[_NUMBER], sent[_NUMBER + 1] = self._calls.number, -self._calls.number
-        comm = self._comm
+        comm, history = self._comm, self._calls.history
+        sent[0], sent[1] = history, -history
         return (comm.recorder or comm).all_max(self._members, sent)  # (``through``, at once: it happens in each call)
 
     def _settle(
@@ -259,32 +231,33 @@ class Agreement(Generic[Outcome]):
         problem: str = "",
     ) -> Decision[Outcome]:
         """Decide from the maximum of what all members have sent."""
-        message = Message(*received[:_FIELDS].tolist())
+        message = Header(*received[:FIELDS].tolist())
         self._check(message, mode, problem)
         agreed = self._agreed.pop(mode, None)
-        together = received[_FIELDS:].astype(bool).reshape(-1, 3).tolist()
+        together = received[FIELDS:].astype(bool).reshape(-1, 3).tolist()
         agreed_derivatives = tuple(Derivatives(*together[i]) for i in range(len(structure[0])))
         rows = self._gather(structure, message.dims) if message.changed or agreed is None else agreed.rows
         outcome = self._outcome(rows, structure, message.dims, agreed_derivatives)
         decision = Decision(outcome, agreed_derivatives)
-        sent[0] = received[0] = False  # the next call with this key changes nothing
-        self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received, rows, decision)
+        sent[CHANGED] = received[CHANGED] = False  # the next call with this key changes nothing
+        self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received[2:].tobytes(), rows, decision)
         return decision
 
-    def _check(self, message: Message, mode: bool, problem: str) -> None:
-        if message.number != -message.number_least or message.identity != -message.identity_least:
-            options = [repr(option) for option in _leaves(self._options)]
-            call = (f"{self._label} (exchange {self._calls.number})", options)
-            calls = gather_values(self._comm, self._members, call)
-            raise CommunicationError(f"workers make different calls together: {_show_calls(self._members, calls)}")
+    def _check(self, message: Header, mode: bool, problem: str) -> None:
+        if not message.alike:
+            call = self._label.numbered
+            raise different(self._comm, self._members, message, call, self._options)
         if message.problem:
-            problems = gather_values(self._comm, self._members, problem)
+            problems = self._texts(problem)
             raise ValueError("; ".join(f"worker {w}: {p}" for w, p in zip(self._members, problems, strict=True) if p))
         if message.mode != -message.mode_least:
-            modes = gather_values(self._comm, self._members, "on" if mode else "off")
+            modes = self._texts("on" if mode else "off")
             raise ValueError(
-                f"{self._label} needs grad mode to be the same on all workers; it is {_by_worker(self._members, modes)}"
+                f"{self._label} needs grad mode to be the same on all workers; it is {by_worker(self._members, modes)}"
             )
+
+    def _texts(self, own: str) -> list[str]:
+        return [one.decode() for one in gathered(self._comm, self._members, own.encode())]
 
     def _gather(self, structure: Structure, dims: int) -> Rows:
         """What all members report of their tensors."""
@@ -315,6 +288,10 @@ class Agreement(Generic[Outcome]):
                 f"{self._label} was promised fixed shapes; worker {self._comm.rank} had agreed on "
                 f"{_show(agreed.structure, agreed.derivatives)} and now has {problem or _show(structure, derivatives)}"
             )
+
+
+def _identity(label: Label, kind: bytes) -> int:
+    return zlib.crc32(repr(label.identity).encode() + kind)
 
 
 def _key(tensors: Sequence[Any], extra: tuple[int, ...]) -> object:
@@ -349,29 +326,6 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
         except ValueError as problem:
             return f"{name}: {problem}"
     return ""
-
-
-def _show_calls(members: Group, calls: Sequence[tuple[str, list[str]]]) -> str:
-    """The calls; or if these are all alike, the call and those of its options that differ."""
-    names, options = zip(*calls, strict=True)
-    differ = [values for values in zip(*options, strict=False) if len(set(values)) > 1]
-    if len(set(names)) > 1 or not differ:
-        return _by_worker(members, names)
-    return f"{names[0]} has options that differ: {'; and '.join(_by_worker(members, values) for values in differ)}"
-
-
-def _leaves(options: object) -> list[object]:
-    """Options as people read them: those of tuples and of operations item by item."""
-    if is_dataclass(options):
-        options = tuple(getattr(options, one.name) for one in fields(options))
-    return [leaf for one in options for leaf in _leaves(one)] if type(options) is tuple else [options]
-
-
-def _by_worker(members: Group, texts: Sequence[str]) -> str:
-    named: dict[str, list[int]] = {}
-    for worker, text in zip(members, texts, strict=True):
-        named.setdefault(text, []).append(worker)
-    return "; ".join(f"{text} on {', '.join(map(str, sorted(workers)))}" for text, workers in named.items())
 
 
 def _show(structure: Structure, derivatives: tuple[Derivatives, ...]) -> str:

@@ -63,9 +63,9 @@ class _Meeting:
 
 
 class _Wait(NamedTuple):
-    """A wait of one worker: where, what ends it (asked with the lock held), and for whom it waits."""
+    """A wait of one worker: its link, what ends it (asked with the lock held), and for whom it waits."""
 
-    where: object
+    comm: Communicator
     ready: Callable[[], bool]
     awaited: Callable[[], Sequence[int]]
 
@@ -127,18 +127,20 @@ class Hub:
     def wait(self, comm: ThreadCommunicator, ready: Callable[[], bool], awaited: Callable[[], Sequence[int]]) -> None:
         """Wait until ``ready()``. Whoever may have made it true rings; a worker is woken only if it is."""
         with self.lock:
-            self._check_failure()
+            self._check_failure(comm)
             if ready():
                 return
-            self._waits[comm.rank] = _Wait(comm.where, ready, awaited)
-            self._check_deadlock()
+            self._waits[comm.rank] = _Wait(comm, ready, awaited)
+            self._check_deadlock(comm)
         if not self._bells[comm.rank].acquire(timeout=comm.timeout):
             with self.lock:
                 if self._waits.pop(comm.rank, None) is not None:
-                    raise comm.overdue(awaited())
+                    error = comm.poison(comm.overdue(awaited()))
+                    self._end(error)
+                    raise error
             self._bells[comm.rank].acquire()  # it rang between the end of the time and the lock
         with self.lock:
-            self._check_failure()
+            self._check_failure(comm)
 
     def finish(self, worker: int, how: str) -> None:
         """Note that a worker has ended, and how: whoever waits for it now waits in vain."""
@@ -165,15 +167,16 @@ class Hub:
             del self._waits[worker]
             self._bells[worker].release()
 
-    def _check_failure(self) -> None:
+    def _check_failure(self, comm: ThreadCommunicator) -> None:
         if isinstance(self.failure, CommunicationError):
-            raise CommunicationError(str(self.failure))
+            raise comm.poison(CommunicationError(str(self.failure)))
         if self.failure is not None:
-            raise CommunicationError(f"another worker failed: {type(self.failure).__name__}: {self.failure}")
+            text = f"another worker failed: {type(self.failure).__name__}: {self.failure}"
+            raise comm.poison(CommunicationError(text))
 
-    def _check_deadlock(self) -> None:
+    def _check_deadlock(self, comm: ThreadCommunicator) -> None:
         if self._is_stuck():
-            error = self._deadlock()
+            error = comm.poison(self._deadlock())
             self._end(error)
             raise error
 
@@ -194,7 +197,7 @@ class Hub:
             else "every worker waits for another one, so none can go on"
         )
         waits = "; ".join(
-            f"worker {worker} waits in {wait.where} for {name_workers(wait.awaited())}"
+            f"worker {worker} waits in {wait.comm.place} for {name_workers(wait.awaited())}"
             for worker, wait in sorted(self._waits.items())
         )
         ended = ", ".join(f"worker {worker} {how}" for worker, how in sorted(self._ended.items()))
@@ -261,10 +264,12 @@ class ThreadCommunicator(Communicator):
 
     def _copy(self, letter: _Letter, tensor: torch.Tensor) -> None:
         if letter.tensor.shape != tensor.shape or letter.tensor.dtype != tensor.dtype:
-            raise CommunicationError(
-                f"worker {self.rank} in {self.where} expects {list(tensor.shape)} {tensor.dtype} from worker "
+            error = CommunicationError(
+                f"worker {self.rank} in {self.place} expects {list(tensor.shape)} {tensor.dtype} from worker "
                 f"{letter.sender}, which sends {list(letter.tensor.shape)} {letter.tensor.dtype}"
             )
+            self.hub.fail(self.poison(error))
+            raise error
         _await(tensor, letter.event)
         with torch.no_grad():
             tensor.copy_(letter.tensor)

@@ -89,7 +89,12 @@ class TorchCommunicator(Communicator):
         departures = [(target, self._readable(tensor)) for target, tensor in sends]
         calls = [(group.recv, buffer, worker) for worker, _, buffer in arrivals]
         calls += [(group.send, tensor, worker) for worker, tensor in departures]
-        works = self._post_nccl(group, calls) if direct else [(w, call([as_bytes(t)], w, tag)) for call, t, w in calls]
+        try:
+            works = (
+                self._post_nccl(group, calls) if direct else [(w, call([as_bytes(t)], w, tag)) for call, t, w in calls]
+            )
+        except RuntimeError as error:
+            raise self._lost([worker for _, _, worker in calls], error) from error
 
         def finish() -> None:
             for worker, work in works:
@@ -108,38 +113,38 @@ class TorchCommunicator(Communicator):
             call([as_bytes(tensor)], worker, 0)
         return [(calls[0][2], group._end_coalescing(device))]
 
-    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+    def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         sends = self.rank == group[0]
         buffer = self._readable(tensor) if sends else self._landing(tensor)
-        handle = self._group(group, self._direct(tensor))
-        work = handle.broadcast(as_bytes(buffer), sorted(group).index(group[0]), self._limit)
+        handle, root = self._group(group, self._direct(tensor)), sorted(group).index(group[0])
+        work = self._begin(group, handle.broadcast, as_bytes(buffer), root)
         return self._pending(work, group, buffer if sends else tensor, buffer)
 
-    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
         if self.ordered or tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
-            return super().sum(group, x, y)
+            return super().sum(group, x, y, tag)
         # gloo leaves partial sums in the tensors of the other members, so those give a copy
         buffer = self._readable(tensor).clone() if y is None else self._landing(y)
         if y is not None:
             begin_with(buffer, x)
-        handle = self._group(group, self._direct(tensor))
-        work = handle.reduce(buffer, sorted(group).index(group[0]), dist.ReduceOp.SUM, self._limit)
+        handle, root = self._group(group, self._direct(tensor)), sorted(group).index(group[0])
+        work = self._begin(group, handle.reduce, buffer, root, dist.ReduceOp.SUM)
         return self._pending(work, group, buffer if y is None else y, buffer)
 
-    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         if self.ordered or y.dtype not in _SUMS or len(group) < 3:
-            return super().all_sum(group, x, y)
+            return super().all_sum(group, x, y, tag)
         buffer = self._landing(y)
         buffer.copy_(x)
-        work = self._group(group, self._direct(y)).allreduce(buffer, dist.ReduceOp.SUM, self._limit)
+        work = self._begin(group, self._group(group, self._direct(y)).allreduce, buffer, dist.ReduceOp.SUM)
         return self._pending(work, group, y, buffer)
 
     def all_max(self, group: Group, values: IntArray) -> IntArray:
         if len(group) < 3:
             return super().all_max(group, values)  # one message each way is faster than gloo's reduction
         highest = values.copy()
-        work = self._group(group, False).allreduce(torch.from_numpy(highest), dist.ReduceOp.MAX, self._limit)
+        work = self._begin(group, self._group(group, False).allreduce, torch.from_numpy(highest), dist.ReduceOp.MAX)
         self._finish(work, group)
         return highest
 
@@ -238,7 +243,7 @@ class TorchCommunicator(Communicator):
                 lambda: _failure_of_another(store, ended),
             )
         except RuntimeError as error:
-            raise self._unconnected(store, workers, error) from error
+            raise self.poison(self._unconnected(store, workers, error)) from error
         finally:
             ended.set()
 
@@ -254,13 +259,20 @@ class TorchCommunicator(Communicator):
         return CommunicationError(text)
 
     def _meet(self, make: Callable[[], Any], workers: Group) -> Any:
-        self._watch.begin(self.where)
+        self._watch.begin(self)
         try:
             return make()
         except RuntimeError as error:
             raise self._lost(workers, error) from error
         finally:
             self._watch.end()
+
+    def _begin(self, group: Group, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Begin a collective of a process group. (To begin one with a peer that is gone is an error already.)"""
+        try:
+            return call(*arguments, self._limit)
+        except RuntimeError as error:
+            raise self._lost(group, error) from error
 
     def _pending(self, work: Any, group: Group, tensor: torch.Tensor, buffer: torch.Tensor) -> Pending:
         def finish() -> None:
@@ -273,6 +285,7 @@ class TorchCommunicator(Communicator):
         self._meet(work.wait, tuple(workers))
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
+        """The error of a wait that failed, after which the others may be anywhere."""
         others = [worker for worker in workers if worker != self.rank]
         reason = _reason(error)
         late = any(words in reason.lower() for words in ("timed out waiting", "timeout"))
@@ -280,15 +293,15 @@ class TorchCommunicator(Communicator):
         def tell(waiting: dict[int, str]) -> str:
             if not late:
                 awaited = name_workers(others)
-                lost = f"worker {self.rank} lost a connection in {self.where}, waiting for {awaited}: {reason}"
+                lost = f"worker {self.rank} lost a connection in {self.place}, waiting for {awaited}: {reason}"
                 return lost + self._left()
             overdue = self.overdue([worker for worker in others if worker not in waiting] or others)
             return str(overdue) + "".join(f"; worker {w} waits in {where}" for w, where in sorted(waiting.items()))
 
         first, own = self._watch.first_failure(others, late, tell), f"worker {self.rank} "
-        if first.startswith(own):
-            return CommunicationError(first)
-        return CommunicationError(f"{own}gave up in {self.where}, after another worker had: {first}")
+        if not first.startswith(own):
+            first = f"{own}gave up in {self.place}, after another worker had: {first}"
+        return self.poison(CommunicationError(first))
 
 
 def _failure_of_another(store: dist.Store, ended: threading.Event) -> None:

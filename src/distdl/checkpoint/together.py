@@ -31,7 +31,7 @@ def together(comm: Communicator, what: str, work: Callable[[], Any]) -> list[Any
         own = error
         report = (next((k for k, kind in _KINDS.items() if type(error) is kind), "RuntimeError"), _text(error))
     comm.where = what
-    told = gather_values(comm, tuple(range(comm.size)), report)
+    told = gather_values(comm, tuple(range(comm.size)), what, report)
     failed = [worker for worker, one in enumerate(told) if len(one) == 2]
     if failed:
         kind, text = told[failed[0]]

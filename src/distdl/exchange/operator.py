@@ -17,6 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
+from distdl.exchange import watching
 from distdl.exchange.packing import Packing, Tensors
 from distdl.exchange.program import Program
 from distdl.geometry.boxes import Shape, whole
@@ -25,11 +26,12 @@ from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkp
 from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.function import Function
 from distdl.tensors.memory import is_channels_last, readable
+from distdl.transport.calls import LARGEST, LAST_TAG, Begun, Calls
 from distdl.transport.communicator import Communicator, Group, Pending
 from distdl.transport.label import Label
 
-_TAGS = 32768
 _PROGRAMS_KEPT = 8
+_new = tuple.__new__  # (that of a NamedTuple takes twice as long)
 
 
 class Operator:
@@ -79,7 +81,9 @@ class Operator:
         self.keeps_format, self.still = keeps_format, still
         self.lends, self.reuses = lends, reuses
         self.recorded = (derivatives.gradient or derivatives.tangent) and carries_gradients(dtype)
-        self._calls = comm.calls(members)
+        watching.begin(comm)
+        self._calls, self._mark = comm.calls(members), label.mark
+        self._here = Begun(self._calls, label)
         self._taken = Packing(self.inputs, plan.inputs.get(comm.rank))
         self._made = Packing(self.outputs, plan.outputs.get(comm.rank))
         self._plain = self._taken.plain and self._made.plain
@@ -111,6 +115,11 @@ class Operator:
         )  # fmt: skip
         transposed.__dict__["T"] = self
         return transposed
+
+    @cached_property
+    def unrecorded_adjoint(self) -> Operator:
+        """The adjoint, of which nothing is recorded."""
+        return self.T.deriving(NONE)
 
     def deriving(self, derivatives: Derivatives) -> Operator:
         """The same operator for tensors that carry other derivatives."""
@@ -183,13 +192,14 @@ class Operator:
         layout = x.shape, x.stride(), x.is_cpu
         program = self._programs.get(layout) or self._program(layout, x)
         comm = self.comm
-        comm.where = self.label
+        comm.where = self._here
         if comm.watch is not None:
             comm.watch(self.label, self.members, self.dtype)
-        calls = self._calls
+        calls = self._calls  # (all of this at once: a method would cost each call as much again)
         calls.number += 1
-        # the tag of its messages follows from how many exchanges the members have begun, and from the layer
-        return program.begin(x, (calls.number + self.label.mark) % _TAGS)
+        calls.log.append(self.label)
+        calls.history = history = (calls.history ^ self._mark) * 5 & LARGEST
+        return program.begin(x, history & LAST_TAG)
 
     def _program(self, layout: Any, x: torch.Tensor) -> Program:
         shape = self.plan.outputs.get(self.comm.rank)
@@ -263,7 +273,7 @@ class _Apply(Function):
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-        ctx.op, ctx.source = op, _Source(x.shape, x.dtype, x.device)
+        ctx.op, ctx.source = op, _new(_Source, (x.shape, x.dtype, x.device, op._calls.history))
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
         ctx.set_materialize_grads(False)
         return op.execute(x)
@@ -274,12 +284,16 @@ class _Apply(Function):
         op, source, dx = ctx.op, ctx.source, None
         if op.derivatives.gradient:
             adjoint = _adjoint(op)
+            calls, began = op._calls, source.began
+            calls.log.append(began)  # (``calls.derive``, at once)
+            calls.history ^= began
             dx = source.like(adjoint._move(adjoint.filled((dy,), source.device)[0] if dy is None else dy))
         return None, _anchored(ctx.needs_input_grad[1], source.device), dx
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
         op: Operator = ctx.op
+        op._calls.derive(ctx.source.began)
         return _tangent_map(op)._move(ctx.source.tangent(tangents[2]))
 
 
@@ -288,7 +302,8 @@ class _ApplyPacked(Function):
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
-        ctx.op, ctx.sources = op, [_Source(x.shape, x.dtype, x.device) for x in xs]
+        began = op._calls.history
+        ctx.op, ctx.sources = op, [_Source(x.shape, x.dtype, x.device, began) for x in xs]
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
         return op._made.unpack(op.execute(op._taken.pack(xs)))
@@ -300,11 +315,13 @@ class _ApplyPacked(Function):
         if not op.derivatives.gradient:
             return None, None, *(None for _ in sources)
         device, adjoint = sources[0].device, _adjoint(op)
+        op._calls.derive(sources[0].began)
         dxs = adjoint._move_packed(adjoint.filled(dys, device))
         return None, _anchored(ctx.needs_input_grad[1], device), *map(_Source.like, sources, dxs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Tensors:
+        ctx.op._calls.derive(ctx.sources[0].began)
         return _tangent_map(ctx.op)._move_packed(tuple(map(_Source.tangent, ctx.sources, tangents[2:])))
 
 
@@ -313,7 +330,9 @@ class _ApplyTogether(Function):
 
     @staticmethod
     def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
-        ctx.ops, ctx.sources = ops, [_Source(x.shape, x.dtype, x.device) for x in xs]
+        ctx.ops, ctx.began = ops, {op._calls: op._calls.history for op in ops}
+        moved = zip(ops, _grouped(xs, [len(op.inputs) for op in ops]), strict=True)
+        ctx.sources = [_Source(x.shape, x.dtype, x.device, ctx.began[op._calls]) for op, own in moved for x in own]
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
         ys = _execute(ops, xs)
@@ -332,6 +351,7 @@ class _ApplyTogether(Function):
                 adjoint = _adjoint(op)
                 adjoints.append(adjoint)
                 cotangents.append(adjoint.filled(own, device))
+        _derive(ctx.began, adjoints)
         found = iter(_move_all(adjoints, cotangents))
         dxs: list[torch.Tensor | None] = []
         sources: Iterator[_Source] = iter(ctx.sources)
@@ -347,6 +367,7 @@ class _ApplyTogether(Function):
         given = [source.tangent(tangent) for tangent, source in zip(tangents[2:], ctx.sources, strict=True)]
         grouped = zip(ctx.ops, _grouped(given, [len(op.inputs) for op in ctx.ops]), strict=True)
         ops, xs = zip(*[(_tangent_map(op), own) for op, own in grouped if op.recorded], strict=True)
+        _derive(ctx.began, ops)
         found = iter(_move_all(ops, xs))
         ys: list[torch.Tensor | None] = []
         for op in ctx.ops:
@@ -374,11 +395,16 @@ class _Stay(Function):
 
 
 class _Source(NamedTuple):
-    """What is to be known of a tensor that has moved, for its derivatives."""
+    """What is to be known of a tensor that has moved, for its derivatives.
+
+    Attributes:
+        began: the history of the group when the exchange began: so its derivatives say of which one they are.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    began: int
 
     def like(self, dx: torch.Tensor) -> torch.Tensor:
         """A gradient in the dtype of its source."""
@@ -389,10 +415,18 @@ class _Source(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if given is None else given
 
 
+def _derive(began: dict[Calls, int], operators: Sequence[Operator]) -> None:
+    """Note that the next exchanges are derivatives, once in each group of workers."""
+    for calls in {op._calls: None for op in operators}:
+        calls.derive(began[calls])
+
+
 def _adjoint(op: Operator) -> Operator:
     """How the gradient of what has moved moves back: recorded if this backward is itself differentiated."""
     mode, forward_mode = torch.is_grad_enabled(), is_differentiated_forward()
-    return op.T.deriving(Derivatives(mode, forward_mode, mode and forward_mode) if mode or forward_mode else NONE)
+    if mode or forward_mode:
+        return op.T.deriving(Derivatives(mode, forward_mode, mode and forward_mode))
+    return op.unrecorded_adjoint
 
 
 def _tangent_map(op: Operator) -> Operator:

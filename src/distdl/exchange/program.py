@@ -150,7 +150,7 @@ class Program:
         for to, own in self._long:
             to.take(tensors).copy_(own.take(tensors))
         if self._roles:
-            plays = [_play(comm, self._pattern, role, x, y) for role in self._roles]
+            plays = [_play(comm, self._pattern, role, x, y, tag) for role in self._roles]
             pending = Pending(partial(wait_all, [pending, *plays]))
         return y, Pending(partial(self._finish, pending, tensors)) if self._sums or self._arriving else pending
 
@@ -242,13 +242,13 @@ def _memory(view: View) -> tuple[int, Shape, Any]:
     return view.offset, strides, ctypes.c_char * reach
 
 
-def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor) -> Pending:
+def _play(comm: Communicator, pattern: Pattern, role: Role, x: torch.Tensor, y: torch.Tensor, tag: int) -> Pending:
     group = role.group
     if pattern is Pattern.BROADCAST:
-        pending = comm.broadcast(group, contiguous(x) if role.root else y)
+        pending = comm.broadcast(group, contiguous(x) if role.root else y, tag)
         if role.root and role.member:
             y.copy_(x)
         return pending
     if pattern is Pattern.ALL_SUM:
-        return comm.all_sum(group, contiguous(x), y)
-    return comm.sum(group, contiguous(x) if role.member else None, y if role.root else None)
+        return comm.all_sum(group, contiguous(x), y, tag)
+    return comm.sum(group, contiguous(x) if role.member else None, y if role.root else None, tag)

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from distdl import environment
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
 from distdl.globals import debug
@@ -116,7 +117,7 @@ class Context:
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
-            if debug.wanted():
+            if environment.debug():
                 debug.watch(comm)
         return found
 
@@ -184,7 +185,7 @@ class Context:
         """The operator that copies a tensor from where it is to where it is needed; both of one or more dims."""
 
         def make() -> Operator:
-            site = Site(owned.partition, self.everyone, Label(name))
+            site = Site(owned.partition, self.everyone, Label(name, detail=(owned, needed, dtype)))
             plan = copy(owned, needed, self.me)
             return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
 

@@ -1,8 +1,7 @@
-"""What workers compare under ``DISTDL_DEBUG=1``: that all of them call the same function on the same global tensors.
+"""What workers compare of global tensors under ``DISTDL_DEBUG=1``: that all of them call the same function on them.
 
-Global tensors agree on nothing, so where workers run different code, blocks of different tensors would meet. Each
-exchange is then preceded by a message that says which function it belongs to, and a difference is an error on every
-worker that takes part in it.
+Global tensors agree on nothing, so where workers run different code, blocks of different tensors would meet. What is
+compared before each exchange (see :mod:`distdl.exchange.watching`) then says which function it belongs to.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from typing import Any
 
 import torch
 
-from distdl import environment
+from distdl.exchange import watching
 from distdl.globals.paths import current_path
 from distdl.partition import dims
-from distdl.partition.sharing import gather_values
 from distdl.transport import Communicator
-from distdl.transport.communicator import Group
 
 
 class _Here(threading.local):
@@ -31,28 +28,12 @@ on = False
 """Whether any worker of this process compares: then functions are noted."""
 
 
-def wanted() -> bool:
-    """Whether workers are to compare, by the environment variable."""
-    return environment.debug()
-
-
 def watch(comm: Communicator) -> None:
     """Let every exchange of operators through a communicator be compared first."""
-
-    def compare(label: object, members: Group, dtype: torch.dtype | None = None) -> None:
-        if len(members) < 2:
-            return
-        told = gather_values(comm, members, _fingerprint(label, dtype))
-        for worker, other in zip(members, told, strict=True):
-            if other != told[0]:
-                raise RuntimeError(
-                    f"workers differ before an exchange (DISTDL_DEBUG): worker {members[0]} is in {told[0]}, "
-                    f"and worker {worker} in {other}. Every worker has to call the same functions of global tensors, "
-                    f"in the same order"
-                )
-
     global on
-    on, comm.watch = True, compare
+    on = True
+    watching.describe_by(_described_here)
+    watching.watch(comm)
 
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,12 +45,14 @@ def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs:
         _here.calls.pop()
 
 
-def _fingerprint(label: object, dtype: torch.dtype | None) -> str:
+def _described_here(what: str) -> str:
     backward = torch._C._current_graph_task_id() != -1
-    what = f"the backward of {label}" if backward else _here.calls[-1] if _here.calls else str(label)
+    if backward and not what.startswith("the backward"):
+        what = f"the backward of {what}"
+    elif not backward and _here.calls:
+        what = _here.calls[-1]
     path = current_path()
-    moving = "" if dtype is None else f", moving {dtype}"
-    return f"{what}{moving}{f' in module {path}' if path else ''}"
+    return f"{what} in module {path}" if path else what
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

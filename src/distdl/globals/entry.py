@@ -53,7 +53,7 @@ def distribute_tensor(
             else type(x).__name__
         )
     _begin(context, "distribute_tensor")
-    told = broadcast_value(context.comm, (src, *(w for w in context.everyone if w != src)), mine)
+    told = broadcast_value(context.comm, context.everyone, "distribute_tensor", src, mine)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
     extents, code, requires_grad, context.draws.seed, bounds = told
@@ -80,7 +80,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
         wants = block.requires_grad and torch.is_grad_enabled()
         mine = (tuple(block.shape), dtype_code(block.dtype), wants, seed(), Bounds.of(block))
-    told = gather_values(context.comm, context.everyone, mine)
+    told = gather_values(context.comm, context.everyone, "GlobalTensor.from_local", mine)
     members = P.workers.ravel().tolist()
     for worker in members:
         if isinstance(told[worker], str):

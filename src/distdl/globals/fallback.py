@@ -77,7 +77,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if context.comm.imagined:
         told = mine or _imagine(func, args, kwargs, found)
     else:
-        told = broadcast_value(context.comm, (worker, *(w for w in context.everyone if w != worker)), mine)
+        told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, mine)
     if "error" in told:
         kinds: dict[str, type[Exception]] = {
             one.__name__: one for one in (ValueError, TypeError, IndexError, NotImplementedError)

@@ -106,7 +106,9 @@ def _layouts(
     """Where results lie. The workers compare the shapes of their blocks once."""
     mine = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
     key = ("local_map", function, layouts, tuple(map(_token, places)))
-    told: list[list[Shape | None]] = context.keep_told(key, lambda: gather_values(context.comm, context.everyone, mine))
+    told: list[list[Shape | None]] = context.keep_told(
+        key, lambda: gather_values(context.comm, context.everyone, "local_map", mine)
+    )
     found: list[KnownLayout | None] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]

@@ -73,7 +73,7 @@ def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], 
     kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep_told(("modules",), WeakKeyDictionary)
     known = kept.setdefault(module, {})
     if places not in known:
-        told = gather_values(context.comm, context.everyone, tuple(y.shape))
+        told = gather_values(context.comm, context.everyone, type(module).__name__, tuple(y.shape))
         known[places] = _result(context, module, told)
     layout = known[places]
     if context.me not in layout.partition:

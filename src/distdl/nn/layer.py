@@ -132,7 +132,7 @@ class Layer(Module):
         alone: Callable[..., Any] = outside,
     ) -> None:
         super().__init__()
-        self.label = Label(name)
+        self.label = Label(name, everyone.comm.calls(tuple(everyone.workers.ravel().tolist())).built())
         self._derive = derive
         self._member = everyone.comm.rank in everyone
         self._agreement: Agreement[Setup] = Agreement.among(

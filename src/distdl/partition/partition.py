@@ -244,21 +244,21 @@ class Partition:
         if not self.active and P_data is not None:
             return None
         receivers = self if P_data is None else P_data
-        self._begin("broadcast_data")
+        members, call = self._begin("broadcast_data")
         self._check_world(receivers)
         if not np.isin(receivers.workers, self.workers).all():
             raise ValueError(f"broadcast_data needs P_data to be a sub-partition of {self}; got {receivers}")
         if not 0 <= root < receivers.workers.size:
             last = receivers.workers.size - 1
             raise ValueError(f"broadcast_data needs a root from 0 to {last} in {receivers}; got {root}")
-        return broadcast_value(self.comm, root_first(int(receivers.workers.flat[root]), self.workers), data)
+        return broadcast_value(self.comm, members, call, int(receivers.workers.flat[root]), data)
 
     def allgather_data(self, data: Any) -> list[Any]:
         """The values of all members, in the order of their ranks, on every member.
 
         Raises: ValueError on workers outside this partition; and, on every member, for a value that cannot be sent.
         """
-        return gather_values(self.comm, self._begin("allgather_data"), data)
+        return gather_values(self.comm, *self._begin("allgather_data"), data)
 
     def allreduce_data(self, data: Any, op: str = "sum") -> Any:
         """Combine the numbers, arrays or tensors of all members: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
@@ -268,22 +268,25 @@ class Partition:
 
         Raises: ValueError for another ``op``, outside this partition, or, on every member, if the shapes differ.
         """
-        return reduce_values(self.comm, self._begin("allreduce_data"), data, op)
+        return reduce_values(self.comm, *self._begin("allreduce_data"), data, op)
 
     def print_sequential(self, value: Any) -> None:
         """Print the values of all members, in the order of their ranks, on the member of rank 0. Collective."""
-        texts = gather_values(self.comm, self._begin("print_sequential"), str(value))
+        texts = gather_values(self.comm, *self._begin("print_sequential"), str(value))
         if self.rank == 0:
             print("\n".join(texts), flush=True)
 
-    def _begin(self, method: str) -> Group:
-        """Check that this worker is a member, for a method that only members may call; returns all members."""
+    def _begin(self, method: str) -> tuple[Group, str]:
+        """Check that this worker is a member, for a method that only members may call.
+
+        Returns: all members, and what they do.
+        """
         if not self.active:
             raise ValueError(
                 f"{method} is for the members of a partition; worker {self.comm.rank} is not active in {self}"
             )
-        self.comm.where = f"{method} in {self}"
-        return tuple(self.workers.ravel().tolist())
+        self.comm.where = call = f"{method} in {self}"
+        return tuple(self.workers.ravel().tolist()), call
 
     def deactivate(self) -> None:
         """Mark this partition as inactive on this worker. Idempotent.

@@ -6,6 +6,7 @@ A value that cannot be sent is the same error on every member of the group, not 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from distdl.partition.encoding import decode, encode
+from distdl.partition.meeting import meet, padded
 from distdl.transport.communicator import Communicator, Group, fold
 
 _VALUE, _PROBLEM = b"\0", b"\1"
@@ -26,28 +28,39 @@ _REDUCTIONS: dict[str, tuple[Callable[[Iterable[int]], int], _Combine, _Combine]
 }
 
 
-def broadcast_value(comm: Communicator, group: Group, value: Any) -> Any:
-    """The value of the group's first worker, on all of its members."""
-    message = _message_of(value) if comm.rank == group[0] else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([message.numel()])
-    comm.through.broadcast(group, length).wait()
-    if comm.rank != group[0]:
-        message = torch.empty(int(length), dtype=torch.uint8)
-    comm.through.broadcast(group, message).wait()
-    return _value_of(comm, group[0], message)
+def broadcast_value(comm: Communicator, members: Group, call: str, root: int, value: Any) -> Any:
+    """The value of one of the members, on all of them.
+
+    Args:
+        call: what the workers do, the same text on all members.
+        root: the worker whose value it is; the others pass any value.
+    Raises: CommunicationError, the same on every member, if they are in different calls; ValueError, likewise, for a
+        value that cannot be sent.
+    """
+    message = _message_of(value) if comm.rank == root else b""
+    length = meet(comm, members, f"{call} from worker {root}", len(message))
+    content = padded(message, length)
+    comm.through.broadcast((root, *(worker for worker in members if worker != root)), content).wait()
+    return _value_of(root, content.numpy().tobytes())
 
 
-def gather_values(comm: Communicator, group: Group, value: Any) -> list[Any]:
-    """The values of all members, in the order of the group, on every member."""
+def gather_values(comm: Communicator, members: Group, call: str, value: Any) -> list[Any]:
+    """The values of all members, in their order, on every member.
+
+    Raises: as :func:`broadcast_value`.
+    """
     message = _message_of(value)
-    lengths = comm.through.all_gather(group, torch.tensor([message.numel()])).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: message.numel()] = message
-    messages = comm.through.all_gather(group, padded)
-    return [_value_of(comm, w, m[:n]) for w, m, n in zip(group, messages, lengths, strict=True)]
+    message = struct.pack("<Q", len(message)) + message
+    rows = comm.through.all_gather(members, padded(message, meet(comm, members, call, len(message))))
+    contents = [row.numpy().tobytes() for row in rows]
+    lengths = [struct.unpack_from("<Q", content)[0] for content in contents]
+    return [
+        _value_of(worker, content[8 : 8 + length])
+        for worker, content, length in zip(members, contents, lengths, strict=True)
+    ]
 
 
-def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
+def reduce_values(comm: Communicator, members: Group, call: str, value: Any, op: str) -> Any:
     """Combine the members' numbers, arrays or tensors: ``op`` is ``sum``, ``prod``, ``max`` or ``min``.
 
     Python's integers are combined as Python does it: exactly, whatever their size. NumPy's values and tensors are
@@ -56,12 +69,14 @@ def reduce_values(comm: Communicator, group: Group, value: Any, op: str) -> Any:
 
     Raises: ValueError, the same on every member, for another ``op`` or if the shapes differ.
     """
-    if op not in _REDUCTIONS:
+    values = gather_values(comm, members, f"{call}, op={op!r}", value)
+    if op not in _REDUCTIONS:  # (not before: the others would wait)
         raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; got {op!r}")
-    values = gather_values(comm, group, value)
     shapes = [tuple(np.shape(one)) for one in values]
     if len(set(shapes)) > 1:
-        raise ValueError(f"a reduction needs values of one shape on all workers; got {shapes} on workers {list(group)}")
+        raise ValueError(
+            f"a reduction needs values of one shape on all workers; got {shapes} on workers {list(members)}"
+        )
     of_integers, of_arrays, of_tensors = _REDUCTIONS[op]
     if all(isinstance(one, int) for one in values):  # a bool is one, too
         return of_integers(values)
@@ -77,16 +92,14 @@ def _counted(value: Any) -> Any:
     return value.astype(np.int64) if getattr(value, "dtype", None) == np.bool_ else value
 
 
-def _message_of(value: Any) -> torch.Tensor:
+def _message_of(value: Any) -> bytes:
     try:
-        message = _VALUE + encode(value)
+        return _VALUE + encode(value)
     except Exception as problem:  # whatever it is: the receivers wait and have to learn of it
-        message = _PROBLEM + str(problem).encode()
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return _PROBLEM + str(problem).encode()
 
 
-def _value_of(comm: Communicator, sender: int, message: torch.Tensor) -> Any:
-    content = message.numpy().tobytes()
+def _value_of(sender: int, content: bytes) -> Any:
     if content[:1] == _PROBLEM:
         raise ValueError(f"worker {sender}: {content[1:].decode()}")
     return decode(content[1:])

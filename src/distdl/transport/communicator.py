@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from distdl import environment
 from distdl.geometry.boxes import balanced
 from distdl.tensors.memory import empty as empty
+from distdl.transport.calls import Calls as Calls
+from distdl.transport.calls import numbered
 from distdl.transport.view import Addressed as Addressed
 from distdl.transport.view import Message as Message
 from distdl.transport.view import View as View
@@ -32,6 +34,7 @@ Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
 T = TypeVar("T")
 
+_CALLS = ("exchange", "start", "broadcast", "sum", "all_sum", "all_gather", "all_max")
 SMALL_SUM = 1 << 15  # bytes that each member of an all-sum sends to each other rather than add up in parts
 
 
@@ -96,22 +99,6 @@ def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
     return pairs + list(items[len(items) - len(items) % 2 :])
 
 
-class Calls:
-    """A count that belongs to the world: a deep copy of a layer goes on counting with it.
-
-    Attributes:
-        number: how many exchanges have begun.
-    """
-
-    __slots__ = ("number",)
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        return self
-
-
 class Prepared:
     """An exchange that comes again and again, for tensors of always the same layouts.
 
@@ -134,6 +121,7 @@ class Communicator(ABC):
         absent: the ``rank`` that a partition reports where this worker is not a member.
         timeout: longest wait for other workers, in seconds (environment variable ``DISTDL_TIMEOUT``; default 600).
         released: whether :meth:`release` has left it unusable.
+        failure: the error after which workers of this world are out of step (see :meth:`poison`); None before.
         imagined: whether the other workers are not there, and nothing is sent (see ``distdl.summary``).
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
@@ -147,6 +135,7 @@ class Communicator(ABC):
     size: int
     absent: int = -1
     released: bool = False
+    failure: CommunicationError | None = None
     imagined: bool = False
     started_alone: bool = False
     ordered: bool = False
@@ -167,6 +156,28 @@ class Communicator(ABC):
     def calls(self, group: Group) -> Calls:
         """How many exchanges a group of workers has begun, as this worker counts them: the same object every time."""
         return self._calls.setdefault(group, Calls())
+
+    def poison(self, error: CommunicationError) -> CommunicationError:
+        """Note an error after which workers are out of step: messages of different calls would meet from now on.
+
+        Every later call raises an error that says so, and why. Returns: the error, to be raised.
+        """
+        if self.failure is None:
+            self.failure = error
+            for call in _CALLS:  # (each call would take longer if it looked whether it may go on)
+                setattr(self, call, self._refuse)
+        return error
+
+    @property
+    def place(self) -> str:
+        """What this worker does just now, for errors: of a layer with its number, for layers may have one name."""
+        return numbered(self.where)
+
+    def _refuse(self, *args: Any, **options: Any) -> Any:
+        raise CommunicationError(
+            f"worker {self.rank} cannot go on in {self.place}: the workers of its world are out of step since an "
+            f"earlier error: {self.failure}"
+        )
 
     def how_to_start(self, workers: int) -> str:
         """Where this worker was started alone, what an error says of starting more of them; elsewhere nothing."""
@@ -202,26 +213,28 @@ class Communicator(ABC):
         )
         return self.exchange(sends, receives, tag)
 
-    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+    # The tag of a collective is that of the messages of which it is made. A transport's own collective has none.
+
+    def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         """Copy the root's tensor into the (contiguous) tensor of every other member."""
         if self.rank == group[0]:
-            return self.through.exchange([(worker, tensor) for worker in group[1:]], [])
-        return self.through.exchange([], [(group[0], tensor)])
+            return self.through.exchange([(worker, tensor) for worker in group[1:]], [], tag)
+        return self.through.exchange([], [(group[0], tensor)], tag)
 
-    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         """Add the (contiguous) tensors x of all members into the root's y.
 
         The root's x may be None, and then it adds nothing; y is None on the other members.
         """
         if self.rank != group[0]:
             assert x is not None
-            return self.through.exchange([(group[0], x)], [])
+            return self.through.exchange([(group[0], x)], [], tag)
         assert y is not None
-        return self._sum_into(y, [] if x is None else [x], group[1:])
+        return self._sum_into(y, [] if x is None else [x], group[1:], tag)
 
-    def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int]) -> Pending:
+    def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int], tag: int) -> Pending:
         buffers = [empty(y.shape, y.dtype, y) for _ in sources]
-        pending = self.through.exchange([], list(zip(sources, buffers, strict=True)))
+        pending = self.through.exchange([], list(zip(sources, buffers, strict=True)), tag)
 
         def finish() -> None:
             pending.wait()
@@ -229,7 +242,7 @@ class Communicator(ABC):
 
         return Pending(finish)
 
-    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         """Add the (contiguous) tensors x of all members into the y of each; every member gets the same bits.
 
         Of a large tensor each member adds up one part and then sends it to the others, so that what it sends does not
@@ -242,7 +255,7 @@ class Communicator(ABC):
         others = [worker for worker in slices if worker != self.rank]
         mine = y[slices.get(self.rank, slice(0, 0))]
         buffers = {w: empty(mine.shape, y.dtype, y) for w in group if w != self.rank and mine.numel()}
-        adding = self.through.exchange([(worker, x[slices[worker]]) for worker in others], list(buffers.items()))
+        adding = self.through.exchange([(worker, x[slices[worker]]) for worker in others], list(buffers.items()), tag)
 
         def finish() -> None:
             adding.wait()
@@ -251,7 +264,7 @@ class Communicator(ABC):
                 fold_into(mine, [own if worker == self.rank else buffers[worker] for worker in group])
             if not whole:
                 sends = [(worker, mine) for worker in buffers]
-                self.through.exchange(sends, [(worker, y[slices[worker]]) for worker in others]).wait()
+                self.through.exchange(sends, [(worker, y[slices[worker]]) for worker in others], tag).wait()
 
         return Pending(finish)
 
@@ -284,7 +297,7 @@ class Communicator(ABC):
     def overdue(self, awaited: Iterable[int]) -> CommunicationError:
         """The error of a wait that took longer than ``timeout``."""
         return CommunicationError(
-            f"worker {self.rank} waited longer than {self.timeout:g} s (DISTDL_TIMEOUT) in {self.where} "
+            f"worker {self.rank} waited longer than {self.timeout:g} s (DISTDL_TIMEOUT) in {self.place} "
             f"for {name_workers(awaited)}"
         )
 

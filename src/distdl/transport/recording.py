@@ -74,16 +74,16 @@ class Recording(Communicator):
         given, taken = ([(w, view.nbytes) for w, view in one] for one in (prepared.sends, prepared.receives))
         return self._exchange(given, taken, lambda: self.inner.start(prepared, tensors, tag))
 
-    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
-        return self._wait_for("broadcast", group, tensor.nbytes, lambda: self.inner.broadcast(group, tensor))
+    def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
+        return self._wait_for("broadcast", group, tensor.nbytes, lambda: self.inner.broadcast(group, tensor, tag))
 
-    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if x is not None else y
         nbytes = 0 if tensor is None else tensor.nbytes
-        return self._wait_for("sum", group, nbytes, lambda: self.inner.sum(group, x, y))
+        return self._wait_for("sum", group, nbytes, lambda: self.inner.sum(group, x, y, tag))
 
-    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
-        return self._wait_for("all_sum", group, x.nbytes, lambda: self.inner.all_sum(group, x, y))
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
+        return self._wait_for("all_sum", group, x.nbytes, lambda: self.inner.all_sum(group, x, y, tag))
 
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         gathered: torch.Tensor = self._return(

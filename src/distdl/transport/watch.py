@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from distdl.transport.communicator import Communicator
 from distdl.transport.stores import SilentError, described, within
 
 _PATIENCE = 1.0  # seconds after which a waiting worker writes that it waits
@@ -32,14 +33,14 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._rank = rank
-        self._wait: tuple[float, object] | None = None
-        self._written: tuple[float, object] | None = None
+        self._wait: tuple[float, Communicator] | None = None
+        self._written: tuple[float, Communicator] | None = None
         self._bell = threading.Event()
         threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
 
-    def begin(self, where: object) -> None:
+    def begin(self, comm: Communicator) -> None:
         """This worker begins to wait."""
-        self._wait = (time.monotonic(), where)
+        self._wait = (time.monotonic(), comm)
 
     def end(self) -> None:
         """It waits no longer."""
@@ -99,7 +100,7 @@ class Watch:
                 if wait is not None and time.monotonic() - wait[0] >= _PATIENCE:
                     if wait is not self._written:
                         self._written = wait
-                        self._store.set(key, str(wait[1]))
+                        self._store.set(key, wait[1].place)
                 elif self._written is not None:
                     self._written = None
                     self._store.set(key, "")

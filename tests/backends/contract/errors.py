@@ -6,7 +6,7 @@ import torch
 
 import distdl
 from contract.common import expect_repartition, raises, repartition_rows_to_columns, same_everywhere
-from distdl.nn import AllSumReduce, Repartition, SumReduce
+from distdl.nn import AllSumReduce, DistributedBatchNorm, DistributedLinear, Repartition, SumReduce
 from distdl.testing import Counting
 from distdl.transport.communicator import CommunicationError
 
@@ -64,5 +64,44 @@ def check_crossed_calls_raise_on_every_member():
     P = distdl.Partition(Counting(distdl.world().comm))
     layer = AllSumReduce(P.reshape(P.size), [0])
     if P.rank == 0:
-        P.comm.calls(tuple(range(P.size))).number += 1  # as after an exchange that the others did not make
+        calls = P.comm.calls(tuple(range(P.size)))
+        calls.number, calls.history = calls.number + 1, calls.history + 1  # as after one that the others did not make
     raises(CommunicationError, lambda: layer(torch.ones(2)), "exchange 1", "exchange 0")
+    raises(CommunicationError, lambda: P.allgather_data(0), "out of step since an earlier error", "different calls")
+
+
+def check_layers_of_one_kind_in_another_order_raise_on_every_member():
+    P = distdl.Partition(Counting(distdl.world().comm))
+    if P.size == 1:
+        return
+    row, column, one = P.reshape(1, P.size), P.reshape(P.size, 1), P[:1].reshape(1, 1)
+    kinds = {
+        "AllSumReduce": (lambda: AllSumReduce(P.reshape(P.size), [0]), torch.ones(2)),
+        "DistributedLinear": (lambda: DistributedLinear(one, row, column, 4, 6), torch.ones(2, 4 * (P.rank == 0))),
+        "DistributedBatchNorm": (lambda: DistributedBatchNorm(column, 2), torch.ones(2, 2)),
+    }
+    texts = []
+    for name, (make, x) in kinds.items():
+        first, second = make(), make()
+        texts.append(raises(CommunicationError, lambda: (second if P.rank == 1 else first)(x), name))  # noqa: B023
+        assert texts[-1].count("[layer ") == 2, texts[-1]
+    layer = AllSumReduce(P.reshape(P.size), [0])
+    texts.append(raises(CommunicationError, lambda: P.allgather_data(0) if P.rank == 1 else layer(x), "allgather_data"))
+    if P.rank == 1:
+        AllSumReduce(P.reshape(P.size), [0])  # so this worker's model has a layer more than the others'
+    layer = AllSumReduce(P.reshape(P.size), [0])
+    texts.append(raises(CommunicationError, lambda: layer(torch.ones(2)), "[layer "))
+    same_everywhere(P, texts)  # and the world is usable
+
+
+def check_data_calls_that_differ_raise_on_every_member():
+    P = distdl.Partition(Counting(distdl.world().comm))
+    if P.size == 1:
+        return
+    different = {
+        ("op='max'", "op='sum'"): lambda: P.allreduce_data(P.rank, "max" if P.rank == 1 else "sum"),
+        ("allgather_data", "allreduce_data"): lambda: P.allgather_data(1) if P.rank == 1 else P.allreduce_data(1),
+        ("from worker 0", "from worker 1"): lambda: P.broadcast_data(1, int(P.rank == 1)),
+    }
+    same_everywhere(P, [raises(CommunicationError, call, *words) for words, call in different.items()])
+    assert P.allgather_data(P.rank) == list(range(P.size))

@@ -44,6 +44,7 @@ _ASK, _ANSWER, _GROUP_TAG, _MAXIMUM_TAG = 32768, 32769, 32770, 32771  # beyond t
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
+_NOTICED = 2.5  # seconds after which workers whose message has gone elsewhere have told where they wait
 
 
 class MPICommunicator(Communicator):
@@ -97,7 +98,7 @@ class MPICommunicator(Communicator):
             self._duplicate = self.parent.Idup()
         duplicate, through = self._duplicate
         self.where = f"the opening of a world of {self.size} workers"
-        self.finish([through], everyone)
+        self._finish([through], everyone, None)  # (too long a wait here leaves nobody out of step)
         del self.where
         self._world = self._groups[everyone] = duplicate
         self._leaving.forget()
@@ -114,7 +115,7 @@ class MPICommunicator(Communicator):
             requests += [world.Isend(piece, target, tag) for piece in pieces(tensor)]
         workers = [worker for worker, _ in (*buffers, *ready)]
         deliveries = [(tensor, buffer) for (_, tensor), (_, buffer) in zip(receives, buffers, strict=True)]
-        return Requests(self.finish, requests, workers, (buffers, ready), deliveries)
+        return Requests(self, requests, workers, (buffers, ready), deliveries)
 
     def prepare(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Prepared:
         return Regions(sends, receives)
@@ -127,19 +128,19 @@ class MPICommunicator(Communicator):
         receive, send = self._world.Irecv, self._world.Isend
         requests = [receive(region.at(tensors), region.worker, tag) for region in prepared.receiving]
         requests += [send(region.at(tensors), region.worker, tag) for region in prepared.sending]
-        return Requests(self.finish, requests, prepared.workers, tensors)
+        return Requests(self, requests, prepared.workers, tensors)
 
-    def broadcast(self, group: Group, tensor: torch.Tensor) -> Pending:
+    def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         comm, root = self._handle(group)
         buffer = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
         requests = [comm.Ibcast(piece, root) for piece in pieces(buffer)]
         return self._pending(group, requests, buffer if self.rank == group[0] else tensor, buffer)
 
-    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None) -> Pending:
+    def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
         few = tensor is not None and len(group) == 2 and tensor.nbytes > SMALL_SUM
         if self.ordered or tensor is None or tensor.dtype not in TYPES or few:
-            return super().sum(group, x, y)
+            return super().sum(group, x, y, tag)
         comm, root = self._handle(group)
         if y is None:
             ready = self._readable(tensor)
@@ -150,9 +151,9 @@ class MPICommunicator(Communicator):
         requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in pieces(buffer, typed=True)]
         return self._pending(group, requests, y, buffer)
 
-    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor) -> Pending:
+    def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         if self.ordered or y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
-            return super().all_sum(group, x, y)
+            return super().all_sum(group, x, y, tag)
         (comm, _), buffer, ready = self._handle(group), self._landing(y), self._readable(x)
         pairs = zip(pieces(ready, typed=True), pieces(buffer, typed=True), strict=True)
         requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pairs]
@@ -189,8 +190,7 @@ class MPICommunicator(Communicator):
             self._world.Irecv([received, len(received), MPI.INT64_T], other, _MAXIMUM_TAG),
             self._world.Isend([values, len(values), MPI.INT64_T], other, _MAXIMUM_TAG),
         ]
-        if not MPI.Request.Testall(requests):
-            self.finish(requests, (other, other), received, values)
+        Requests(self, requests, (other, other), (received, values)).wait()
         return np.maximum(received, values, out=received)
 
     def lend(self, workers: Group) -> MPI.Intracomm:
@@ -272,6 +272,26 @@ class MPICommunicator(Communicator):
 
     def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object) -> None:
         """Wait until all requests, which are to or from the given workers, are through with the memory."""
+        try:
+            self._finish(requests, workers, memory)
+        except CommunicationError as error:
+            raise self.poison(error) from None
+        except MPI.Exception as error:
+            raise self.mismatch(error, workers) from error
+
+    def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> CommunicationError:
+        """The error of a message that is not what this worker expects: the others are in other calls."""
+        waiting = self._waiting(sorted(set(workers) - {self.rank}), _NOTICED)
+        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
+        return self.poison(
+            CommunicationError(
+                f"worker {self.rank} got a message in {self.place} that is not the one that it expects from "
+                f"{name_workers(set(workers) - {self.rank})}, so these are in another call "
+                f"({error.Get_error_string()}){others}"
+            )
+        )
+
+    def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object) -> None:
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
             if done():
@@ -302,7 +322,7 @@ class MPICommunicator(Communicator):
             return
         if gone:
             raise CommunicationError(
-                f"worker {self.rank} waits in {self.where} for {name_workers(gone)}, which had come to the end of the "
+                f"worker {self.rank} waits in {self.place} for {name_workers(gone)}, which had come to the end of the "
                 f"program (or called sys.exit)"
             )
 
@@ -314,16 +334,23 @@ class MPICommunicator(Communicator):
         status = MPI.Status()
         while self._world.Iprobe(MPI.ANY_SOURCE, _ASK, status):
             self._world.Recv(bytearray(0), status.Get_source(), _ASK)
-            text = str(self.where).encode()
+            text = self.place.encode()
             self._abandoned.append((self._world.Isend(text, status.Get_source(), _ANSWER), text))
 
     def _missing(self, workers: Iterable[int]) -> CommunicationError:
         """The error of a wait that took too long. Those that wait too answer within a moment; the others are absent."""
         asked = sorted(set(workers) - {self.rank})
+        waiting = self._waiting(asked, _PATIENCE)
+        error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
+        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
+        return CommunicationError(f"{error}{others}")
+
+    def _waiting(self, asked: Sequence[int], seconds: float) -> dict[int, str]:
+        """Those of the workers that wait too, and where: what they answer in so many seconds."""
         for worker in asked:
             self._abandoned.append(self._world.Isend(b"", worker, _ASK))
         waiting: dict[int, str] = {}
-        until, status = time.monotonic() + _PATIENCE, MPI.Status()
+        until, status = time.monotonic() + seconds, MPI.Status()
         while time.monotonic() < until and len(waiting) < len(asked):
             self._answer()
             if self._world.Iprobe(MPI.ANY_SOURCE, _ANSWER, status):
@@ -331,9 +358,7 @@ class MPICommunicator(Communicator):
                 self._world.Recv(text, status.Get_source(), _ANSWER)
                 waiting[status.Get_source()] = text.decode()
             os.sched_yield()
-        error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
-        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
-        return CommunicationError(f"{error}{others}")
+        return waiting
 
 
 def comm_world() -> MPICommunicator:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from mpi4py import MPI
@@ -30,26 +30,38 @@ TYPES = {
 _all_through = MPI.Request.Testall
 
 
+class Completing(Protocol):
+    """What knows how to wait; see :class:`MPICommunicator`."""
+
+    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object) -> None: ...
+
+    def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> Exception: ...
+
+
 class Requests(Pending):
     """Point-to-point messages under way, and the memory that has to live until they are through."""
 
-    __slots__ = ("_complete", "_deliveries", "_memory", "_requests", "_workers")
+    __slots__ = ("_comm", "_deliveries", "_memory", "_requests", "_workers")
 
     def __init__(
         self,
-        finish: Callable[..., None],
+        comm: Completing,
         requests: list[MPI.Request],
         workers: Sequence[int],
         memory: object,
         deliveries: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
-        self._complete, self._requests, self._workers = finish, requests, workers
+        self._comm, self._requests, self._workers = comm, requests, workers
         self._memory, self._deliveries = memory, deliveries
 
     def wait(self) -> None:
         requests, self._requests = self._requests, []
-        if requests and not _all_through(requests):
-            self._complete(requests, self._workers, self._memory)
+        try:
+            through = not requests or _all_through(requests)
+        except MPI.Exception as error:
+            raise self._comm.mismatch(error, self._workers) from error
+        if not through:
+            self._comm.finish(requests, self._workers, self._memory)
         for tensor, buffer in self._deliveries:
             deliver(tensor, buffer)
         self._memory, self._deliveries = None, ()

@@ -49,7 +49,8 @@ def ready(
         for layout, shape, dtype, derivatives in described:
             lies = context.everywhere(shape) if layout is None else layout
             signatures.append(Signature(lies, dtype, derivatives, tuple(shape)))
-        setup = op.setup(Site(work, context.everyone, Label(name)), *signatures)
+        detail = [(one.layout, one.dtype) for one in signatures]
+        setup = op.setup(Site(work, context.everyone, Label(name, detail=detail)), *signatures)
         return Ready(setup, tuple(map(context.known, setup.results)))
 
     return context.keep((name, key, *described), make)

@@ -62,4 +62,4 @@ def unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found_inf, by = args
     context = next(one for one in tensors if type(one) is GlobalTensor)._context
     func([block_of(one) if type(one) is GlobalTensor else one for one in tensors], found_inf, by)
-    found_inf.fill_(reduce_values(context.comm, context.everyone, float(found_inf), "max"))
+    found_inf.fill_(reduce_values(context.comm, context.everyone, "unscaling of gradients", float(found_inf), "max"))

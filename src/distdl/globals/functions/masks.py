@@ -59,7 +59,7 @@ def _chosen(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
     """The layout of what masks choose along the first dim of a tensor."""
     context = layout.context
     context.comm.where = "the number of elements that a mask chooses"
-    told = gather_values(context.comm, context.everyone, int(mask.sum()))
+    told = gather_values(context.comm, context.everyone, "the number of elements that a mask chooses", int(mask.sum()))
     workers = layout.partition.workers
     stop, along = 0, []
     for worker in workers.reshape(workers.shape[0], -1)[:, 0].tolist():

@@ -33,7 +33,7 @@ def next_draw(context: Context) -> Draw:
     """The next random call, the same on every worker. Collective if no tensor has brought a seed along."""
     if context.draws.seed is None:
         context.comm.where = "the seed of random numbers"
-        context.draws.seed = broadcast_value(context.comm, context.everyone, seed())
+        context.draws.seed = broadcast_value(context.comm, context.everyone, "the seed of random numbers", 0, seed())
     return context.draws.next()
 
 

@@ -101,7 +101,7 @@ def _adding(
     name: str,
 ) -> Operator:
     def make() -> Operator:
-        site = Site(layout.partition, context.everyone, Label(name))
+        site = Site(layout.partition, context.everyone, Label(name, detail=(layout, target, dtype)))
         if target.partition.workers.size == layout.partition.workers.size:
             return site.identity(dtype, derivatives, target.local)
         shapes = {

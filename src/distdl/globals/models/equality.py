@@ -37,7 +37,7 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
     for one in cells:
         checksum = crc32(one.numpy().data, checksum)
     context.comm.where = "distribute"
-    told = gather_values(context.comm, context.everyone, (described, checksum))
+    told = gather_values(context.comm, context.everyone, "distribute", (described, checksum))
     for worker, (theirs, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ValueError(

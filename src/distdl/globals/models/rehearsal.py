@@ -25,7 +25,7 @@ from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.transport import Communicator
-from distdl.transport.communicator import Message, Pending
+from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
 from distdl.workers.footprint import Footprint
 
@@ -43,6 +43,9 @@ class Imagined(Communicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         return Pending()
+
+    def all_max(self, group: Group, values: IntArray) -> IntArray:
+        return values
 
 
 @dataclass

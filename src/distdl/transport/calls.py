@@ -1,0 +1,117 @@
+"""Calls: what a group of workers has exchanged so far, in its order, as one of them sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from distdl.transport.label import MARKS, Label
+
+_REMEMBERED = 256  # exchanges that errors can name
+LARGEST, LAST_TAG = MARKS - 1, (1 << 15) - 1
+_FIFTH = pow(5, -1, MARKS)
+
+
+class Calls:
+    """The exchanges of a group of workers, as this worker counts them; a deep copy of a layer goes on counting with it.
+
+    Members that have made the same exchanges in the same order have the same history. So what carries the history, or a
+    tag that follows from it, finds out any difference that lies before it.
+
+    Attributes:
+        number: how many exchanges have begun.
+        history: a number that follows from all of them, in their order. An exchange of a layer makes it
+            ``(history ^ mark) * 5 & LARGEST``, and before that, if it is a derivative, ``history ^ source``.
+        log: the last ones, each as the label of its layer; in front of one that is a derivative, its source: what the
+            history was when the exchange began of which it is.
+        layers: how many layers of these workers have been built.
+    """
+
+    __slots__ = ("history", "layers", "log", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.history = 1  # (a source is not 0)
+        self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
+        self.layers = 0
+
+    def derive(self, source: int) -> None:
+        """Note that the next exchange is a derivative."""
+        self.log.append(source)
+        self.history ^= source
+
+    def built(self) -> int:
+        """Count a layer that is built. Returns how many were built before."""
+        self.layers += 1
+        return self.layers - 1
+
+    @property
+    def source(self) -> int:
+        """The source of the next exchange, if that has been noted to be a derivative; else 0."""
+        last = self.log[-1] if self.log else 0
+        return last if isinstance(last, int) else 0
+
+    def recent(self) -> dict[int, str]:
+        """What the last exchanges were, by their numbers."""
+        labels, sources, numbers = self._unwound()
+        return {n: _told(label.numbered, sources.get(n), numbers) for n, label in sorted(labels.items())}
+
+    def coming(self, name: str) -> str:
+        """What the next exchange is, one of a layer of this name."""
+        _, sources, numbers = self._unwound()
+        return _told(name, sources.get(self.number + 1), numbers)
+
+    def _unwound(self) -> tuple[dict[int, Label], dict[int, int], dict[int, int]]:
+        """Labels and sources of the last exchanges by their numbers, and the numbers by what the history then was."""
+        labels: dict[int, Label] = {}
+        sources: dict[int, int] = {}
+        numbers: dict[int, int] = {}
+        history, number = self.history, self.number
+        for entry in reversed(list(self.log)):  # (it may grow meanwhile, where another thread asks)
+            if isinstance(entry, Label):
+                history = history * _FIFTH & LARGEST ^ entry.mark
+                labels[number], numbers[history] = entry, number
+                number -= 1
+            else:
+                sources[number + 1] = entry
+                history ^= entry
+        return labels, sources, numbers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        return self
+
+
+def _told(name: str, source: int | None, numbers: dict[int, int]) -> str:
+    if source is None:
+        return name
+    number = numbers.get(source)
+    return f"the backward of {'an earlier exchange' if number is None else f'exchange {number}'}, {name}"
+
+
+class Begun:
+    """Where a worker is that has begun an exchange: which of its group's exchanges that is, for errors.
+
+    Args:
+        calls: of the group.
+        label: of the layer.
+    """
+
+    __slots__ = ("_calls", "_label")
+
+    def __init__(self, calls: Calls, label: Label) -> None:
+        self._calls = calls
+        self._label = label
+
+    @property
+    def numbered(self) -> str:
+        """The name of the layer with path and number, and the number of the exchange."""
+        number = self._calls.number
+        return f"{self._calls.recent().get(number, self._label.numbered)} (exchange {number})"
+
+    def __str__(self) -> str:
+        return str(self._label)
+
+
+def numbered(where: object) -> str:
+    """What a worker does, for errors: of a layer with its number, for layers may have one name."""
+    return where.numbered if isinstance(where, (Label, Begun)) else str(where)
