@@ -271,6 +271,34 @@ def test_an_error_that_all_have_agreed_on_leaves_the_world_usable():
     distdl.run_workers(main, WORKERS)
 
 
+def test_a_layer_of_another_worker_is_an_error():
+    layers = {}
+
+    def main():
+        P = distdl.world()
+        layers[P.rank] = all_sum(P)
+        P.allgather_data(0)
+        layers[0 if P.rank == 1 else P.rank](torch.ones(2))
+
+    with pytest.raises(CommunicationError, match=r"worker 1 called AllSumReduce .* of worker 0: each worker"):
+        distdl.run_workers(main, WORKERS)
+
+
+def test_a_layer_of_a_world_that_has_ended_is_an_error():
+    layers = {}
+
+    def build():
+        layers[distdl.world().rank] = all_sum(distdl.world())
+
+    def main():
+        with pytest.raises(CommunicationError, match="ended while others wait for it"):
+            layers[distdl.world().rank](torch.ones(2))
+        assert distdl.world().allgather_data(0) == [0] * WORKERS
+
+    distdl.run_workers(build, WORKERS)
+    distdl.run_workers(main, WORKERS)
+
+
 # -- DISTDL_DEBUG
 
 

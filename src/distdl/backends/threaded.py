@@ -75,6 +75,7 @@ class Hub:
 
     Attributes:
         failure: what the first worker to fail raised; every wait of the others then ends.
+        threads: the worker of each thread, by the thread's ident.
     """
 
     def __init__(self, size: int) -> None:
@@ -88,6 +89,7 @@ class Hub:
             bell.acquire()
         self._waits: dict[int, _Wait] = {}
         self._ended: dict[int, str] = {}
+        self.threads: dict[int, int] = {}
 
     def post(self, target: int, tag: int, letter: _Letter) -> None:
         """Put a letter into the target's inbox. Hold the lock."""
@@ -128,6 +130,9 @@ class Hub:
         """Wait until ``ready()``. Whoever may have made it true rings; a worker is woken only if it is."""
         with self.lock:
             self._check_failure(comm)
+            caller = self.threads.get(threading.get_ident(), comm.rank)
+            if caller != comm.rank:
+                self._refuse(comm, caller)
             if ready():
                 return
             self._waits[comm.rank] = _Wait(comm, ready, awaited)
@@ -141,6 +146,14 @@ class Hub:
             self._bells[comm.rank].acquire()  # it rang between the end of the time and the lock
         with self.lock:
             self._check_failure(comm)
+
+    def _refuse(self, comm: ThreadCommunicator, caller: int) -> None:
+        error = CommunicationError(
+            f"worker {caller} called {comm.place} of worker {comm.rank}: each worker builds its own layers and "
+            f"partitions, and another worker's cannot be shared between their threads"
+        )
+        self._end(comm.poison(error))
+        raise error
 
     def finish(self, worker: int, how: str) -> None:
         """Note that a worker has ended, and how: whoever waits for it now waits in vain."""
@@ -321,6 +334,7 @@ def _run(work: Work, workers: int) -> list[Any]:
     exits: dict[int, SystemExit] = {}
 
     def run(rank: int) -> None:
+        hub.threads[threading.get_ident()] = rank
         try:
             with torch.autograd.set_multithreading_enabled(False):  # backward runs on this thread, CUDA's too
                 results[rank] = work(ThreadCommunicator(hub, rank))
@@ -335,6 +349,8 @@ def _run(work: Work, workers: int) -> list[Any]:
                 hub.fail(error)
         else:
             hub.finish(rank, "returned")
+        finally:
+            del hub.threads[threading.get_ident()]  # which another thread may get
 
     running = [
         threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)
