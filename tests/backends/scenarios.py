@@ -37,6 +37,7 @@ def is_absent():
     P = distdl.world()
     layer = AllSumReduce(P.reshape(4), [0])
     layer(torch.ones(2))
+    P.comm.timeout = 3.0  # which DISTDL_TIMEOUT sets for the start, too, and that takes longer on a busy machine
     if P.rank == 2:
         time.sleep(20)
     layer(torch.ones(2))
