@@ -426,12 +426,12 @@ def test_the_error_of_a_process_carries_its_traceback():
 
 
 def test_messages_are_never_unpickled():
-    """Only results between a parent and the processes that it started are pickled."""
+    """Only results between a parent and the processes that it started are pickled; a file is read by names alone."""
     source = FOLDER.parents[1] / "src" / "distdl"
     users = {
         path.relative_to(source).as_posix() for path in source.rglob("*.py") if "import pickle" in path.read_text()
     }
-    assert users == {"workers/processes.py"}
+    assert users == {"workers/processes.py", "checkpoint/dcp.py"}  # (of the second, see tests/unit/test_security.py)
     lowercase = {"send", "recv", "isend", "irecv", "bcast", "gather", "scatter", "allgather", "allreduce", "alltoall"}
     code = (source / "backends" / "mpi" / "communicator.py").read_text()
     assert not [name for name in lowercase if f".{name}(" in code]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from endure import JOBS, WORKERS, Fault, endure
+from endure import WORKERS, Fault, endure
 from hosts import FOLDER, refusal
 
 SHORT = [
@@ -47,7 +47,7 @@ with two_hosts() as hosts:
 
 @pytest.mark.fault(count=4)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("backend", JOBS)
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.every_case), "mpi"])
 def test_training_survives_a_bad_link_and_ends_in_an_error_without_one(backend):
     outcome = endure(backend, SHORT, LIMIT)
     assert len(outcome.compared) == WORKERS, outcome.output

@@ -243,7 +243,7 @@ class TorchCommunicator(Communicator):
                 lambda: _failure_of_another(store, ended),
             )
         except RuntimeError as error:
-            raise self.poison(self._unconnected(store, workers, error)) from error
+            raise self._unconnected(store, workers, error) from error
         finally:
             ended.set()
 

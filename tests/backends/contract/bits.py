@@ -62,10 +62,10 @@ class ByArrival(Recording):
         super().__init__(inner, begun=begun)
         self.arrived, self.counts = arrived, Counter()
 
-    def sum(self, group, x, y):
+    def sum(self, group, x, y, tag=0):
         return self.all_sum(group, x, y)
 
-    def all_sum(self, group, x, y):
+    def all_sum(self, group, x, y, tag=0):
         self._begin("all_sum", group, 0)
         self.counts[group] += 1
         key = (group, self.counts[group])
