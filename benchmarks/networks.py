@@ -56,11 +56,11 @@ class Split(Plain):
         return self._of("MaxPool")(self.P, kernel, stride, padding)
 
     def head(self, channels, classes):
-        first = self.P[:1]
+        first = self.P[tuple(slice(1) for _ in range(self.P.dim))]
         alone = first.reshape(1, 1)
         return nn.Sequential(
             self._of("AdaptiveAvgPool")(self.P, 1),
-            dnn.Repartition(self.P, first.reshape(*[1] * self.P.dim)),
+            dnn.Repartition(self.P, first),
             nn.Flatten(),
             dnn.DistributedLinear(alone, alone, alone, channels, classes),
         )

@@ -1,8 +1,7 @@
 """The threads back-end: the workers are threads of one process, and tensors pass by reference.
 
 A sender posts a reference; the receiver copies from it into its own tensor and marks the message as read. So a message
-is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made. Of a small tensor
-the sender posts a copy instead, and waits for nobody: a copy costs less than one change from thread to thread.
+is copied once, whatever its strides, and the sender's ``wait`` returns when that copy has been made.
 
 All waiting goes through one lock and one wake-up per worker, so the hub knows at any moment who waits for what. When a
 worker waits for one that has ended, or every worker that still runs is waiting, nothing can ever arrive: that is an
@@ -35,19 +34,18 @@ from distdl.transport.communicator import (
     name_workers,
 )
 
-_SMALL = 1 << 14  # bytes up to which a letter has a copy of the tensor
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
 
 
 class _Letter:
-    """A message on its way: the sender's tensor or a copy of it, and whether the tensor may be written again."""
+    """A message on its way: a reference to the sender's tensor, and whether it has been read."""
 
     __slots__ = ("event", "read", "sender", "tensor")
 
     def __init__(self, sender: int, tensor: torch.Tensor) -> None:
         self.sender = sender
-        self.read = tensor.nbytes <= _SMALL and not tensor.is_cuda
-        self.tensor = tensor.detach().clone() if self.read else tensor.detach()
+        self.tensor = tensor.detach()
+        self.read = False
         self.event = _record(tensor)
 
 
@@ -110,9 +108,8 @@ class Hub:
 
     def mark_read(self, letter: _Letter) -> None:
         """Tell the sender that its tensor has been read. Hold the lock."""
-        if not letter.read:
-            letter.read = True
-            self._ring(letter.sender)
+        letter.read = True
+        self._ring(letter.sender)
 
     def join(self, worker: int, group: Group, values: IntArray) -> _Meeting:
         """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
@@ -231,7 +228,6 @@ class ThreadCommunicator(Communicator):
         with self.hub.lock:
             for target, letter in letters:
                 self.hub.post(target, tag, letter)
-        unread = [(target, letter) for target, letter in letters if not letter.read]
 
         def finish() -> None:
             # what has arrived is read at once, so that its sender can go on; then one wait for all the rest
@@ -239,14 +235,12 @@ class ThreadCommunicator(Communicator):
             if rest:
                 self._await_all([source for source, _ in rest], tag)
                 self._read(rest, tag)
-            if not unread:
-                return
             self.hub.wait(
                 self,
-                lambda: all(letter.read for _, letter in unread),
-                lambda: [target for target, letter in unread if not letter.read],
+                lambda: all(letter.read for _, letter in letters),
+                lambda: [target for target, letter in letters if not letter.read],
             )
-            for _, letter in unread:
+            for _, letter in letters:
                 _await(letter.tensor, letter.event)
 
         return Pending(finish)
