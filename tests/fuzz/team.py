@@ -114,10 +114,9 @@ def _end(world: Partition) -> None:
     nothing = torch.zeros(1)
     for _ in range(2):  # the second time, nobody is left in front of the first
         comm.exchange([(w, nothing) for w in others], [(w, torch.zeros(1)) for w in others], _END).wait()
-        left = {
-            key: len(letters) for key, letters in comm.hub._inboxes[world.rank].items() if key[1] != _END and letters
-        }
-        assert not left, f"messages are left over, by sender and tag: {left}"
+        posted = [*comm.post.sent.items(), *comm.post.wanted.items()]
+        left = {key: len(ends) for key, ends in posted if key[1] == world.rank and key[2] != _END}
+        assert not left, f"messages are left over, by sender, receiver and tag: {left}"
 
 
 def failure_of(result: Any) -> Failed | None:

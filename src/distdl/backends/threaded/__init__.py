@@ -1,0 +1,117 @@
+"""The threads back-end: the workers are threads of one process, and tensors pass by reference."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.backends import Work, register
+from distdl.backends.threaded.communicator import Post, ThreadCommunicator
+from distdl.backends.threaded.hub import Hub
+from distdl.transport.communicator import Communicator
+
+_GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
+
+
+def _open() -> Communicator:
+    raise RuntimeError(
+        "the threads back-end exists inside distdl.run_workers(function, workers=4) and under "
+        "'distdl run -n 4 SCRIPT'; the caller is in neither"
+    )
+
+
+def _start(work: Work, workers: int) -> list[Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(work, workers)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(work: Work, workers: int) -> list[Any]:
+    hub, post = Hub(workers), Post()
+    results: dict[int, Any] = {}
+    exits: dict[int, SystemExit] = {}
+
+    def run(rank: int) -> None:
+        hub.threads[threading.get_ident()] = rank
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # backward runs on this thread, CUDA's too
+                results[rank] = work(ThreadCommunicator(hub, post, rank))
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                exits[rank] = error
+                hub.finish(rank, "called sys.exit")
+            else:
+                error.add_note(f"(raised on worker {rank} of {workers})")
+                if isinstance(error, SystemExit) and hub.failure is None:  # which ends a process without a traceback
+                    print(f"distdl: worker {rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+                hub.fail(error)
+        else:
+            hub.finish(rank, "returned")
+        finally:
+            del hub.threads[threading.get_ident()]  # which another thread may get
+
+    running = [
+        threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)
+    ]
+    for thread in running:
+        thread.start()
+    try:
+        for thread in running:
+            while thread.is_alive() and hub.failure is None:
+                thread.join(0.1)
+    except BaseException as interruption:  # of the caller's thread: by the keyboard, or by a test's time limit
+        hub.fail(interruption)
+    if hub.failure is not None:
+        _join(running)
+        for thread in running:
+            _stop(thread)
+        raise hub.failure
+    if exits:
+        raise exits[min(exits)]  # nobody waited for those that called sys.exit, so what they asked for can be done
+    return [results[rank] for rank in range(workers)]
+
+
+class _Stopped(SystemExit):
+    """Ends a worker that still computes when ``run_workers`` has raised."""
+
+
+_stopped: list[threading.Thread] = []
+
+
+def _stop(thread: threading.Thread) -> None:
+    """Let a thread that is alive end at its next Python statement."""
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
+        _stopped.append(thread)
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    deadline = time.monotonic() + _GRACE
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+@atexit.register
+def _await_stopped() -> None:
+    """Before the interpreter ends: a thread that it finds in the midst of torch's code aborts the process."""
+    _join(_stopped)
+    computing = [thread.name for thread in _stopped if thread.is_alive()]
+    if computing:
+        sys.stdout.flush()
+        print(f"distdl: {', '.join(computing)} still computes, though run_workers has failed", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+register("threads", _open, start=_start)
