@@ -25,7 +25,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 sweep: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 -m every_case

@@ -39,20 +39,33 @@ def pytest_collection_modifyitems(config, items):
         cuda = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=cuda)
         items[:] = [item for item in items if item not in cuda]
+    first = ("processes with limits", "processes")  # (the longest turns)
+    items.sort(key=lambda item: first.index(turn) if (turn := turn_of(item.nodeid)) in first else len(first))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of the two processes that run the tests (see the Makefile), one gets all that start processes of their own."""
+    """Of the two processes that run the tests (see the Makefile), one gets all whose processes have limits of time.
+
+    The other begins with the other tests that start processes; both then share the rest.
+    """
     return Scheduler(config, log)
 
 
+LIMITED = ("tests/backends/", "tests/hosts/", "tests/checkpoint/test_soak.py", "tests/checkpoint/test_killed.py")
 STARTING = (
-    "tests/backends/", "tests/hosts/", "tests/examples/", "tests/names/", "tests/layers/test_properties.py",
-    "docs/code/",
+    "tests/backends/test_launched.py", "tests/backends/test_in_process.py", "tests/examples/", "tests/names/",
+    "tests/layers/test_properties.py", "docs/code/",
 )  # fmt: skip
+
+
+def turn_of(nodeid):
+    """Which tests come in one turn with this one: those with limits, those that start processes, those of its file."""
+    if nodeid.startswith(LIMITED) and not nodeid.startswith(STARTING):
+        return "processes with limits"
+    return "processes" if nodeid.startswith(STARTING) or "processes" in nodeid else nodeid.rsplit("::", 1)[0]
 
 
 class Scheduler(LoadScopeScheduling):
     def _split_scope(self, nodeid):
-        return "processes" if nodeid.startswith(STARTING) or "processes" in nodeid else nodeid
+        return turn_of(nodeid)

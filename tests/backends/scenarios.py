@@ -92,6 +92,7 @@ def differs_in_shapes():
 def drops():
     """Worker 1 does not use one of two results in its backward, and goes on to the next call."""
     P = distdl.world()
+    P.comm.timeout = 3.0
     layer = AllSumReduce(P.reshape(4), [0])
     results = [layer(torch.ones(2, requires_grad=True)) for _ in range(2)]
     try:
@@ -104,6 +105,7 @@ def drops():
 
 def backwards(results):
     """Run the backward of two results, on worker 1 in another order; print the error, and end by it."""
+    distdl.world().comm.timeout = 3.0
     try:
         for place in (1, 0) if distdl.world().rank == 1 else (0, 1):
             results[place].sum().backward()
