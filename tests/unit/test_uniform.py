@@ -5,6 +5,7 @@ import torch
 
 from distdl.geometry.boxes import balanced, slices
 from distdl.nn.uniform import uniform_block
+from distdl.tensors.uniform import _mixed, _mixed_on, mask_block
 
 WHOLE = 2**64 - 1
 
@@ -59,3 +60,17 @@ def test_the_numbers_look_random_within_and_between_keys():
         before = u
     scores = torch.stack(scores)
     assert scores.abs().max() < 4.5 and 0.8 < scores.std() < 1.2 and scores.mean().abs() < 0.3
+
+
+@pytest.mark.parametrize("box", [((0, 2), (3, 9), (0, 5)), ((1, 3), (0, 9), (0, 5)), ((0, 0), (0, 9), (0, 5)), ()])
+def test_a_mask_is_what_numbers_are_at_least_p(box):
+    extents = (3, 9, 5)[: len(box)]
+    u = uniform_block((5, 6), box, extents)
+    for p in (0.0, 1e-300, 0.1, 0.5, 1 / 3, 1 - 2.0**-53, 1.0, *u.flatten().tolist()[:3]):
+        assert torch.equal(mask_block((5, 6), box, extents, p), u >= p)
+
+
+def test_devices_have_the_numbers_of_the_cpu():
+    """Other devices compute by torch, in integers with a sign."""
+    arguments = (3, 70, 5), 2**40 + 7, (350, 5, 1), (2**64 - 3, 2**63 + 11)
+    assert torch.equal(_mixed_on(torch.device("cpu"))(*arguments), _mixed(*arguments))

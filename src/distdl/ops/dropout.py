@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Signature
 from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.repeats import CallCount, checked
-from distdl.tensors.uniform import Key, uniform_block
+from distdl.tensors.uniform import Key, mask_block
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,21 @@ class Dropout:
         if not carries_gradients(dtype):
             raise ValueError(f"{site.label} needs a tensor of floating-point or complex numbers; got {dtype}")
         box, extents = x.layout.box_of(site.me)[: self.leading], x.layout.extents[: self.leading]
-        factor, kept = 1 / (1 - self.p) if self.p < 1 else 0.0, self._kept()
+        factor = 1 / (1 - self.p) if self.p < 1 else 0.0
 
         def drop(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
             number = calls.next()
             x = checked(x if x.numel() else x.to(dtype), number)
-            mask = uniform_block((*self.key, number), box, extents, kept, torch.bool, x.device)
-            return x * mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())) * factor
+            kept = mask_block((*self.key, number), box, extents, self.p, x.device)
+            return masked(x, kept.reshape(*kept.shape, *[1] * (x.dim() - kept.dim())), factor)
 
         return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded with the number)
 
-    def _kept(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        p = self.p
-        return lambda u: u >= p
+
+def masked(x: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:
+    """x where it is kept, times a factor, and else x times 0. What is saved is one byte for each element.
+
+    Args:
+        kept: of dtype bool.
+    """
+    return (x * kept.view(torch.uint8)).mul_(factor)  # (torch multiplies by bytes in half of the time)

@@ -20,10 +20,11 @@ from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of, map_tensors
 from distdl.globals.table import REPLICATED, TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw
 from distdl.tensors.repeats import checked
-from distdl.tensors.uniform import Value, uniform_block
+from distdl.tensors.uniform import Value, mask_block, uniform_block
 
 _KIND = 2  # (parameters and layers of nn have 0 and 1)
 _ALPHA = 1.7580993408473766  # the negative of what SELU tends to
@@ -49,20 +50,24 @@ def drawn(
     dtype: torch.dtype,
     device: torch.device,
     leading: int | None = None,
+    least: float | None = None,
 ) -> torch.Tensor:
     """This worker's block of a random tensor.
 
     Args:
         value: what an element is of its number, uniform in [0, 1); itself if not given.
         leading: how many dims are drawn, beginning with the first; the others have extent 1. None for all.
+        least: where it is given, an element is whether its number is at least that; there is no value or dtype then.
     """
     if not layout.rulers and not layout.active:
         return torch.empty(0, dtype=dtype, device=device)
     rank = len(layout.rulers)
     dims = rank if leading is None else leading
-    block = uniform_block(
-        (draw.seed, _KIND, draw.number), layout.box[:dims], layout.extents[:dims], value, dtype, device
-    )
+    key, box, extents = (draw.seed, _KIND, draw.number), layout.box[:dims], layout.extents[:dims]
+    if least is None:
+        block = uniform_block(key, box, extents, value, dtype, device)
+    else:
+        block = mask_block(key, box, extents, least, device)
     return block.reshape(*block.shape, *[1] * (rank - dims))
 
 
@@ -138,7 +143,7 @@ def dropped(
 ) -> GlobalTensor:
     r"""Set random parts of a tensor to zero, and scale the others: :math:`y_c = x_c m_c / (1 - p)`."""
     draw, block, layout = next_draw(x._context), block_of(x), x._layout
-    mask = drawn(layout, draw, lambda u: u >= p, torch.bool, block.device, leading)
+    mask = drawn(layout, draw, None, torch.bool, block.device, leading, p)
     scale, shift = (0.0 if p == 1 else 1 / (1 - p)), None
     if alpha:  # y = scale (x m + (m - 1) alpha) + scale alpha p
         scale = 0.0 if p == 1 else 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
@@ -149,7 +154,7 @@ def dropped(
             block.add_(shift)
         note_written(x, name)
         return x
-    y = checked(block, draw.number) * mask * scale
+    y = masked(checked(block, draw.number), mask, scale)
     return GlobalTensor._of(y if shift is None else y + shift, layout)
 
 
