@@ -174,7 +174,8 @@ def test_channels_last_is_kept(space, mode, monkeypatch):
             x = block.contiguous(memory_format=form_of_x).requires_grad_()
             y = layer(x)
             outcomes.append((y, *torch.autograd.grad((y**2).sum(), x)))
-        assert [window.is_contiguous(memory_format=form) for window in seen] == [False, True]
+        found = [window.is_contiguous(memory_format=form) for window in seen]
+        assert found == ([] if mode == "zeros" else [False, True])  # (with zeros, blocks stay where they lie)
         for contiguous, last in zip(*outcomes, strict=True):
             assert last.is_contiguous(memory_format=form) or space == 3  # torch's operator does not keep it there
             assert torch.allclose(contiguous, last, rtol=1e-4, atol=1e-3)

@@ -433,3 +433,49 @@ def test_numbers_of_any_whole_kind_are_options():
         assert layer(torch.ones(1, 2, 5, 5)).shape == (1, 4, 11, 10)
 
     on_workers(1, main)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "sequential", "options"),
+    [
+        (DistributedConvTranspose2d, torch.nn.ConvTranspose2d, (4, 2, 1)),
+        (DistributedConv2d, torch.nn.Conv2d, (3, 1, 1)),
+    ],
+)
+def test_large_blocks_stay_where_they_lie(distributed, sequential, options):
+    """Each dim is an exchange of its own then. Also where only some workers ask for the gradient of their x."""
+
+    def main(P):
+        k, s, p = options
+        team = distdl.Partition(Counting(P.comm))
+        layer = distributed(
+            team.reshape(1, 1, 2, 2), in_channels=2, out_channels=2, kernel_size=k, stride=s, padding=p
+        ).double()
+        whole_layer, whole = filled(sequential(2, 2, k, s, p)), noise(2, 2, 16, 18).requires_grad_()
+        assert_matches_sequential(layer, whole_layer, whole.detach())
+        x = Layout.balanced(layer.P_x, whole.shape).block(whole.detach()).clone().requires_grad_(P.rank in (0, 3))
+        y = layer(x)
+        team.comm.reset()
+        y = layer(x)
+        assert [name for name, _ in team.comm.log] == ["all_max", "broadcast", "exchange", "exchange"]
+        (y**2).sum().backward()
+        (whole_layer(whole) ** 2).sum().backward()
+        expected = Layout.balanced(layer.P_x, whole.shape).block(whole.grad)
+        assert x.grad is None or torch.allclose(x.grad, expected, rtol=1e-10)
+        assert x.requires_grad == (x.grad is not None)
+
+        def penalty(network, x):
+            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
+            return (dx**2).sum()
+
+        x, whole.grad = x.detach().requires_grad_(), None
+        layer.zero_grad()
+        whole_layer.zero_grad()
+        penalty(layer, x).backward()
+        penalty(whole_layer, whole).backward()
+        assert torch.allclose(x.grad, Layout.balanced(layer.P_x, whole.shape).block(whole.grad), rtol=1e-10)
+        assert P.rank or torch.allclose(layer.weight.grad, whole_layer.weight.grad, rtol=1e-10)
+        dx = [torch.autograd.grad((y**2).sum(), x)[0] for y in (layer(x), checkpoint(layer, x, use_reentrant=False))]
+        assert torch.equal(*dx)
+
+    on_workers(4, main)

@@ -350,6 +350,31 @@ IN_PLACE = {
 }
 
 
+def transposed_in_place(grid, k, s, p, d, more, extents, split=None, groups=1, channels=(2, 2)):
+    """The same, transposed."""
+    space = len(grid) - 2
+    geometry, convolve = Transposed.of("", space, k, s, p, d, more), getattr(functional, f"conv_transpose{space}d")
+    return everywhere(
+        lambda P_y: TransposedConvolution(P_y, *channels, geometry, groups=groups),
+        lambda x, w, b: convolve(x, w, b, s, p, more, groups, d), grid, (2, channels[0], *extents),
+        [(channels[0], channels[1] // groups, *[k] * space), channels[1:]], split,
+    )  # fmt: skip
+
+
+IN_PLACE |= {
+    "transposed, one dim": transposed_in_place((1, 1, 3), 4, 2, 1, 1, 0, (48,)),
+    "transposed, uneven": transposed_in_place((2, 1, 3), 3, 2, 1, 1, 1, (80,)),
+    "transposed, batch with an empty block": transposed_in_place((2, 1, 2), 4, 2, 1, 1, 0, (80,), (0, [0, 2])),
+    "transposed, two dims": transposed_in_place((1, 1, 2, 2), 4, 2, 1, 1, 0, (16, 18)),
+    "transposed, three dims, of which one is whole": transposed_in_place((1, 1, 2, 1, 2), 3, 1, 1, 1, 0, (10, 5, 14)),
+    "transposed, nine workers": transposed_in_place((1, 1, 3, 3), 3, 2, 1, 1, 1, (21, 24)),
+    "transposed, wide kernel": transposed_in_place((1, 1, 3, 1), 5, 1, 2, 1, 0, (30, 12)),
+    "transposed, dilation and groups": transposed_in_place(
+        (1, 1, 1, 3), 3, 1, 2, 2, 0, (4, 30), groups=2, channels=(4, 4)
+    ),
+}
+
+
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_convolution_of_blocks_where_they_lie_is_torchs(name):
     case = IN_PLACE[name]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced
-from distdl.geometry.transposed import Crop, Transposed, transposed
+from distdl.geometry.edges import Crop
+from distdl.geometry.transposed import Transposed, transposed
 from distdl.geometry.windows import grouped
 
 
@@ -50,7 +51,7 @@ def check_run(layer, expected, run, extent):
     assert window == (read[0], read[-1] + 1) if len(read) else start == stop
     if run[0] < run[1]:
         start, stop = window = layer.window(0, run, extent)
-        crop = layer.crop(0, window, run)
+        crop = layer.line(0).crop(window, run)
         if (window, run) == ((0, extent), (0, len(expected))):
             assert crop == Crop(p, more, 0, 0)  # one worker does what is done sequentially
         computed = piece(k, s, d, stop - start, crop)

@@ -24,13 +24,13 @@ class Line(NamedTuple):
     padding: int
     dilation: int
 
-    def padding_of(self, block: Interval, outputs: Interval) -> int | None:
-        """Zeros on both sides of a block with which it has just these outputs; None if there is no such number."""
-        before = block[0] - sliding(outputs, *self)[0]
-        if before < 0 or block[1] <= block[0]:
+    def crop(self, cells: Interval, outputs: Interval) -> Crop | None:
+        """With which zeros on both sides some cells have just these outputs; None if there is no such number."""
+        before = cells[0] - sliding(outputs, *self)[0]
+        if before < 0 or cells[1] <= cells[0]:
             return None
-        count = sliding_extent(block[1] - block[0], self.kernel, self.stride, (before, before), self.dilation)
-        return before if count == outputs[1] - outputs[0] > 0 else None
+        count = sliding_extent(cells[1] - cells[0], self.kernel, self.stride, (before, before), self.dilation)
+        return Crop(before) if count == outputs[1] - outputs[0] > 0 else None
 
     def strip(self, cells: Interval, outputs: Interval) -> Strip | None:
         """What some cells add to these outputs; None if it is nothing."""
@@ -48,6 +48,26 @@ class Line(NamedTuple):
         return Strip((first - read[0], read[1] - stop), taps, (o - outputs[0], end - outputs[0]))
 
 
+class Crop(NamedTuple):
+    """How torch's operator comes to a run of outputs: what it takes, and what is then cut off or added.
+
+    Attributes:
+        padding, output_padding: options of the operator, in cells of its inputs; of a transposed convolution, in cells
+            of its outputs.
+        before, behind: cells of zeros to add to its outputs; negative: cells to cut off.
+    """
+
+    padding: int
+    output_padding: int = 0
+    before: int = 0
+    behind: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the operator has just these outputs."""
+        return self.before == self.behind == 0
+
+
 class Strip(NamedTuple):
     """What cells add to outputs.
 
@@ -55,11 +75,13 @@ class Strip(NamedTuple):
         margins: zeros before and behind the cells, with which the taps give just the outputs; negative numbers cut off.
         taps: those of the kernel that read cells.
         outputs: counted from the first of the worker's.
+        trims: zeros before and behind what the taps give, with which it is just the outputs; negative numbers cut off.
     """
 
     margins: tuple[int, int]
     taps: Interval
     outputs: Interval
+    trims: tuple[int, int] = (0, 0)
 
 
 class Rim(NamedTuple):

@@ -6,9 +6,10 @@ Intervals are as in ``distdl.geometry.windows``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.edges import Crop, Strip
 from distdl.geometry.windows import Intervals, sizes, span
 
 
@@ -38,19 +39,40 @@ def transposed(
     return (start, last + 1) if start <= last else (start, start)
 
 
-@dataclass(frozen=True)
-class Crop:
-    """How the local operator comes to a run of outputs: what it takes, and what is then cut off or added.
+class TransposedLine(NamedTuple):
+    """The geometry of a transposed convolution along one dim, in cells."""
 
-    Attributes:
-        padding, output_padding: options of the operator, in cells of its outputs.
-        before, behind: cells of zeros to add to its outputs; negative: cells to cut off.
-    """
-
+    kernel: int
+    stride: int
     padding: int
-    output_padding: int
-    before: int
-    behind: int
+    dilation: int
+
+    def crop(self, cells: Interval, outputs: Interval) -> Crop:
+        """How to come from some cells to the outputs to which they add: by the operator itself, as far as it can."""
+        s, reach = self.stride, span(self.kernel, self.dilation)
+        (start, stop), (first, end) = cells, outputs
+        origin = start * s - self.padding if start >= 0 else first  # the output at the first tap of the cells
+        before, behind = first - origin, origin + (stop - start - 1) * s + reach - end  # cells too many
+        most = max(s, self.dilation) - 1
+        padding = max(min(before, behind + most), 0)
+        output_padding = min(max(padding - behind, 0), most)
+        return Crop(padding, output_padding, padding - before, padding - output_padding - behind)
+
+    def strip(self, cells: Interval, outputs: Interval) -> Strip | None:
+        """What some cells add to these outputs; None if it is nothing."""
+        k, s, p, d = self
+        (start, stop), (first, end) = cells, outputs
+        if stop <= start or end <= first:
+            return None
+        origin, last = start * s - p, (stop - 1) * s - p  # the outputs at the first tap of the first and the last cell
+        taps = max(-((last - first) // d), 0), min((end - 1 - origin) // d + 1, k)
+        if taps[0] >= taps[1]:
+            return None
+        made = origin + taps[0] * d, last + (taps[1] - 1) * d + 1
+        run = max(made[0], first), min(made[1], end)
+        if run[0] >= run[1]:
+            return None
+        return Strip((0, 0), taps, (run[0] - first, run[1] - first), (made[0] - run[0], run[1] - made[1]))
 
 
 @dataclass(frozen=True)
@@ -129,13 +151,6 @@ class Transposed:
             return (-1, 0)  # beyond the tensor, so nobody sends it
         return (start, stop)
 
-    def crop(self, dim: int, window: Interval, outputs: Interval) -> Crop:
-        """How to come from a window along a dim of space to its outputs: by the operator itself, as far as it can."""
-        s, reach = self.stride[dim], span(self.kernel[dim], self.dilation[dim])
-        (start, stop), (first, end) = window, outputs
-        origin = start * s - self.padding[dim] if start >= 0 else first  # the output at the first tap of the window
-        before, behind = first - origin, origin + (stop - start - 1) * s + reach - end  # cells too many
-        most = max(s, self.dilation[dim]) - 1
-        padding = max(min(before, behind + most), 0)
-        output_padding = min(max(padding - behind, 0), most)
-        return Crop(padding, output_padding, padding - before, padding - output_padding - behind)
+    def line(self, dim: int) -> TransposedLine:
+        """The geometry along a dim of space."""
+        return TransposedLine(self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim])

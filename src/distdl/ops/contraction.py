@@ -46,6 +46,7 @@ from distdl.exchange import Chain, Operator, Together
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Box, Interval, Shape, shape
 from distdl.geometry.windows import Intervals
+from distdl.ops.edges import InPlace, Lines, fits
 from distdl.ops.padding import Filling
 from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same
 from distdl.partition import Layout, Lookup, Partition, Signature, dims
@@ -111,10 +112,34 @@ class Contraction:
                 b = zeros_on(b, (result[channel],))  # of the workers along in, only the first adds the bias
             return local(function, result, (filling.fill(x), least_x), (w, least_w), (b, least_b))
 
-        return Setup(self._move_in(), compute, self._move_out(result, dtype), (self._computed,))
+        return Setup(
+            self._move_in(*self._fetch_and_spread()), compute, self._move_out(result, dtype), (self._computed,)
+        )
 
-    def _move_in(self) -> Together | Chain:
-        moving = [op for op in self._fetch_and_spread() if not op.still]
+    def in_place(self, lines: Lines, groups: int, by_windows: Setup) -> Setup:
+        """The same convolution of blocks where they lie, where that is worthwhile; else by windows.
+
+        Args:
+            lines: its geometry, for each dim of space.
+        """
+        site, x, (outputs,) = self.site, self.x, by_windows.results
+        signatures = [one for one in (x, self.weight, self.bias) if one is not None]
+        windows = Layout.of(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
+        if not fits(site, signatures, lines, windows, outputs):
+            return by_windows
+        fetch, _ = self._fetch_and_spread()
+
+        def windowed(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+            y: torch.Tensor = by_windows.local(fetch(x), *[one for one in others if one is not None])
+            return y
+
+        local = InPlace.of(lines, site, x, windows, outputs, groups, windowed)
+        move_in = Together() if self.weight.layout.is_everywhere else self._move_in()
+        return Setup(move_in, local, same, by_windows.results)
+
+    def _move_in(self, *operators: Operator) -> Together | Chain:
+        """Those of x, one after the other, and w and b beside the first."""
+        moving = [op for op in operators if not op.still]
         first = moving[0] if moving else self.site.identity(self.x.dtype, self.x.derivatives, self.x.local)
         everywhere = self.weight.layout.is_everywhere
         steps: list[Any] = [Together(first) if everywhere else Together(first, self._parameters())]

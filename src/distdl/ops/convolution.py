@@ -39,21 +39,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
-from numpy import array_equal
 from torch.nn import functional
 
-from distdl.exchange import Together
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
 from distdl.geometry.boxes import Interval, Shape, balanced, whole
 from distdl.geometry.edges import Line
 from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
 from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
-from distdl.ops.edges import InPlace, worthwhile
-from distdl.ops.setup import Setup, Site, blank_shape, same
-from distdl.partition import Layout, Partition, Signature
+from distdl.ops.setup import Setup, Site
+from distdl.partition import Partition, Signature
 
 
 @dataclass(frozen=True)
@@ -125,41 +121,10 @@ class Convolution:
         )
         pieces = self._pieces(site, runs)
         by_windows = contraction.setup(lambda *boxes: self._local(pieces, padded), self._smallest(pieces))
-        return self._in_place(site, signatures, read, by_windows) or by_windows
-
-    def _in_place(
-        self, site: Site, signatures: Sequence[Signature], read: Sequence[Intervals], by_windows: Setup
-    ) -> Setup | None:
-        """The convolution of blocks where they lie, if all workers have them, and the weights, where they compute."""
-        x, weight, *_ = signatures
-        blocks, (outputs,) = x.layout, by_windows.results
-        workers = site.partition.workers
-        if (
-            self.padding_mode != "zeros"
-            or self.autocast is not None
-            or not weight.layout.is_everywhere
-            or workers.shape[1] * workers.shape[2] > 1
-            or not array_equal(blocks.partition.workers.ravel(), workers.ravel())
-            or not array_equal(blocks.partition.workers, outputs.partition.workers)
-            or {one.dtype for one in signatures} not in ({torch.float32}, {torch.float64})
-            or any(one.derivatives.tangent for one in signatures)
-        ):
-            return None
+        if self.padding_mode != "zeros" or self.autocast is not None:
+            return by_windows
         options = self.sliding.kernel, self.sliding.stride, self.sliding.padding, self.sliding.dilation
-        lines = [Line(*numbers) for numbers in zip(*options, strict=True)]
-        windows = Layout.of(blocks.partition, [*blocks.intervals[:2], *read])
-        if not worthwhile(lines, blocks, windows, outputs, prod(weight.layout.extents)):
-            return None
-        result = outputs.shapes[site.me] if site.me in outputs.partition else blank_shape(x.local)
-
-        def windowed(*tensors: torch.Tensor) -> torch.Tensor:
-            given = [one for one in tensors if one is not None]
-            y: torch.Tensor = by_windows.move_out(by_windows.local(*by_windows.move_in(*given)))
-            return y
-
-        layouts = blocks, windows, outputs
-        local = InPlace.of(lines, site, x.dtype, layouts, result, self.groups, windowed)
-        return Setup(Together(), local, same, by_windows.results)
+        return contraction.in_place([Line(*numbers) for numbers in zip(*options, strict=True)], self.groups, by_windows)
 
     def _padded_by_torch(self, extents: Shape, space: Sequence[int]) -> Shape:
         """Zeros that torch's convolution puts on both sides itself: where a dim is not split. None are copied then."""

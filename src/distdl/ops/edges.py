@@ -11,7 +11,7 @@ block, with zeros around it, while the cells around it are under way, and then t
     dy               -->  dx, dw, db of the block;  dx += what arrives for its rim;  dw += what dy says of h
 
 It is one autograd node, which saves the block itself, and h. Where its derivative is differentiated, that of windows is
-taken.
+taken. A transposed convolution has the same picture, with other edges: what a cell adds to outputs beyond its block.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from math import prod
 from typing import Any
 
 import torch
+from numpy import array_equal
 from torch.nn import functional
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Interval, Shape
-from distdl.geometry.edges import Line, Rim, Strip, around, rims
-from distdl.ops.setup import Site
-from distdl.partition import Layout
+from distdl.geometry.edges import Crop, Line, Rim, Strip, around, rims
+from distdl.geometry.transposed import TransposedLine
+from distdl.ops.setup import Site, blank_shape
+from distdl.partition import Layout, Signature
 from distdl.plan.planners import edges
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.function import Function
@@ -39,23 +41,39 @@ _LARGE = 4  # blocks of fewer times as many elements as there are weights are co
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
-def worthwhile(lines: Sequence[Line], blocks: Layout, windows: Layout, outputs: Layout, weights: int) -> bool:
+Lines = Sequence[Line | TransposedLine]
+
+
+def fits(site: Site, signatures: Sequence[Signature], lines: Lines, windows: Layout, outputs: Layout) -> bool:
     """Whether blocks are convolved where they lie, on every worker: then all of them do.
 
-    Torch's padding has to fit each block, and blocks must not be thin beside what is around them. Nor small beside the
-    weights: two copies of a block are saved, and each edge reads the weights three times, and writes them once.
+    x lies where it is worked on, and so will y; no channel is split. Torch's padding has to fit each block, and blocks
+    must not be thin beside what is around them. Nor small beside the weights: two copies of a block are saved, and each
+    edge reads the weights three times, and writes them once.
 
     Args:
-        weights: how many.
+        signatures: of x, w and b.
+        windows: what the outputs of each worker read, over the partition of x.
     """
-    if prod(blocks.extents) < _LARGE * weights * len(blocks):
+    x, weight, *_ = signatures
+    blocks, workers = x.layout, site.partition.workers
+    if (
+        workers.shape[1] * workers.shape[2] > 1
+        or not array_equal(blocks.partition.workers.ravel(), workers.ravel())
+        or not array_equal(blocks.partition.workers, outputs.partition.workers)
+        or {one.dtype for one in signatures} not in ({torch.float32}, {torch.float64})
+        or any(one.derivatives.tangent for one in signatures)
+        or prod(blocks.extents) < _LARGE * prod(weight.layout.extents) * len(blocks)
+    ):
         return False
     moves = False
     for dim, line in enumerate(lines, _FIRST):
         own, out = blocks.rulers[dim].intervals, outputs.rulers[dim].intervals
         for block, run in zip(own, out, strict=True):
-            empty = block[0] == block[1] and run[0] == run[1]
-            if not empty and line.padding_of(block, run) is None:
+            if block[0] == block[1] and run[0] == run[1]:
+                continue
+            crop = line.crop(block, run) if block[0] < block[1] and run[0] < run[1] else None
+            if crop is None or not crop.exact:
                 return False
         for (i, j), before, behind in zip(own, *around(own, windows.rulers[dim].intervals), strict=True):
             width = before[1] - before[0] + behind[1] - behind[0]
@@ -67,28 +85,44 @@ def worthwhile(lines: Sequence[Line], blocks: Layout, windows: Layout, outputs: 
 
 @dataclass(frozen=True)
 class Kernel:
-    """torch's convolution.
+    """torch's convolution, or its transposed one.
 
     Attributes:
-        stride, padding, dilation: for each dim of space.
+        stride, dilation, padding, output_padding: for each dim of space.
     """
 
     stride: Shape
-    padding: Shape
     dilation: Shape
     groups: int
+    transposed: bool
+    padding: Shape
+    output_padding: Shape
+
+    @classmethod
+    def of(cls, lines: Lines, groups: int, crops: Sequence[Crop]) -> Kernel:
+        """That of some geometry, with the paddings of these crops."""
+        return cls(
+            tuple(line.stride for line in lines), tuple(line.dilation for line in lines), groups,
+            isinstance(lines[0], TransposedLine), tuple(crop.padding for crop in crops),
+            tuple(crop.output_padding for crop in crops),
+        )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        zeros = (0,) * len(self.stride)
-        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        )
+
+    def biases(self, weight: torch.Tensor) -> int:
+        """How many biases go with weights."""
+        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
 
     def backward(
         self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The gradients of x, weight and bias, as needed."""
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _BACKWARD(
-            dy, x, weight, [weight.shape[0]], self.stride, self.padding, self.dilation, False,
-            (0,) * len(self.stride), self.groups, needed,
+            dy, x, weight, [self.biases(weight)], self.stride, self.padding, self.dilation, self.transposed,
+            self.output_padding, self.groups, needed,
         )  # fmt: skip
         return found
 
@@ -101,6 +135,7 @@ class Side:
         dim: along which they stand beside the block.
         cells: where they are among all cells around the block along the dim.
         margins: zeros around them, as ``F.pad`` takes them; None if there are none.
+        trims: the same around what the kernel makes of them.
     """
 
     dim: int
@@ -108,30 +143,39 @@ class Side:
     strip: Strip
     kernel: Kernel
     margins: tuple[int, ...] | None
+    trims: tuple[int, ...] | None
 
     def _run(self, tensor: torch.Tensor, run: Interval) -> torch.Tensor:
         return tensor.narrow(self.dim, run[0], run[1] - run[0])
 
-    def _cells(self, h: torch.Tensor) -> torch.Tensor:
-        h = self._run(h, self.cells)
-        return h if self.margins is None else functional.pad(h, self.margins)
-
     def add(self, y: torch.Tensor, h: torch.Tensor, weight: torch.Tensor) -> None:
         """Add to y what these cells add."""
-        added = self.kernel(self._cells(h), self._run(weight, self.strip.taps))
-        self._run(y, self.strip.outputs).add_(added)
+        cells = _padded(self._run(h, self.cells), self.margins)
+        added = self.kernel(cells, self._run(weight, self.strip.taps))
+        self._run(y, self.strip.outputs).add_(_padded(added, self.trims))
 
     def backward(
         self, dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of these cells, and of the taps that read them, as needed."""
-        dy, taps = self._run(dy, self.strip.outputs), self._run(weight, self.strip.taps)
-        dh, of_taps, _ = self.kernel.backward(dy, self._cells(h), taps, (needed[0], needed[1], False))
-        return dh if dh is None or self.margins is None else functional.pad(dh, [-n for n in self.margins]), of_taps
+        dy = _padded(self._run(dy, self.strip.outputs), self.trims, -1)
+        cells, taps = _padded(self._run(h, self.cells), self.margins), self._run(weight, self.strip.taps)
+        dh, of_taps, _ = self.kernel.backward(dy, cells, taps, (needed[0], needed[1], False))
+        return dh if dh is None else _padded(dh, self.margins, -1), of_taps
 
     def add_taps(self, dw: torch.Tensor, of_taps: torch.Tensor) -> None:
         """Add the gradient of the taps to that of the kernel."""
         self._run(dw, self.strip.taps).add_(of_taps)
+
+
+def _padded(tensor: torch.Tensor, widths: tuple[int, ...] | None, sign: int = 1) -> torch.Tensor:
+    return tensor if widths is None else functional.pad(tensor, [sign * width for width in widths])
+
+
+def _widths(dims: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
+    """Zeros before and behind each dim of space, as ``F.pad`` takes them; None if there are none."""
+    flat = tuple(width for along in reversed(dims) for width in along)
+    return flat if any(flat) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +193,8 @@ class Around:
 
     @classmethod
     def of(
-        cls, dim: int, lines: Sequence[Line], site: Site, blocks: Layout, windows: Layout, outputs: Layout,
-        kernel: Kernel, dtype: torch.dtype,
+        cls, dim: int, lines: Lines, site: Site, blocks: Layout, windows: Layout, outputs: Layout, groups: int,
+        dtype: torch.dtype,
     ) -> Around:  # fmt: skip
         """Those of this worker."""
         own = blocks.rulers[dim].intervals
@@ -161,22 +205,25 @@ class Around:
         if not active:
             return cls(dim, Rim(0, 0, 0), operator, ())
         place = blocks.partition.index_of(site.me)[dim]
-        index = blocks.partition.index_of(site.me)
-        # (along later dims, the cells are as wide as the window: nothing stands around them)
-        padding = tuple(
-            0 if other == dim or (other > dim and len(blocks.rulers[other].intervals) > 1) else n
-            for other, n in enumerate(kernel.padding, _FIRST)
-        )
-        beside, found, start = Kernel(kernel.stride, padding, kernel.dilation, kernel.groups), [], 0
+        rim = rims(own, *sides)[place]
+        if 0 in outputs.shapes[site.me]:
+            return cls(dim, rim, operator, ())
+        # (along earlier dims, the cells are as wide as the block, and along later ones as the window)
+        cells_of, computed = (*blocks[site.me][:dim], *windows[site.me][dim:]), outputs[site.me]
+        found, start = [], 0
         for cells in (side[place] for side in sides):
             run = start, start + cells[1] - cells[0]
-            strip = lines[dim - _FIRST].strip(cells, outputs.rulers[dim].intervals[index[dim]])
+            strip = lines[dim - _FIRST].strip(cells, computed[dim])
             if strip is not None:
-                behind = (0, 0) * (len(blocks.rulers) - 1 - dim)
-                margins = (*behind, *strip.margins) if any(strip.margins) else None
-                found.append(Side(dim, run, strip, beside, margins))
+                crops = [
+                    line.crop(cells_of[d], computed[d]) or Crop(0) if d != dim else Crop(0, 0, *strip.trims)
+                    for d, line in enumerate(lines, _FIRST)
+                ]
+                margins = _widths([strip.margins if d == dim else (0, 0) for d, _ in enumerate(lines, _FIRST)])
+                trims = _widths([(crop.before, crop.behind) for crop in crops])
+                found.append(Side(dim, run, strip, Kernel.of(lines, groups, crops), margins, trims))
             start = run[1]
-        return cls(dim, rims(own, *sides)[place], operator, tuple(found))
+        return cls(dim, rim, operator, tuple(found))
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """Begin to fetch the cells around the block."""
@@ -218,37 +265,36 @@ class InPlace:
         kernel: of the block.
         result: shape of y.
         around: for each split dim.
+        differentiates: whether x carries a gradient on any worker.
         by_windows: the same function of x, weight and bias, differentiable any number of times.
     """
 
     kernel: Kernel
     result: Shape
     around: tuple[Around, ...]
+    differentiates: bool
     by_windows: Callable[..., torch.Tensor]
 
     @classmethod
     def of(
-        cls, lines: Sequence[Line], site: Site, dtype: torch.dtype, layouts: tuple[Layout, Layout, Layout],
-        result: Shape, groups: int, by_windows: Callable[..., torch.Tensor],
+        cls, lines: Lines, site: Site, x: Signature, windows: Layout, outputs: Layout, groups: int,
+        by_windows: Callable[..., torch.Tensor],
     ) -> InPlace:  # fmt: skip
-        """That of this worker.
-
-        Args:
-            layouts: the blocks of x, the windows around them, and the blocks of y.
-        """
-        blocks, _, outputs = layouts
-        padding = [0] * len(lines)
+        """That of this worker. See :func:`fits`."""
+        blocks = x.layout
+        result = outputs.shapes[site.me] if site.me in outputs.partition else blank_shape(x.local)
+        crops = [Crop(0)] * len(lines)
         if 0 not in result and site.me in blocks.partition:
             runs = zip(lines, blocks[site.me][_FIRST:], outputs[site.me][_FIRST:], strict=True)
-            padding = [line.padding_of(*run) or 0 for line, *run in runs]
-        kernel = Kernel(
-            tuple(line.stride for line in lines), tuple(padding), tuple(line.dilation for line in lines), groups
-        )
+            crops = [line.crop(*run) or Crop(0) for line, *run in runs]
         split = [dim for dim, ruler in enumerate(blocks.rulers) if dim >= _FIRST and len(ruler.intervals) > 1]
-        found = [Around.of(dim, lines, site, *layouts, kernel, dtype) for dim in split]
-        return cls(kernel, result, tuple(found), by_windows)
+        found = [Around.of(dim, lines, site, blocks, windows, outputs, groups, x.dtype) for dim in split]
+        kernel = Kernel.of(lines, groups, crops)
+        return cls(kernel, result, tuple(found), x.derivatives.gradient, by_windows)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.differentiates and not x.requires_grad:
+            x = x.detach().requires_grad_()  # (that of another worker does, and its gradient has terms from here)
         y: torch.Tensor = _InPlace.apply(x, weight, bias, self)
         return y
 
@@ -287,7 +333,8 @@ class _InPlace(Function):
         if 0 not in steps.result:
             dx, dw, db = steps.kernel.backward(dy, x, weight, needed)
         else:
-            dx, dw, db = torch.zeros_like(x), torch.zeros_like(weight), weight.new_zeros(weight.shape[:1])
+            dx, dw = torch.zeros_like(x), torch.zeros_like(weight)
+            db = weight.new_zeros(steps.kernel.biases(weight))
         for side, of_side in of_taps:
             if of_side is not None:
                 side.add_taps(dw, of_side)

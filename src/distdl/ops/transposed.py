@@ -19,7 +19,8 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, volume, whole
-from distdl.geometry.transposed import Crop, Transposed
+from distdl.geometry.edges import Crop
+from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import group_runs, grouped
 from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
 from distdl.ops.setup import Setup, Site
@@ -91,7 +92,11 @@ class TransposedConvolution:
             parts=((*part, *whole(self.geometry.kernel)), (biased,)),
             autocast=self.autocast,
         )
-        return contraction.setup(partial(self._local, pieces), self._smallest(pieces))
+        by_windows = contraction.setup(partial(self._local, pieces), self._smallest(pieces))
+        if self.autocast is not None:
+            return by_windows
+        lines = [self.geometry.line(dim) for dim in range(len(self.geometry.kernel))]
+        return contraction.in_place(lines, self.groups, by_windows)
 
     @property
     def _group(self) -> tuple[int, int]:
@@ -114,10 +119,10 @@ class TransposedConvolution:
             pieces: its output channels, in parts that torch computes at once: whole groups, or parts of one.
         """
         computes = bool(window) and volume(window) > 0 and volume(outputs) > 0
-        crops = (Crop(0, 0, 0, 0),) * len(self.geometry.kernel)  # of smallest operands
+        crops = (Crop(0),) * len(self.geometry.kernel)  # of smallest operands
         if computes:
             runs = zip(window[2:], outputs[2:], strict=True)
-            crops = tuple(self.geometry.crop(dim, *run) for dim, run in enumerate(runs))
+            crops = tuple(self.geometry.line(dim).crop(*run) for dim, run in enumerate(runs))
         if len(pieces) < 2:
             groups = (window[1][1] - window[1][0]) // self._group[0] if computes and self.groups > 1 else 1
             return _Cropped(self.geometry, groups, crops)
