@@ -17,6 +17,7 @@ from torch.nn import functional
 from distdl.geometry.boxes import balanced
 from distdl.geometry.windows import reading
 from distdl.ops.resampling import Resampler, Resampling
+from distdl.ops.weighing import Weighing
 
 # (kind, align_corners, whether the line is an image of height 1, torch's name of the mode)
 KINDS = [
@@ -138,3 +139,22 @@ def test_runs_without_outputs_read_nothing():
 
 def test_a_nearest_doubling_reads_its_own_block_only():
     assert reading(balanced(16, 4), Resampling("nearest", 8, 16).ends) == list(balanced(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "factor"), [(30, 60, None), (32, 48, 1.5), (60, 20, None), (7, 23, 3.3), (40, 37, None)]
+)
+@pytest.mark.parametrize("kind", ["nearest", "linear", "cubic"])
+def test_the_adjoint_is_the_transpose_whatever_runs_there_are(kind, n, m, factor):
+    """Each output is in one run of each tap, and regular runs are found where factors are small fractions."""
+    one = Resampling(kind, n, m, factor)
+    taps = one.taps(np.arange(1, m))
+    weighing = Weighing.of(1, n, taps, 2, one.step)
+    x, dy = torch.eye(n, dtype=torch.float64), torch.eye(m - 1, dtype=torch.float64)
+    matrix = torch.zeros(n, m - 1, dtype=torch.float64)
+    for cells, weights in taps:
+        matrix[cells, np.arange(m - 1)] += torch.ones(m - 1).double() if weights is None else torch.from_numpy(weights)
+    assert torch.allclose(weighing(x), matrix, atol=1e-15)
+    assert torch.allclose(weighing.adjoint(dy), matrix.T, atol=1e-15)
+    picked = [not isinstance(run.inputs, tuple) for tap in weighing.taps for run in tap]
+    assert all(picked) if n in (7, 40) else not any(picked)

@@ -13,14 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from distdl.geometry.boxes import Box, shape
-from distdl.partition.groups import IntArray
+from distdl.ops.weighing import FloatArray, IntArray, Tap, Weighing
 from distdl.tensors.connection import local
-
-FloatArray = NDArray[np.floating[Any]]
-Taps = list[tuple[IntArray, FloatArray | None]]
+from distdl.tensors.function import Function
 
 _MODES = {
     "nearest": ("nearest", (1, 2, 3)),
@@ -60,7 +57,12 @@ class Resampling:
         """Whether each output is the input at its own place: for linear kinds that is so whatever the factor."""
         return self.inputs == self.outputs and self.kind == "linear"
 
-    def taps(self, outputs: IntArray) -> Taps:
+    @property
+    def step(self) -> float:
+        """Inputs from one output to the next."""
+        return self.inputs / self.outputs if self.factor is None or self.copies else 1 / self.factor
+
+    def taps(self, outputs: IntArray) -> list[Tap]:
         """The inputs that each of these outputs reads, in ascending order, and their weights (None: 1)."""
         last = self.inputs - 1
         if self.copies:
@@ -218,43 +220,44 @@ class Resampler:
                 continue
             taps = one.taps(np.arange(*run, dtype=np.int64))
             inside = [(_clamp(cells - start, 0, max(stop - start - 1, 0)), weights) for cells, weights in taps]
-            steps.append((dim, [[None if a is None else torch.from_numpy(a) for a in tap] for tap in inside]))
+            steps.append(Weighing.of(dim, self._least[dim], inside, len(along), one.step))
         # the least is touched if dims that shrink come first and dims that grow come last; else as torch does
-        steps.sort(key=lambda step: (self.result[step[0]] / self._least[step[0]], -step[0]))
+        steps.sort(key=lambda step: (along[step.dim].outputs / along[step.dim].inputs, -step.dim))
         self._steps = {torch.device("cpu"): steps}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return local(self._operate, self.result, (x, self._least))
 
     def _operate(self, x: torch.Tensor) -> torch.Tensor:
-        y = x
-        for dim, taps in self._on(x.device):
-            y = _combine(y, dim, taps)
-        y = y.to(x.dtype)
-        return y.clone() if y is x else y
+        steps = self._on(x.device)
+        if not steps:
+            return x.clone()
+        y: torch.Tensor = _Weighed.apply(x, steps, False)
+        return y
 
-    def _on(self, device: torch.device) -> list[Any]:
+    def _on(self, device: torch.device) -> list[Weighing]:
         if device not in self._steps:
-            steps = self._steps[torch.device("cpu")]
             with torch.inference_mode(False):  # these serve calls that record gradients, too
-                self._steps[device] = [
-                    (dim, [[None if a is None else a.to(device) for a in tap] for tap in taps]) for dim, taps in steps
-                ]
+                self._steps[device] = [step.to(device) for step in self._steps[torch.device("cpu")]]
         return self._steps[device]
 
 
-def _combine(x: torch.Tensor, dim: int, taps: list[list[Any]]) -> torch.Tensor:
-    (cells, weights), *others = taps
-    if weights is None:
-        return _pick(x, dim, cells)
-    x, per_cell = x.to(weights.dtype), (-1, *[1] * (x.dim() - dim - 1))
-    total: torch.Tensor = _pick(x, dim, cells) * weights.view(per_cell)
-    for cells, weights in others:
-        total = torch.addcmul(total, _pick(x, dim, cells), weights.view(per_cell))
-    return total
+class _Weighed(Function):
+    """Weighted sums along some dims, one after the other, or their adjoint: each is the derivative of the other."""
 
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, steps: Sequence[Weighing], adjoint: bool) -> torch.Tensor:
+        ctx.steps, ctx.adjoint = steps, adjoint
+        y = x
+        for step in reversed(steps) if adjoint else steps:
+            y = step.adjoint(y) if adjoint else step(y)
+        return y.to(x.dtype)
 
-def _pick(x: torch.Tensor, dim: int, cells: torch.Tensor) -> torch.Tensor:
-    if dim < x.dim() - 1:
-        return x.index_select(dim, cells)
-    return x.gather(dim, cells.expand(*x.shape[:-1], -1))  # along the last dim, this is several times faster
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Weighed.apply(dy, ctx.steps, not ctx.adjoint), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, *_: None) -> torch.Tensor:
+        dy: torch.Tensor = _Weighed.apply(dx, ctx.steps, ctx.adjoint)
+        return dy
