@@ -352,3 +352,19 @@ def test_channels_last_is_kept():
             assert tensor.is_contiguous(memory_format=torch.channels_last)
 
     on_workers(2, main)
+
+
+def test_a_maximum_saves_places_and_no_cells():
+    def main(P):
+        saved = []
+
+        def pack(tensor):
+            saved.append(tensor)
+            return tensor
+
+        x = noise(2, 3, 8, 8).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            distdl.nn.DistributedMaxPool2d(P.reshape(1, 1, 2, 1), 3, 2, 1)(x)
+        assert [tensor.dtype for tensor in saved if tensor.numel()] == [torch.int64]
+
+    on_workers(2, main)

@@ -25,6 +25,8 @@ from distdl.partition import Layout, Signature
 from distdl.plan.planners import copy
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import HALVES
+from distdl.tensors.function import Function
+from distdl.tensors.memory import empty, is_channels_last
 
 Reduce = Callable[[torch.Tensor], Any]
 
@@ -97,9 +99,13 @@ class Maximum:
 
         def largest(x: torch.Tensor) -> Any:
             x = lowest(x, cells.behind)
-            if not self.indices:
+            if torch.is_autocast_enabled(x.device.type) and not self.indices:  # (then torch's function chooses a dtype)
                 return cut(self._pool(x, sliding, cells.before, False), cells.result)
-            y, numbers = self._pool(x, sliding, cells.before, True)
+            y, numbers = _Largest.apply(
+                x, lambda x: self._pool(x, sliding, cells.before, True), max(len(sliding.kernel), 2)
+            )
+            if not self.indices:
+                return cut(y, cells.result)
             return cut(y, cells.result), in_space(cut(numbers, cells.result), x.shape[2:], cells.first, cells.extents)
 
         return largest
@@ -108,6 +114,36 @@ class Maximum:
         kernel, stride, padding, dilation = planar(sliding.kernel, sliding.stride, padding, sliding.dilation)
         pool: Any = functional.max_pool2d if len(kernel) == 2 else functional.max_pool3d
         return pool(x, kernel, stride, padding, dilation, return_indices=indices)
+
+
+class _Largest(Function):
+    r"""The largest cells of windows, and where they stand. That is all that it saves, and not the cells, as torch does.
+
+    Forward: :math:`y_o = x_{i(o)}`. Adjoint: :math:`\partial x_c = \sum_{o: i(o) = c} \partial y_o`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, pool: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], space: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, places = pool(x)
+        ctx.shape, ctx.dim, ctx.channels_last = x.shape, x.dim() - space, is_channels_last(x)
+        ctx.mark_non_differentiable(places)
+        ctx.save_for_backward(places)
+        ctx.save_for_forward(places)
+        return y, places
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        dx = empty(ctx.shape, dy.dtype, dy, ctx.channels_last).zero_()
+        dx.flatten(ctx.dim).scatter_add_(ctx.dim, places.flatten(ctx.dim), dy.flatten(ctx.dim))
+        return dx, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return dx.flatten(ctx.dim).gather(ctx.dim, places.flatten(ctx.dim)).view(places.shape), None
 
 
 @dataclass(frozen=True)
@@ -254,7 +290,8 @@ class Pooling:
         if needed.intervals == owned.intervals:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:
-            fetch = site.operator(copy(owned, needed, me), x.dtype, x.derivatives, [x.local], keeps_format=True)
+            plan = copy(owned, needed, me)
+            fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], keeps_format=True, lends=True)
         window = Layout.of(P, [*owned.intervals[:2], *windows]).box_of(me)
         cells = Cells.of(self.sliding, window, needed.box_of(me), computed.box_of(me), extents)
         reduce = self.reduction.over(self.sliding, cells, self.result)
