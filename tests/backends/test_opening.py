@@ -183,6 +183,19 @@ def test_who_waits_is_not_blamed_where_another_worker_gave_up_a_moment_before(st
     assert str(second) == f"worker 1 gave up in call 1, after another worker had: {told}" and later < 25
 
 
+@pytest.mark.fault("gloo")
+def test_a_limit_that_is_set_later_holds_for_messages_too(store):
+    comms = [comm for comm, _ in each(2, lambda worker: link(store, worker, 2))]
+
+    def work(worker):
+        if worker == 0:
+            comms[0].timeout = 0.5
+            comms[0].exchange([], [(1, torch.zeros(1))]).wait()
+
+    (error, seconds), _ = each(2, work)
+    assert "waited longer than 0.5 s (DISTDL_TIMEOUT)" in str(error) and 0.5 <= seconds < 20
+
+
 def stopped(folder, process):
     """Stop the process once both workers have noted that they are there, and then let them go on."""
     await_files(folder, ["pid0", "pid1"], 80)

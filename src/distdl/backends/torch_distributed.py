@@ -78,6 +78,7 @@ class TorchCommunicator(Communicator):
         self._groups: dict[tuple[bool, Group], Any] = {}
         self._generation = 0
         self._host = host
+        self._last_limit = self.timeout, timedelta(seconds=self.timeout)
         self._watch = Watch(store, rank)
         _open_ones.add(self)
         self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
@@ -97,8 +98,9 @@ class TorchCommunicator(Communicator):
             raise self._lost([worker for _, _, worker in calls], error) from error
 
         def finish() -> None:
+            limit = () if direct else (self._limit,)  # (NCCL's wait returns at once, and has the group's limit)
             for worker, work in works:
-                self._finish(work, (worker,))
+                self._meet(work.wait, (worker,), *limit)
             for _, tensor, buffer in arrivals:
                 deliver(tensor, buffer)
             departures.clear()  # until here their memory had to live
@@ -179,7 +181,9 @@ class TorchCommunicator(Communicator):
 
     @property
     def _limit(self) -> timedelta:
-        return timedelta(seconds=self.timeout)
+        if self._last_limit[0] != self.timeout:
+            self._last_limit = self.timeout, timedelta(seconds=self.timeout)
+        return self._last_limit[1]
 
     def _direct(self, tensor: torch.Tensor) -> bool:
         return self._nccl and tensor.is_cuda
@@ -258,10 +262,10 @@ class TorchCommunicator(Communicator):
                 text = f"worker {self.rank} of {self.size} gave up, after another worker had: {first}"
         return CommunicationError(text)
 
-    def _meet(self, make: Callable[[], Any], workers: Group) -> Any:
+    def _meet(self, wait: Callable[..., Any], workers: Group, *limit: timedelta) -> Any:
         self._watch.begin(self)
         try:
-            return make()
+            return wait(*limit)
         except RuntimeError as error:
             raise self._lost(workers, error) from error
         finally:
