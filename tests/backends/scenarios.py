@@ -33,14 +33,16 @@ def dies():
 
 
 def is_absent():
-    """Worker 2 is busy with something else for longer than the others wait."""
+    """Worker 2 is busy with something else for longer than workers 1 and 3 wait. Worker 0 would wait for ever."""
     P = distdl.world()
     layer = AllSumReduce(P.reshape(4), [0])
     layer(torch.ones(2))
-    P.comm.timeout = 3.0  # which DISTDL_TIMEOUT sets for the start, too, and that takes longer on a busy machine
+    P.comm.timeout = 3.0 if P.rank else 300.0  # (the start takes longer on a busy machine)
     if P.rank == 2:
-        time.sleep(20)
-    layer(torch.ones(2))
+        time.sleep(60)
+    print(f"told {json.dumps([raised(lambda: layer(torch.ones(2)))])}", flush=True)
+    time.sleep(2)
+    raise RuntimeError("somebody was absent")
 
 
 def raised(call):
@@ -92,7 +94,6 @@ def differs_in_shapes():
 def drops():
     """Worker 1 does not use one of two results in its backward, and goes on to the next call."""
     P = distdl.world()
-    P.comm.timeout = 3.0
     layer = AllSumReduce(P.reshape(4), [0])
     results = [layer(torch.ones(2, requires_grad=True)) for _ in range(2)]
     try:
@@ -105,7 +106,6 @@ def drops():
 
 def backwards(results):
     """Run the backward of two results, on worker 1 in another order; print the error, and end by it."""
-    distdl.world().comm.timeout = 3.0
     try:
         for place in (1, 0) if distdl.world().rank == 1 else (0, 1):
             results[place].sum().backward()

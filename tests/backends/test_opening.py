@@ -19,6 +19,7 @@ from launchers import FOLDER, mpirun, python_path
 import distdl
 from distdl import CommunicationError
 from distdl.backends.torch_distributed import TorchCommunicator
+from distdl.nn import Repartition
 from distdl.transport.stores import LOOPBACK, connect, local_store
 
 SCRIPT = FOLDER / "run_openings.py"
@@ -194,6 +195,27 @@ def test_a_limit_that_is_set_later_holds_for_messages_too(store):
 
     (error, seconds), _ = each(2, work)
     assert "waited longer than 0.5 s (DISTDL_TIMEOUT)" in str(error) and 0.5 <= seconds < 20
+
+
+@pytest.mark.fault("gloo")
+def test_backwards_of_moves_in_another_order_end_long_before_the_limit(store, monkeypatch):
+    """Worker 1 takes another order. All are told by one of them what differs, and since when."""
+    monkeypatch.setenv("DISTDL_TIMEOUT", "300")
+    comms = [comm for comm, _ in each(3, lambda worker: link(store, worker, 3))]
+
+    def work(worker):
+        P = distdl.Partition(comms[worker], range(3))
+        layer = Repartition(P.reshape(3, 1), P.reshape(1, 3))
+        results = [layer(torch.ones(1, 3, requires_grad=True)) for _ in range(2)]
+        for place in (1, 0) if worker == 1 else (0, 1):
+            results[place].sum().backward()
+
+    texts = [str(error) for error, _ in each(3, work)]
+    told = {text.partition("after another worker had: ")[2] or text for text in texts}
+    assert len(told) == 1, texts
+    [text] = told
+    assert "the backward of exchange 1, Repartition" in text and "the backward of exchange 2, Repartition" in text
+    assert "the calls of workers 0, 1, 2 differ since exchange 3, which was the backward of exchange " in text
 
 
 def stopped(folder, process):

@@ -52,6 +52,7 @@ _ADVICE = (
     "127.0.1.1, set GLOO_SOCKET_IFNAME on every host to the network interface that joins them (`ip address` lists them)"
 )
 _PATIENCE = 0.3  # seconds between two looks for the failure of another worker to make a group
+_NO_TAG = 1 << 15  # beyond the tags of exchanges
 _FAILED = "failed"  # the key, in a group's part of the store, under which that stands
 _LEFT = "left"  # the key of the store under which stands how many workers have come to their end
 
@@ -76,7 +77,6 @@ class TorchCommunicator(Communicator):
         self._store = store
         self._nccl = nccl
         self._groups: dict[tuple[bool, Group], Any] = {}
-        self._generation = 0
         self._host = host
         self._last_limit = self.timeout, timedelta(seconds=self.timeout)
         self._watch = Watch(store, rank)
@@ -100,7 +100,7 @@ class TorchCommunicator(Communicator):
         def finish() -> None:
             limit = () if direct else (self._limit,)  # (NCCL's wait returns at once, and has the group's limit)
             for worker, work in works:
-                self._meet(work.wait, (worker,), *limit)
+                self._meet(work.wait, (worker,), (worker,), *limit)
             for _, tensor, buffer in arrivals:
                 deliver(tensor, buffer)
             departures.clear()  # until here their memory had to live
@@ -154,7 +154,6 @@ class TorchCommunicator(Communicator):
         """Close the process groups. Collective. They are made again when they are needed."""
         super().release()
         self._groups.clear()
-        self._generation += 1
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Write into the store that this worker has come to its end, or failed, and close its connections."""
@@ -166,6 +165,14 @@ class TorchCommunicator(Communicator):
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
         self._groups.clear()
+
+    def interrupt(self) -> None:
+        """Close the connections of gloo. There is no call for that, but a wait that takes too long does it."""
+        for (direct, workers), group in list(self._groups.items()):
+            other = next((place for place, worker in enumerate(workers) if worker != self.rank), None)
+            if other is not None and not direct:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
     def _left(self) -> str:
         """What an error says of workers that have come to their end."""
@@ -202,7 +209,7 @@ class TorchCommunicator(Communicator):
     def _group(self, group: Group, direct: bool) -> Any:
         workers = tuple(sorted(group))
         if (direct, workers) not in self._groups:
-            name = f"{self._generation}/{'nccl' if direct else 'gloo'}/{'_'.join(map(str, workers))}"
+            name = f"{self.generation}/{'nccl' if direct else 'gloo'}/{'_'.join(map(str, workers))}"
             store, place = dist.PrefixStore(name, self._store), workers.index(self.rank)
             # members meet in the store, where they would not notice the end of another, so let them meet first
             if self._groups:
@@ -262,8 +269,8 @@ class TorchCommunicator(Communicator):
                 text = f"worker {self.rank} of {self.size} gave up, after another worker had: {first}"
         return CommunicationError(text)
 
-    def _meet(self, wait: Callable[..., Any], workers: Group, *limit: timedelta) -> Any:
-        self._watch.begin(self)
+    def _meet(self, wait: Callable[..., Any], workers: Group, awaited: Sequence[int], *limit: timedelta) -> Any:
+        self._watch.begin(self, awaited)
         try:
             return wait(*limit)
         except RuntimeError as error:
@@ -286,7 +293,7 @@ class TorchCommunicator(Communicator):
         return Pending(finish)
 
     def _finish(self, work: Any, workers: Sequence[int]) -> None:
-        self._meet(work.wait, tuple(workers))
+        self._meet(work.wait, tuple(workers), ())
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
         """The error of a wait that failed, after which the others may be anywhere."""
@@ -305,6 +312,7 @@ class TorchCommunicator(Communicator):
         first, own = self._watch.first_failure(others, late, tell), f"worker {self.rank} "
         if not first.startswith(own):
             first = f"{own}gave up in {self.place}, after another worker had: {first}"
+        self.interrupt()
         return self.poison(CommunicationError(first))
 
 

@@ -83,7 +83,7 @@ class Operator:
         self.recorded = (derivatives.gradient or derivatives.tangent) and carries_gradients(dtype)
         watching.begin(comm)
         self._calls, self._mark = comm.calls(members), label.mark
-        self._here = Begun(self._calls, label)
+        self._here = Begun(members, self._calls, label)
         self._taken = Packing(self.inputs, plan.inputs.get(comm.rank))
         self._made = Packing(self.outputs, plan.outputs.get(comm.rank))
         self._plain = self._taken.plain and self._made.plain

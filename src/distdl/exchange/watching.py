@@ -41,15 +41,15 @@ def watch(comm: Communicator) -> None:
         if len(members) < 2 or comm.imagined:
             return
         calls = comm.calls(members)
-        source = calls.source
         what = calls.coming(numbered(label))
         for describe in _describe:
             what = describe(what)
         if dtype is not None:
             what = f"{what}, moving {dtype}"
-        calls.history ^= source  # in which the members may differ: it is compared with the rest
+        source = calls.underive()  # in which the members may differ: it is compared with the rest
         told = gather_values(comm, members, "what is compared before an exchange (DISTDL_DEBUG)", what)
-        calls.history ^= source
+        if source:
+            calls.derive(source)
         for worker, other in zip(members, told, strict=True):
             if other != told[0]:
                 raise CommunicationError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 from distdl.transport.label import MARKS, Label
 
@@ -40,6 +40,14 @@ class Calls:
         self.log.append(source)
         self.history ^= source
 
+    def underive(self) -> int:
+        """Undo :meth:`derive`. Returns the source; 0 if the next exchange is no derivative."""
+        source = self.source
+        if source:
+            self.log.pop()
+            self.history ^= source
+        return source
+
     def built(self) -> int:
         """Count a layer that is built. Returns how many were built before."""
         self.layers += 1
@@ -53,32 +61,48 @@ class Calls:
 
     def recent(self) -> dict[int, str]:
         """What the last exchanges were, by their numbers."""
-        labels, sources, numbers = self._unwound()
-        return {n: _told(label.numbered, sources.get(n), numbers) for n, label in sorted(labels.items())}
+        past = self._unwound()
+        return {n: _told(label.numbered, past.sources.get(n), past.numbers) for n, label in sorted(past.labels.items())}
+
+    def histories(self) -> dict[int, int]:
+        """What the history was after each of the last exchanges, by their numbers."""
+        return self._unwound().histories
 
     def coming(self, name: str) -> str:
         """What the next exchange is, one of a layer of this name."""
-        _, sources, numbers = self._unwound()
-        return _told(name, sources.get(self.number + 1), numbers)
+        past = self._unwound()
+        return _told(name, past.sources.get(self.number + 1), past.numbers)
 
-    def _unwound(self) -> tuple[dict[int, Label], dict[int, int], dict[int, int]]:
-        """Labels and sources of the last exchanges by their numbers, and the numbers by what the history then was."""
-        labels: dict[int, Label] = {}
-        sources: dict[int, int] = {}
-        numbers: dict[int, int] = {}
+    def _unwound(self) -> _Past:
+        past = _Past({}, {}, {}, {})
         history, number = self.history, self.number
         for entry in reversed(list(self.log)):  # (it may grow meanwhile, where another thread asks)
             if isinstance(entry, Label):
+                past.histories[number] = history
                 history = history * _FIFTH & LARGEST ^ entry.mark
-                labels[number], numbers[history] = entry, number
+                past.labels[number], past.numbers[history] = entry, number
                 number -= 1
             else:
-                sources[number + 1] = entry
+                past.sources[number + 1] = entry
                 history ^= entry
-        return labels, sources, numbers
+        return past
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         return self
+
+
+class _Past(NamedTuple):
+    """The last exchanges of a group.
+
+    Attributes:
+        labels, sources, histories: by the number of the exchange; what the history was after it.
+        numbers: by what the history was when the exchange began.
+    """
+
+    labels: dict[int, Label]
+    sources: dict[int, int]
+    histories: dict[int, int]
+    numbers: dict[int, int]
 
 
 def _told(name: str, source: int | None, numbers: dict[int, int]) -> str:
@@ -92,13 +116,15 @@ class Begun:
     """Where a worker is that has begun an exchange: which of its group's exchanges that is, for errors.
 
     Args:
+        group: the members of the exchange.
         calls: of the group.
         label: of the layer.
     """
 
-    __slots__ = ("_calls", "_label")
+    __slots__ = ("_calls", "_label", "group")
 
-    def __init__(self, calls: Calls, label: Label) -> None:
+    def __init__(self, group: tuple[int, ...], calls: Calls, label: Label) -> None:
+        self.group = group
         self._calls = calls
         self._label = label
 

@@ -125,6 +125,7 @@ class Communicator(ABC):
         imagined: whether the other workers are not there, and nothing is sent (see ``distdl.summary``).
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
+        generation: how many times it has been released.
         kept: what others keep for as long as this communicator lives, under keys of their own.
         ordered: whether sums are made in the order of the workers (see ``distdl.reproducible``), not as it is fastest.
         watch: called before each exchange of an operator, with its label, members and dtype; may raise.
@@ -138,6 +139,7 @@ class Communicator(ABC):
     failure: CommunicationError | None = None
     imagined: bool = False
     started_alone: bool = False
+    generation: int = 0
     ordered: bool = False
     watch: Callable[..., None] | None = None
     recorder: Communicator | None = None
@@ -156,6 +158,10 @@ class Communicator(ABC):
     def calls(self, group: Group) -> Calls:
         """How many exchanges a group of workers has begun, as this worker counts them: the same object every time."""
         return self._calls.setdefault(group, Calls())
+
+    def groups(self) -> list[Group]:
+        """The groups of which there are :meth:`calls`."""
+        return list(self._calls)
 
     def poison(self, error: CommunicationError) -> CommunicationError:
         """Note an error after which workers are out of step: messages of different calls would meet from now on.
@@ -286,6 +292,10 @@ class Communicator(ABC):
     def release(self) -> None:
         """Give back what this communicator has made (groups, duplicates). Collective over all workers."""
         self._calls.clear()
+        self.generation += 1
+
+    def interrupt(self) -> None:  # noqa: B027 (a back-end need not)
+        """End the waits of this worker, and those of the others for it, by an error. Another thread may call it."""
 
     def leave(self, failure: BaseException | None = None) -> None:  # noqa: B027 (a back-end need not)
         """Say that this worker has come to its end, or failed, so that others that wait for it know. Called last."""

@@ -1,7 +1,9 @@
-"""Watch: who waits where, and whose failure was first, written into the store of a job for the others to read.
+"""Watch: who waits where, after which calls, and whose failure was first, in the store of a job for the others to read.
 
-Only long waits and failures are written. The wait itself is timed by the transport, and never asks the store: whoever
-keeps it may be stopped or out of reach. What a failing worker asks has a limit of its own.
+A worker that waits long for messages of another looks whether that one waits, too, after other calls: then both wait in
+vain, and the watch ends their waits by an error. Only long waits and failures are written. The wait itself is timed by
+the transport, and never asks the store: whoever keeps it may be stopped or out of reach. What a failing worker asks has
+a limit of its own.
 """
 
 from __future__ import annotations
@@ -10,16 +12,27 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from distdl.transport.communicator import Communicator
 from distdl.transport.stores import SilentError, described, within
+from distdl.transport.whereabouts import Whereabouts, disorder
 
 _PATIENCE = 1.0  # seconds after which a waiting worker writes that it waits
 _ANSWER = 1.5 * _PATIENCE  # seconds in which those that wait are sure to have written it
 _MOMENT = 0.3  # seconds between a failure that closes connections and its first words
 _LIMIT = 2 * _ANSWER + _MOMENT + 1  # seconds of all that a failing worker asks
+_new = tuple.__new__  # (that of a NamedTuple takes twice as long)
+
+
+class _Wait(NamedTuple):
+    """A wait: when it began, and whose messages it needs; nobody's if it is for a collective of the transport."""
+
+    begun: float
+    comm: Communicator
+    awaited: Sequence[int]
 
 
 class Watch:
@@ -33,14 +46,15 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._rank = rank
-        self._wait: tuple[float, Communicator] | None = None
-        self._written: tuple[float, Communicator] | None = None
+        self._wait: _Wait | None = None
+        self._written: _Wait | None = None
+        self._next = 0.0
         self._bell = threading.Event()
         threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
 
-    def begin(self, comm: Communicator) -> None:
-        """This worker begins to wait."""
-        self._wait = (time.monotonic(), comm)
+    def begin(self, comm: Communicator, awaited: Sequence[int]) -> None:
+        """This worker begins to wait: for messages of those that are awaited, or in a collective."""
+        self._wait = _new(_Wait, (time.monotonic(), comm, awaited))
 
     def end(self) -> None:
         """It waits no longer."""
@@ -70,7 +84,7 @@ class Watch:
         while not late and not store.check(["failed"]) and time.monotonic() < until:
             time.sleep(_MOMENT / 10)
         first = store.compare_set("failed", "", me).decode()
-        if first != me:
+        if first != me or store.check([f"told/{me}"]):  # (its watch has told why)
             try:
                 store.wait([f"told/{first}"], timedelta(seconds=_LIMIT - 1))
             except RuntimeError:  # it failed again, and for good
@@ -84,11 +98,16 @@ class Watch:
         """Those of the workers that wait too, and where. They get some time to write it."""
         until = time.monotonic() + seconds
         while True:
-            written = {w: self._store.get(f"waits/{w}").decode() for w in workers if self._store.check([f"waits/{w}"])}
-            found = {worker: where for worker, where in written.items() if where}
+            found = {worker: other.where for worker, other in self._whereabouts(workers).items()}
             if len(found) == len(workers) or time.monotonic() >= until:
                 return found
             time.sleep(_PATIENCE / 10)
+
+    def _whereabouts(self, workers: Sequence[int]) -> dict[int, Whereabouts]:
+        """What those of the workers that wait have written."""
+        keys = {worker: f"waits/{worker}" for worker in workers}
+        written = {worker: self._store.get(key) for worker, key in keys.items() if self._store.check([key])}
+        return {worker: Whereabouts.decode(message) for worker, message in written.items() if message}
 
     def _look(self) -> None:
         key = f"waits/{self._rank}"
@@ -97,12 +116,27 @@ class Watch:
                 self._bell.wait(_PATIENCE / 2)
                 self._bell.clear()
                 wait = self._wait
-                if wait is not None and time.monotonic() - wait[0] >= _PATIENCE:
-                    if wait is not self._written:
-                        self._written = wait
-                        self._store.set(key, wait[1].place)
+                if wait is not None and time.monotonic() - wait.begun >= _PATIENCE:
+                    self._write(key, wait)
                 elif self._written is not None:
                     self._written = None
                     self._store.set(key, "")
         except RuntimeError:  # the store went away together with the worker that kept it
             return
+
+    def _write(self, key: str, wait: _Wait) -> None:
+        """Write that this worker waits; if it has, compare its calls with those of the workers that it waits for."""
+        waited = time.monotonic() - wait.begun
+        if wait is not self._written:
+            own = Whereabouts.of(wait.comm, wait.comm.groups())
+            if wait is self._wait:  # else it has gone on meanwhile, and they may be of no moment
+                self._written, self._next = wait, waited
+                self._store.set(key, own.encode())
+        elif wait.awaited and waited >= self._next:
+            self._next = 2 * waited
+            texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
+            if any(texts) and wait is self._wait:
+                me = str(self._rank)
+                if self._store.compare_set("failed", "", me).decode() == me:
+                    self._store.set(f"told/{me}", next(filter(None, texts)))
+                wait.comm.interrupt()

@@ -22,6 +22,7 @@ from distdl.backends.mpi import messages
 from distdl.backends.mpi.leaving import Leaving
 from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
+from distdl.backends.mpi.questions import Questions
 from distdl.transport.communicator import (
     SMALL_SUM,
     Addressed,
@@ -40,7 +41,7 @@ from distdl.transport.communicator import (
     name_workers,
 )
 
-_ASK, _ANSWER, _GROUP_TAG, _MAXIMUM_TAG = 32768, 32769, 32770, 32771  # beyond the tags of exchanges
+_GROUP_TAG, _MAXIMUM_TAG = 32770, 32771  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
@@ -71,7 +72,7 @@ class MPICommunicator(Communicator):
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
         self._abandoned: list[Any] = []
         self._cuda_aware = is_cuda_aware()
-        self._leaving = Leaving(parent)
+        self._leaving, self._questions = Leaving(parent), Questions(self, parent)
         if self.size > 1:
             abort_on_uncaught_exceptions()
 
@@ -102,7 +103,7 @@ class MPICommunicator(Communicator):
         del self.where
         self._world = self._groups[everyone] = duplicate
         self._leaving.forget()
-        self._leaving = Leaving(duplicate)
+        self._leaving, self._questions = Leaving(duplicate), Questions(self, duplicate)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
@@ -275,15 +276,15 @@ class MPICommunicator(Communicator):
         try:
             self._finish(requests, workers, memory)
         except CommunicationError as error:
-            raise self.poison(error) from None
+            raise self._failed(error) from None
         except MPI.Exception as error:
             raise self.mismatch(error, workers) from error
 
     def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> CommunicationError:
         """The error of a message that is not what this worker expects: the others are in other calls."""
-        waiting = self._waiting(sorted(set(workers) - {self.rank}), _NOTICED)
+        waiting = self._questions.waiting(sorted(set(workers) - {self.rank}), _NOTICED)
         others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
-        return self.poison(
+        return self._failed(
             CommunicationError(
                 f"worker {self.rank} got a message in {self.place} that is not the one that it expects from "
                 f"{name_workers(set(workers) - {self.rank})}, so these are in another call "
@@ -291,17 +292,24 @@ class MPICommunicator(Communicator):
             )
         )
 
+    def _failed(self, error: CommunicationError) -> CommunicationError:
+        """Note an error that leaves the workers out of step, and tell the others."""
+        self._questions.tell(error)
+        return self.poison(error)
+
     def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object) -> None:
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
             if done():
                 return
         begun = time.monotonic()
+        self._questions.begin()
         while not done():
             os.sched_yield()
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
-                self._answer()
+                self._questions.answer()
+                self._questions.compare(workers if len(requests) == len(workers) else (), waited)
                 self._check_left(requests, workers)
             if waited > self.timeout:
                 self._abandoned.append((requests, memory))  # MPI may still write to it
@@ -329,36 +337,13 @@ class MPICommunicator(Communicator):
     def leave(self, failure: BaseException | None = None) -> None:
         self._leaving.leave()
 
-    def _answer(self) -> None:
-        """Tell workers that look for absent ones where this one waits."""
-        status = MPI.Status()
-        while self._world.Iprobe(MPI.ANY_SOURCE, _ASK, status):
-            self._world.Recv(bytearray(0), status.Get_source(), _ASK)
-            text = self.place.encode()
-            self._abandoned.append((self._world.Isend(text, status.Get_source(), _ANSWER), text))
-
     def _missing(self, workers: Iterable[int]) -> CommunicationError:
         """The error of a wait that took too long. Those that wait too answer within a moment; the others are absent."""
         asked = sorted(set(workers) - {self.rank})
-        waiting = self._waiting(asked, _PATIENCE)
+        waiting = self._questions.waiting(asked, _PATIENCE)
         error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
         others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
         return CommunicationError(f"{error}{others}")
-
-    def _waiting(self, asked: Sequence[int], seconds: float) -> dict[int, str]:
-        """Those of the workers that wait too, and where: what they answer in so many seconds."""
-        for worker in asked:
-            self._abandoned.append(self._world.Isend(b"", worker, _ASK))
-        waiting: dict[int, str] = {}
-        until, status = time.monotonic() + seconds, MPI.Status()
-        while time.monotonic() < until and len(waiting) < len(asked):
-            self._answer()
-            if self._world.Iprobe(MPI.ANY_SOURCE, _ANSWER, status):
-                text = bytearray(status.Get_count(MPI.BYTE))
-                self._world.Recv(text, status.Get_source(), _ANSWER)
-                waiting[status.Get_source()] = text.decode()
-            os.sched_yield()
-        return waiting
 
 
 def comm_world() -> MPICommunicator:

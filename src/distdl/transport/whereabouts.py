@@ -1,0 +1,67 @@
+"""Whereabouts: what a worker that waits long lets the others know, so that they see whether any of them waits in vain.
+
+Members of a group make the same exchanges in the same order. If the histories of two of them differ after the same
+number of exchanges, their messages have other tags, and never meet. To be behind is no difference.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from distdl.transport.communicator import Communicator, Group, name_workers
+
+
+class Whereabouts(NamedTuple):
+    """Where a worker waits, and after what. It stays true when the worker goes on.
+
+    Attributes:
+        worker: who waits.
+        generation: how many times its communicator had been released.
+        where: as an error says it.
+        histories: for each group, by the number of each of the last exchanges, what the history was after it.
+    """
+
+    worker: int
+    generation: int
+    where: str
+    histories: dict[Group, dict[int, int]]
+
+    @classmethod
+    def of(cls, comm: Communicator, groups: Iterable[Group]) -> Whereabouts:
+        """Those of this worker, which waits, in these groups."""
+        return cls(comm.rank, comm.generation, comm.place, {group: comm.calls(group).histories() for group in groups})
+
+    def encode(self) -> str:
+        histories = [(group, list(found), list(found.values())) for group, found in self.histories.items()]
+        return json.dumps((self.worker, self.generation, self.where, histories))
+
+    @classmethod
+    def decode(cls, message: str | bytes) -> Whereabouts:
+        worker, generation, where, histories = json.loads(message)
+        found = {tuple(group): dict(zip(numbers, values, strict=True)) for group, numbers, values in histories}
+        return cls(worker, generation, where, found)
+
+
+def disorder(comm: Communicator, other: Whereabouts) -> str:
+    """What is wrong if this worker, which waits, and another one have made different calls; empty if they have not.
+
+    Only a worker that waits may ask it, or what it has called would change meanwhile.
+    """
+    if other.generation != comm.generation:
+        return ""
+    for group, theirs in other.histories.items():
+        if comm.rank not in group:
+            continue
+        calls = comm.calls(group)
+        ours = calls.histories()
+        differ = [number for number in ours if theirs.get(number, ours[number]) != ours[number]]
+        if differ:
+            first = min(differ)
+            return (
+                f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}: the calls of "
+                f"{name_workers(group)} differ since exchange {first}, which was {calls.recent()[first]} on worker "
+                f"{comm.rank}, and another one on worker {other.worker}"
+            )
+    return ""

@@ -1,0 +1,68 @@
+"""What workers that wait tell each other of their calls, and when that shows that they wait in vain."""
+
+import pytest
+
+from distdl.testing import Silent
+from distdl.transport.label import Label
+from distdl.transport.whereabouts import Whereabouts, disorder
+
+GROUP = (0, 2, 3)
+LAYERS = [Label("Move", number) for number in range(3)]
+
+
+def after(rank, *exchanges):
+    """The communicator of a worker that has made exchanges: of layers, or derivatives of earlier exchanges."""
+    comm = Silent(rank, 4)
+    calls, begun = comm.calls(GROUP), []
+    for exchange in exchanges:
+        label = exchange
+        if isinstance(exchange, int):  # the derivative of an exchange, by its number
+            calls.derive(begun[exchange - 1][1])
+            label = begun[exchange - 1][0]
+        begun.append((label, calls.history))
+        calls.number += 1
+        calls.log.append(label)
+        calls.history = (calls.history ^ label.mark) * 5 & ((1 << 27) - 1)
+    return comm
+
+
+def told(comm):
+    """What another worker hears of a worker."""
+    return Whereabouts.decode(Whereabouts.of(comm, comm.groups()).encode())
+
+
+A, B, C = LAYERS
+
+
+@pytest.mark.parametrize(("ours", "theirs", "since"), [
+    ((A, B), (A, C), "exchange 2, which was Move [layer 1] on worker 0"),
+    ((A, B, C), (B, A), "exchange 1, which was Move [layer 0] on worker 0"),
+    ((A, A, 1), (A, A, 2), "exchange 3, which was the backward of exchange 1, Move [layer 0] on worker 0"),
+    ((A, B, 2, 1), (A, B, 1), "exchange 3, which was the backward of exchange 2, Move [layer 1] on worker 0"),
+])  # fmt: skip
+def test_another_order_is_told_with_the_first_exchange_that_differs(ours, theirs, since):
+    text = disorder(after(0, *ours), told(after(2, *theirs)))
+    assert f"the calls of workers 0, 2, 3 differ since {since}, and another one on worker 2" in text
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [
+    ((A, B), (A, B)), ((A, B), (A,)), ((), (A, B, 2)), ((A,) * 600, (A,) * 500), ((A,) * 600, (B,)),
+])  # fmt: skip
+def test_to_be_behind_is_no_difference_and_what_is_forgotten_is_none(ours, theirs):
+    assert disorder(after(0, *ours), told(after(2, *theirs))) == ""
+
+
+def test_a_derivative_that_is_noted_and_has_not_begun_changes_nothing_before_it():
+    comm = after(0, A, B)
+    expected = comm.calls(GROUP).histories()
+    comm.calls(GROUP).derive(5)
+    assert comm.calls(GROUP).histories() == expected and comm.calls(GROUP).underive() == 5
+    assert comm.calls(GROUP).histories() == expected and comm.calls(GROUP).underive() == 0
+
+
+def test_calls_before_a_release_and_groups_of_others_are_not_compared():
+    other = told(after(2, B))
+    comm = after(0, A)
+    assert disorder(comm, other) and not disorder(after(1, A), other)
+    comm.generation += 1
+    assert not disorder(comm, other)
