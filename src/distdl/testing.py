@@ -15,6 +15,7 @@ import torch
 
 from distdl.geometry.boxes import Interval, balanced
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.layout import Layout
 from distdl.transport.communicator import Communicator, Group, Message, Pending, name_workers
 from distdl.transport.recording import Call, Recording
@@ -37,6 +38,7 @@ class Counting(Recording):
         log: every call in order: its name, and the workers that take part.
     """
 
+    @checks_arguments
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner, begun=self._count)
         self.reset()
@@ -56,9 +58,16 @@ class Counting(Recording):
 class Silent(Communicator):
     """One of many workers, for what needs no message: plans of any number of workers can be made on it. A message is
     an error.
+
+    Args:
+        rank, size: its number, and how many workers there are.
+    Raises: ValueError unless it is one of them.
     """
 
+    @checks_arguments
     def __init__(self, rank: int, size: int) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"Silent needs a rank from 0 to size - 1; got rank {rank} and size {size}")
         super().__init__()
         self.rank, self.size = rank, size
 
@@ -66,6 +75,12 @@ class Silent(Communicator):
         raise AssertionError("a message was sent")
 
 
+def _check_layer(name: str, layer: Any) -> None:
+    if not callable(layer) or not isinstance(getattr(layer, "P_x", None), Partition):
+        raise TypeError(f"{name} needs layer to be a module with a partition P_x; got {type(layer).__name__}")
+
+
+@checks_arguments
 def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, tolerance: float = 1e-12) -> None:
     """Check that a linear layer's backward is its adjoint: ``<F x, dy> = <x, F* dy>``, summed over all workers.
 
@@ -78,7 +93,9 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
         x: this worker's input.
         dy: this worker's cotangent, in the shape of the output; random if not given.
         tolerance: largest difference, relative to the product of the norms.
+    Raises: AssertionError, the same on every worker, if it is not.
     """
+    _check_layer("assert_adjoint", layer)
     everyone = Partition(layer.P_x.comm)
     x = x.detach().clone().requires_grad_()
     y = layer(x)
@@ -105,6 +122,7 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
         )
 
 
+@checks_arguments
 def assert_matches_sequential(
     layer: Any,
     reference: torch.nn.Module,
@@ -123,7 +141,9 @@ def assert_matches_sequential(
         x: the global input, the same on every worker; in float64 for the given tolerance.
         blocks: how x is split, for each dim the intervals along its axis; as evenly as possible if not given.
         tolerance: largest difference, relative to the largest element of the reference.
+    Raises: AssertionError, the same on every worker, if they differ.
     """
+    _check_layer("assert_matches_sequential", layer)
     P_x, P_y = layer.P_x, getattr(layer, "P_y", layer.P_x)
     me, everyone = P_x.comm.rank, Partition(P_x.comm)
     layouts = getattr(layer, "parameter_layouts", {})

@@ -38,6 +38,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "array": ("a", object(), {"a": 1}),
     "axes": ("a", 9, -9, (0, 0), (0, HUGE), 2.5, object()),
     "shape": ("a", {}, object(), 2.5, (2.5, 1), (None,), (-7, -7)),
+    "layer": (3, "a", None, object(), torch.nn.ReLU()),
+    "intervals": (3, "a", object(), [3], [[(0, 1)]]),
     "buffers": (3, "a", object()),
     "parameters": (3, "a", object()),
     "path": (3, None, object()),
@@ -63,18 +65,21 @@ KINDS = {
     "extent": "in_features out_features num_features num_channels num_embeddings embedding_dim",
     "whole": "seed ignore_index padding_idx divisor_override step dim rank i b",
     "sizes": "kernel_size stride padding dilation output_padding output_size normalized_shape",
-    "number": "eps p norm_type label_smoothing beta delta value gain a b mean std max_norm clip_value momentum bound",
+    "number": "eps p norm_type label_smoothing beta delta value gain a b mean std max_norm clip_value momentum bound "
+    "tolerance",
     "string": "reduction padding_mode mode nonlinearity weights fallback",
     "flag": "bias affine track_running_stats inplace count_include_pad ceil_mode return_indices elementwise_affine "
     "log_target log_input full transpose_src transpose_dest preserve_batch scale_grad_by_freq sparse "
     "error_if_nonfinite align_corners use_trivialization wait random backward",
-    "tensor": "weight pos_weight parameter x tensor",
-    "module": "network model module",
+    "tensor": "weight pos_weight parameter x dy tensor",
+    "module": "network model module reference",
     "function": "function opener check start command",
     "dtype": "dtype",
     "optimiser": "optimiser optimizer",
     "layout": "layout",
     "axes": "axes axes_reduce axes_keep",
+    "layer": "layer",
+    "intervals": "blocks",
     "buffers": "buffer_manager",
     "path": "path",
     "worker": "on worker",
@@ -180,9 +185,12 @@ def _parameters(P: Partition) -> dict[str, Any]:
     return {"network": [parameter]}
 
 
-def _plain() -> torch.nn.Linear:
-    """A module that is the same on every worker."""
-    module = torch.nn.Linear(4, 4)
+def _plain() -> Any:
+    return _with_ones(torch.nn.Linear(4, 4))
+
+
+def _with_ones(module: Any) -> Any:
+    """The module, the same on every worker."""
     torch.nn.init.ones_(module.weight), torch.nn.init.ones_(module.bias)
     return module
 
@@ -265,6 +273,17 @@ FUNCTIONS: dict[str, Right] = {
     "distdl.data.BlockDataset": lambda P: {"source": np.zeros((5, 4, 4)), "P": P.reshape(1, 2, 2)},
     "distdl.data.DataLoader": lambda P: {"dataset": distdl.data.BlockDataset(np.zeros((5, 4, 4)), P.reshape(1, 2, 2))},
     "distdl.data.collate": lambda P: {"P": P.reshape(1, 2, 2)},
+    "distdl.testing.Counting": lambda P: {"inner": P.comm},
+    "distdl.testing.Silent": lambda P: {"rank": 1, "size": 4},
+    "distdl.testing.assert_adjoint": lambda P: {
+        "layer": nn.AllSumReduce(P.reshape(4), [0]),
+        "x": torch.ones(2, dtype=torch.float64),
+    },
+    "distdl.testing.assert_matches_sequential": lambda P: {
+        "layer": _network(P).double(),
+        "reference": _with_ones(torch.nn.Conv1d(1, 1, 3).double()),
+        "x": torch.arange(8.0, dtype=torch.float64).reshape(1, 1, 8),
+    },
     "distdl.utilities.debug.print_sequential": lambda P: {"comm": P, "val": 3},
     "distdl.utilities.index_tricks.cartesian_index_c": lambda P: {"shape": (2, 3), "i": 4},
     "distdl.utilities.index_tricks.cartesian_index_f": lambda P: {"shape": (2, 3), "i": 4},
@@ -321,7 +340,6 @@ NOT_CALLED = {  # patterns of names, and why they are not called with wrong valu
     r"distdl\.environment\..*": "read variables, each of which has its tests (tests/unit/test_environment.py)",
     r"distdl\.backends\.mpi\..*": "need MPI, and are called in the job of tests/names",
     r"distdl\.on_terminate": "needs the main thread (tests/backends/test_exits.py)",
-    r"distdl\.testing\..*": "are called by tests, with what the test makes",
     r"distdl\.workers\.footprint\.Footprint": "is made by what measures memory",
     r"distdl\.data\.Blocks": "is made by a dataset",
 }
@@ -366,6 +384,8 @@ SPECIAL: dict[tuple[str, str], str] = {
     ("distdl.summary", "input_shape"): "shape",
     ("distdl.summary", "P"): "shape",
     ("distdl.local_map", "out"): "handler",
+    ("distdl.testing.Silent", "rank"): "worker",
+    ("distdl.testing.Silent", "size"): "iterations",
     ("distdl.check", "allowed"): "anything",
     ("distdl.data.BlockDataset", "source"): "source",
     ("distdl.amp.GradScaler", "device"): "anything",
