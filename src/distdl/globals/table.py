@@ -69,3 +69,14 @@ def composite(func: Any) -> Callable[..., Any]:
     rebuilt = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
     rebuilt.__kwdefaults__ = func.__kwdefaults__
     return rebuilt
+
+
+def check_is_tensor(value: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check what was taken for a tensor and turned out to lack an attribute.
+
+    Raises: TypeError if it is an argument, or in one, and no tensor. (So no handler has to ask first.)
+    """
+    for one in (*args, *kwargs.values()):
+        inside = one if isinstance(one, (tuple, list)) else (one,)
+        if any(item is value for item in inside) and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{func.__name__}() needs a tensor where it got {value!r}, a {type(value).__name__}")

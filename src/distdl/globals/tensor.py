@@ -10,7 +10,7 @@ import torch
 
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.table import TABLE
+from distdl.globals.table import TABLE, check_is_tensor
 from distdl.partition import Layout, Partition
 
 _raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
@@ -67,7 +67,11 @@ class GlobalTensor(torch.Tensor):
             handler = TABLE["out"]
         if debug.on:
             return debug.noted(handler, func, args, kwargs or {})
-        return handler(func, args, kwargs or {})
+        try:
+            return handler(func, args, kwargs or {})
+        except AttributeError as error:
+            check_is_tensor(error.obj, func, args, kwargs or {})
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

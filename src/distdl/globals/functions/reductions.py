@@ -19,7 +19,7 @@ from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
 from distdl.plan.planners import broadcast
-from distdl.tensors.connection import local
+from distdl.tensors.connection import always_curved, local
 from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 
@@ -256,7 +256,7 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         def over(block: torch.Tensor) -> torch.Tensor:
             for one in dims:
-                block = block.prod(one, keepdim=True)
+                block = always_curved(block.prod(one, keepdim=True), block)
             return block if dims else block.prod(dtype=dtype)
 
         wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)

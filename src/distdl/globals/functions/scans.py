@@ -13,7 +13,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
+from distdl.tensors.connection import always_curved, local
 
 
 @handles("cumsum cumprod", "torch Tensor")
@@ -29,9 +29,10 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return GlobalTensor._of(block.clone(), layout)
         (along,) = dims
         y = getattr(torch, name)(block, along)
+        y = y if name == "cumsum" else always_curved(y, block)
         if not split_along(layout, dims):
             return GlobalTensor._of(y, layout)
-        reduce: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else torch.prod
+        reduce: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else _product
         shape, least = reduced_shape(layout, dims), (1,) * x.dim()
         if layout.active and block.numel() == 0 and 0 not in shape:
             whole = reduce(block, along, keepdim=True)  # (0 or 1)
@@ -43,6 +44,10 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 
     return run(*args, **kwargs)
+
+
+def _product(x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
+    return always_curved(torch.prod(x, dim, keepdim), x)
 
 
 def _in_front(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:
