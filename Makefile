@@ -31,7 +31,7 @@ sweep: $(VENV)/test.installed
 	$(BIN)/python -m pytest -n 2 -m every_case
 
 fuzz: $(VENV)/test.installed
-	$(BIN)/python tests/fuzz/campaign.py $(or $(CASES),2000) $(SEED)
+	PYTHONPATH=tests $(BIN)/python tests/fuzz/campaign.py $(or $(CASES),2000) $(SEED)
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models

@@ -42,6 +42,20 @@ class Against(torch.nn.Module):
         return self.loss(x, torch.full_like(x, 0.3) if isinstance(x, torch.Tensor) else x)
 
 
+class AgainstClass(torch.nn.Module):
+    """A loss of classes: of its input, and of a class number that is the same everywhere."""
+
+    def __init__(self, loss: torch.nn.Module, number: int) -> None:
+        super().__init__()
+        self.loss, self.number = loss, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            return self.loss(x, x)
+        target = torch.full((*x.shape[:1], *x.shape[2:]), self.number, dtype=torch.long, device=x.device)
+        return self.loss(x, target)
+
+
 @dataclass(frozen=True)
 class LayerOf:
     """A layer and its sequential counterpart.
@@ -51,6 +65,7 @@ class LayerOf:
         theirs: its name in ``torch.nn``.
         grids: P_x, and also P_y and P_w where the layer has them.
         ours_only, options: arguments of our constructor alone, and of both.
+        number: of a loss of classes: the class that it gets as a target.
     """
 
     ours: str
@@ -58,22 +73,23 @@ class LayerOf:
     grids: tuple[Grid, ...]
     options: tuple[tuple[str, Any], ...] = ()
     ours_only: tuple[tuple[str, Any], ...] = ()
+    number: int | None = None
 
     def sequential(self, number: int) -> torch.nn.Module:
         module = getattr(torch.nn, self.theirs)(**dict(self.options)).double()
         if self.is_loss:
-            return Against(module)
+            return self._against(module)
         generator = torch.Generator().manual_seed(number)
         for parameter in module.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         return module
 
     def distributed(self, world: Partition, sequential: torch.nn.Module) -> torch.nn.Module:
-        if not hasattr(distdl.nn, self.ours):
+        if not self.is_ours:
             return getattr(torch.nn, self.ours)(**dict(self.options))
         partitions = [grid.partition(world) for grid in self.grids]
         if self.is_loss:
-            return Against(getattr(distdl.nn, self.ours)(*partitions, **dict(self.options)))
+            return self._against(getattr(distdl.nn, self.ours)(*partitions, **dict(self.options)))
         layer = getattr(distdl.nn, self.ours)(*partitions, **dict((*self.options, *self.ours_only)))
         own = dict(layer.double().named_parameters())
         layouts = getattr(layer, "parameter_layouts", {})
@@ -82,9 +98,20 @@ class LayerOf:
                 own[name].data = layout.block(parameter.data.reshape(layout.extents)).clone()
         return layer
 
+    def _against(self, loss: torch.nn.Module) -> torch.nn.Module:
+        return Against(loss) if self.number is None else AgainstClass(loss, self.number)
+
     @property
     def is_loss(self) -> bool:
         return self.ours.endswith("Loss")
+
+    @property
+    def is_ours(self) -> bool:
+        return hasattr(distdl.nn, self.ours)
+
+    @property
+    def members(self) -> set[int]:
+        return {worker for grid in self.grids for worker in grid.workers}
 
     @property
     def P_y(self) -> Grid:
@@ -100,6 +127,7 @@ class Call:
         wants: whether the input requires a gradient; on the workers that are named only.
         grad: whether grad mode is on.
         fault: what one worker does otherwise.
+        rows: of an embedding, so that the input is numbers of rows; 0: it is real.
     """
 
     blocks: Blocks
@@ -107,6 +135,7 @@ class Call:
     wants: tuple[int, ...] = ()
     grad: bool = True
     fault: Fault | None = None
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,15 +145,10 @@ class Chain:
 
     def distributed(self, world: Partition) -> Any:
         """For each call what this worker has: its y, the gradient of its x and of its parameters; or the failure."""
-        sequential = self.modules()
-        network = [one.distributed(world, like) for one, like in zip(self.layers, sequential, strict=True)]
-        between = [
-            distdl.nn.Repartition(before.P_y.partition(world), after.grids[0].partition(world))
-            for before, after in zip(self.layers, self.layers[1:], strict=False)
-        ]
+        network = Network(self, world)
         results: list[Any] = []
         for call in self.calls:
-            results.append(self._called(call, world, network, between))
+            results.append(network.called(call))
             if isinstance(results[-1], Failed) and not self.takes_everyone:
                 break  # (a worker outside of the layer that failed may still wait for one behind it)
         return results
@@ -132,32 +156,64 @@ class Chain:
     @property
     def takes_any_blocks(self) -> bool:
         """Whether the first layer does not ask how the blocks lie: one of torch, or a loss, which is a sum."""
-        return self.layers[0].is_loss or not hasattr(distdl.nn, self.layers[0].ours)
+        return self.layers[0].is_loss or not self.layers[0].is_ours
 
     @property
     def takes_everyone(self) -> bool:
-        """Whether every worker takes part in every layer, so that all of them fail together."""
-        return all(len({worker for grid in one.grids for worker in grid.workers}) == WORKERS for one in self.layers)
+        """Whether every worker takes part in every layer and in what moves between them, so that all fail together."""
+        return all(len(one) == WORKERS for one in (*(layer.members for layer in self.layers), *self.between))
 
-    def _called(self, call: Call, world: Partition, network: Sequence[Any], between: Sequence[Any]) -> Any:
-        x = call.blocks.block(world, call_input(call)).requires_grad_(world.rank in call.wants)
-        fault = call.fault if call.fault is not None and call.fault.worker == world.rank else None
-        given = x if fault is None else damaged(x, fault)
-        for layer in network:
-            layer.zero_grad()  # (to None: what the last call has found is not written)
-        try:
-            with torch.set_grad_enabled(call.grad != (fault is not None and fault.kind == "grad mode")):
-                y = given
-                for number, layer in enumerate(network):
-                    y = layer(between[number - 1](y) if number else y)
-            if y.requires_grad:
-                y.sin().sum().backward()
-        except Exception as error:
-            return Failed(type(error).__name__, str(error))
-        return Found(y.detach(), x.grad, [_gradients(layer, world.rank) for layer in network])
+    @property
+    def between(self) -> list[set[int]]:
+        """The workers that take part in what moves from each layer to the next."""
+        pairs = zip(self.layers, self.layers[1:], strict=False)
+        return [{*before.P_y.workers, *after.grids[0].workers} for before, after in pairs]
 
     def modules(self) -> list[torch.nn.Module]:
         return [one.sequential(number) for number, one in enumerate(self.layers)]
+
+
+class Network:
+    """The layers of a chain, with a Repartition between each and the next, and calls of all of them."""
+
+    def __init__(self, chain: Chain, world: Partition) -> None:
+        made = zip(chain.layers, chain.modules(), strict=True)
+        self._world = world
+        self._layers = [one.distributed(world, like) for one, like in made]
+        self._between = [
+            distdl.nn.Repartition(before.P_y.partition(world), after.grids[0].partition(world))
+            for before, after in zip(chain.layers, chain.layers[1:], strict=False)
+        ]
+
+    def called(self, call: Call) -> Any:
+        """What this worker finds in a call and its backward; or the failure."""
+        try:
+            x, y = self.forward(call)
+            self.backward(y)
+        except Exception as error:
+            return Failed(type(error).__name__, str(error))
+        return self.found(x, y)
+
+    def forward(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensor that this worker gives to the first layer, and what it gets from the last."""
+        rank = self._world.rank
+        x = call.blocks.block(self._world, call_input(call)).requires_grad_(rank in call.wants)
+        fault = call.fault if call.fault is not None and call.fault.worker == rank else None
+        for layer in self._layers:
+            layer.zero_grad()  # (to None: what the last call has found is not written)
+        with torch.set_grad_enabled(call.grad != (fault is not None and fault.kind == "grad mode")):
+            y = x if fault is None else damaged(x, fault)
+            for number, layer in enumerate(self._layers):
+                y = layer(self._between[number - 1](y) if number else y)
+        return x, y
+
+    @staticmethod
+    def backward(y: torch.Tensor) -> None:
+        if y.requires_grad:
+            y.sin().sum().backward()
+
+    def found(self, x: torch.Tensor, y: torch.Tensor) -> Found:
+        return Found(y.detach(), x.grad, [_gradients(layer, self._world.rank) for layer in self._layers])
 
 
 @dataclass(frozen=True)
@@ -187,7 +243,10 @@ def _gradients(layer: torch.nn.Module, rank: int) -> list[Gradient]:
 
 
 def call_input(call: Call) -> torch.Tensor:
-    return torch.randn(call.blocks.extents, generator=torch.Generator().manual_seed(call.seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(call.seed)
+    if call.rows:
+        return torch.randint(call.rows, call.blocks.extents, generator=generator)
+    return torch.randn(call.blocks.extents, generator=generator, dtype=torch.float64)
 
 
 def boxes(shape: Sequence[int], blocks: Sequence[torch.Tensor]) -> list[tuple[tuple[int, int], ...]] | None:

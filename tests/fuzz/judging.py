@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from chains import Chain, assert_call, sequential
+from disorders import Disorder
 from movements import Movements, assert_moved, imagined, members_of
+from partitions import WORKERS
 from programs import Program, assert_equal
 from team import Failed, Team, failure_of
 
 CLEAN = {"ValueError", "TypeError", "IndexError", "RuntimeError", "NotImplementedError", "CommunicationError"}
 # errors of global tensors where torch has none, which the documentation says
-REFUSED = (
-    r"has written in place into what in torch would be a view",
-    r"has written in place into the tensor of which this one would be a view",
-    r"would write what a global tensor says into a plain tensor, .* because it requires a gradient",
-)
+REFUSED = {
+    r"has written in place into what in torch would be a view": "refused: written in place into what would be a view",
+    r"has written in place into the tensor of which this one would be a view": "refused: a view would see a write",
+    r"would write what a global tensor says into a plain tensor, .* because it requires a gradient": (
+        "refused: written into a plain tensor"
+    ),
+}
 # errors of torch where global tensors need none
-ALLOWED = (
-    r"view size is not compatible with input tensor's size and stride",
-    r"output of a function that returns multiple views",
-    r"object of type 'NoneType' has no len|'output_size' .* must be tuple of ints, not NoneType",
-)
+ALLOWED = {
+    r"view size is not compatible with input tensor's size and stride": "torch refuses: a view of these strides",
+    r"output of a function that returns multiple views": "torch refuses: to write into one of several views",
+    r"object of type 'NoneType' has no len|'output_size' .* must be tuple of ints, not NoneType": (
+        "torch refuses: None for a size"
+    ),
+}
 # what no layer splits
-NOT_SPLIT = r"cannot split a dim of global extent 1"
+NOT_SPLIT = {r"cannot split a dim of global extent 1": "same error"}
 
 
 def judge(program: Program, team: Team) -> str:
     """Run a program both ways.
 
-    Returns: ``equal``; ``same error``; ``refused``, if that is an error where torch has none; or ``allowed``, if torch
-        has one and global tensors need none.
+    Returns: ``equal``; ``same error``; what is refused, if that is an error where torch has none; or what torch refuses
+        and global tensors need not.
     Raises: AssertionError otherwise.
     """
     expected = program.sequential()
@@ -42,12 +48,14 @@ def judge(program: Program, team: Team) -> str:
         step, error = same_error(found, raised)
         if raised is None:
             assert matches(error, REFUSED), f"torch computes this, and here step {step} fails: {error}"
-            return "refused"
+            return matches(error, REFUSED)
+        if step > raised[0] and matches(raised[1], ALLOWED):  # (what follows, torch has not come to)
+            return matches(raised[1], ALLOWED)
         assert step == raised[0], f"step {step} fails, not {raised[0]}: {error}, not {raised[1]}"
         return "same error"
     if raised is not None:
         assert matches(raised[1], ALLOWED), f"torch raises in step {raised[0]}: {raised[1]}"
-        return "allowed"
+        return matches(raised[1], ALLOWED)
     assert_equal(expected, found, 1e-4 if program.is_single else 1e-9)
     return "equal"
 
@@ -65,7 +73,7 @@ def judge_chain(chain: Chain, team: Team) -> str:
         expected = sequential(call, modules)
         if not any(isinstance(one, Failed) for one in results):
             if call.fault is not None and (isinstance(expected, Failed) or chain.takes_any_blocks):
-                return "allowed"
+                return "taken: nothing is asked of these blocks"
             assert expected is not None, f"call {number} cannot be, and gave {results}"
             assert not isinstance(expected, Failed), f"torch raises in call {number}: {expected}"
             assert_call(chain, call, results, expected, modules)
@@ -74,11 +82,31 @@ def judge_chain(chain: Chain, team: Team) -> str:
         if not chain.takes_everyone:  # (the others may have no part in what fails, and may wait behind it)
             results = [one for one in results if isinstance(one, Failed) and one.kind != "CommunicationError"]
         _, error = same_error(results)
-        wrong = call.fault is not None or isinstance(expected, Failed) or matches(error, [NOT_SPLIT])
+        wrong = call.fault is not None or isinstance(expected, Failed) or matches(error, NOT_SPLIT)
         assert wrong, f"call {number} fails, and torch does not: {error}"
         if not chain.takes_everyone:
             break
     return outcome
+
+
+def judge_disorder(case: Disorder, team: Team) -> str:
+    """Call two networks, one worker in another order: an error, unless all is as it should be.
+
+    Returns: ``named errors``, where a worker that found no difference itself was told that another one had.
+    """
+    found = team.run(case.distributed, in_step=False)
+    failed = [one for one in map(failure_of, found) if one is not None]
+    if failed:
+        assert all(one.kind in CLEAN and one.text for one in failed), failed
+        return "same error" if len(failed) == WORKERS and len(set(failed)) == 1 else "named errors"
+    for number, chain in enumerate(case.chains):
+        if case.kind.startswith("skips") and number == 0 and case.may_go_unnoticed:
+            continue
+        modules = chain.modules()
+        expected = sequential(chain.calls[0], modules)
+        assert isinstance(expected, tuple), f"nobody fails, and torch does: {expected}"
+        assert_call(chain, chain.calls[0], [one[number] for one in found], expected, modules)
+    return "equal"
 
 
 def judge_movements(case: Movements, team: Team) -> str:
@@ -99,12 +127,20 @@ def judge_movements(case: Movements, team: Team) -> str:
 
 def same_error(found: Sequence[Any], raised: tuple[int, Failed] | None = None) -> tuple[int, Failed]:
     """The failure of all workers and its step: the same on all, and of a kind that says what is wrong, or torch's."""
-    assert found and all(one == found[0] for one in found), f"not the same on all workers: {found}"
-    step, error = found[0] if isinstance(found[0], tuple) else (0, found[0])
-    assert isinstance(error, Failed) and error.text, error
+    steps = {one[0] if isinstance(one, tuple) else 0 for one in found}
+    errors = {_without_blocks(failure_of(one)) for one in found}
+    assert len(steps) == len(errors) == 1 and None not in errors, f"not the same on all workers: {found}"
+    [step], [error] = steps, errors
+    assert error is not None and error.text, error
     assert error.kind in CLEAN or (raised is not None and error.kind == raised[1].kind), error
     return step, error
 
 
-def matches(error: Failed, texts: Sequence[str]) -> bool:
-    return any(re.search(one, error.text) for one in texts)
+def _without_blocks(error: Failed | None) -> Failed | None:
+    """An error without the shape of a worker's block, which torch's own may name."""
+    return error and Failed(error.kind, re.sub(r"\[torch\.\w+Tensor \[[\d, ]*\]\]", "[...]", error.text))
+
+
+def matches(error: Failed, texts: Mapping[str, str]) -> str:
+    """The name of the first pattern that an error matches; empty if there is none."""
+    return next((name for pattern, name in texts.items() if re.search(pattern, error.text)), "")

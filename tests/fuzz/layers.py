@@ -128,7 +128,22 @@ def local(site: Site) -> LayerOf:
     return LayerOf(*[site.of("Tanh", "ReLU", "Softplus")] * 2, (site.any(),))
 
 
+def embedding(site: Site, dims: int) -> LayerOf:
+    """A table of rows and columns; of indices in so many dims."""
+    rows, columns = site.of((1, 1), (2, 1), (1, 2), (3, 1), (2, 2))
+    shape = [1] * dims
+    shape[site.number(0, dims - 1)] = site.number(1, max(WORKERS // (rows * columns), 1))
+    shapes = [tuple(shape), (*shape, columns), (*shape, rows, columns)]
+    grids = tuple(Grid(site.draw(workers_of(prod(shape))), shape) for shape in shapes)
+    options = (("num_embeddings", site.number(1, 5)), ("embedding_dim", site.number(1, 4)))
+    return LayerOf("DistributedEmbedding", "Embedding", grids, options)
+
+
 def loss(site: Site) -> LayerOf:
+    if site.number(0, 2) == 0:
+        kind, number = site.of("CrossEntropyLoss", "NLLLoss"), site.number(0, site.shape[1] - 1)
+        options = (("reduction", site.of("mean", "sum")),)
+        return LayerOf(f"Distributed{kind}", kind, (site.any(),), options, number=number)
     kind = site.of("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCEWithLogitsLoss")
     return LayerOf(f"Distributed{kind}", kind, (site.any(),), (("reduction", site.of("mean", "sum")),))
 
@@ -144,15 +159,19 @@ MAKERS: tuple[Make, ...] = (
 def chains(draw: st.DrawFn, faulty: bool = False) -> Chain:
     """One to three layers, called one to three times; with ``faulty``, some worker does something else in some call."""
     channels, space = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    shape = (draw(st.integers(1, 4)), channels, *(draw(st.integers(3, 8)) for _ in range(space)))
+    looked_up = draw(st.integers(0, 9)) == 9
+    shape = (draw(st.integers(1, 4)), channels, *(draw(st.integers(3, 8)) for _ in range(space - looked_up)))
     layers: list[LayerOf] = []
     calls: list[Call] = []
-    y = torch.zeros(shape, dtype=torch.float64)
+    y = torch.zeros(shape, dtype=torch.long if looked_up else torch.float64)
     last = draw(st.integers(1, 3))
     for number in range(last):
         site = Site(draw, tuple(y.shape))
-        ends = number == last - 1 and site.flag()
-        layers.append(loss(site) if ends else site.of(*MAKERS)(site))
+        ends = number == last - 1 and (number or not looked_up) and site.flag()
+        if looked_up and not number:
+            layers.append(embedding(site, len(shape)))
+        else:
+            layers.append(loss(site) if ends else site.of(*MAKERS)(site))
         made = layers[-1]
         try:
             y = made.sequential(number)(y)
@@ -160,24 +179,25 @@ def chains(draw: st.DrawFn, faulty: bool = False) -> Chain:
             break
     first = layers[0].grids[0]
     fixed = [d for d, one in enumerate(layers) if one.theirs in ("LayerNorm", "RMSNorm")]
+    rows = dict(layers[0].options)["num_embeddings"] if looked_up else 0
     count = draw(st.integers(1, 3))
-    at = draw(st.integers(0, count - 1)) if faulty else -1
+    at = draw(st.integers(0, count - 1)) if faulty and layers[0].is_ours else -1  # (torch's fail where they are)
     for number in range(count):
-        calls.append(draw(_calls(shape, first, number == at, bool(number) and not fixed)))
+        calls.append(draw(_calls(shape, first, number == at, bool(number) and not fixed, rows)))
         if number and draw(st.booleans()):
             calls[-1] = calls[0] if calls[0].fault is None else calls[-1]
     return Chain(tuple(layers), tuple(calls))
 
 
 @st.composite
-def _calls(draw: st.DrawFn, shape: tuple[int, ...], grid: Grid, faulty: bool, changes: bool) -> Call:
+def _calls(draw: st.DrawFn, shape: tuple[int, ...], grid: Grid, faulty: bool, changes: bool, rows: int) -> Call:
     if changes:
         shape = (draw(st.integers(1, 4)), shape[1], *(draw(st.integers(3, 8)) for _ in shape[2:]))
     sizes = tuple(draw(splits(n, p)) for n, p in zip(shape, grid.shape, strict=True))
-    wants = tuple(draw(st.lists(st.sampled_from(sorted(grid.workers)), unique=True)))
+    wants = () if rows else tuple(draw(st.lists(st.sampled_from(sorted(grid.workers)), unique=True)))
     fault = None
     if faulty:
         fault = Fault(
             draw(st.sampled_from(sorted(grid.workers))), draw(st.sampled_from(KINDS)), draw(st.integers(0, 9))
         )
-    return Call(Blocks(grid.workers, sizes), draw(st.integers(0, 99)), wants, draw(st.integers(0, 5)) > 0, fault)
+    return Call(Blocks(grid.workers, sizes), draw(st.integers(0, 99)), wants, draw(st.integers(0, 5)) > 0, fault, rows)

@@ -15,6 +15,7 @@ from partitions import WORKERS
 import distdl
 from distdl.backends.threaded import ThreadCommunicator
 from distdl.partition import Partition
+from distdl.transport.communicator import CommunicationError
 
 _LIMIT = 30.0  # seconds for a case; a wait that can never end is noticed at once, where it begins
 _END = 2**31 - 7  # the tag of the messages by which workers tell each other that they are through with a case
@@ -34,21 +35,23 @@ class Team:
     """Workers that are threads. After each case they wait for each other, so one that hangs is noticed there."""
 
     def __init__(self) -> None:
-        self._work: list[queue.SimpleQueue[Work | None]] = [queue.SimpleQueue() for _ in range(WORKERS)]
+        self._work: list[queue.SimpleQueue[tuple[Work, bool] | None]] = [queue.SimpleQueue() for _ in range(WORKERS)]
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._broken = False
         self._thread: threading.Thread | None = None
 
-    def run(self, work: Work) -> list[Any]:
+    def run(self, work: Work, in_step: bool = True) -> list[Any]:
         """What ``work(world)`` returned on each worker, or :class:`Failed`.
 
+        Args:
+            in_step: that workers end after different exchanges is a failure, too, unless they were told.
         Raises: AssertionError if a worker has not come to its end within the time limit, or messages are left over.
         """
         if self._thread is None or self._broken:
             self.close()
             self._start()
         for one in self._work:
-            one.put(work)
+            one.put((work, in_step))
         found: dict[int, Any] = {}
         try:
             while len(found) < WORKERS:
@@ -59,7 +62,8 @@ class Team:
         except queue.Empty:
             self._broken, self._thread = True, None  # (it is a daemon; nothing more can be done about it)
             raise AssertionError(f"after {_LIMIT} s only {sorted(found)} have come to their end: {found}") from None
-        self._broken = self._broken or len(failures(found.values())) > 1
+        told = failures(found.values())
+        self._broken = self._broken or len(told) > 1 or not (in_step or told == {None})
         return [found[rank] for rank in range(WORKERS)]
 
     def close(self) -> None:
@@ -81,8 +85,8 @@ class Team:
 
         def main() -> None:
             world = distdl.world()
-            while (work := waiting[world.rank].get()) is not None:
-                done.put((world.rank, _result(work, world)))
+            while (asked := waiting[world.rank].get()) is not None:
+                done.put((world.rank, _result(*asked, world)))
 
         try:
             distdl.run_workers(main, WORKERS, "threads")
@@ -92,16 +96,20 @@ class Team:
                 done.put((rank, Failed("the team ended", str(error))))
 
 
-def _result(work: Work, world: Partition) -> Any:
+def _result(work: Work, in_step: bool, world: Partition) -> Any:
     try:
         result = work(world)
     except Exception as error:
         result = Failed(type(error).__name__, str(error))
+    failure = failure_of(result)
     try:
         _end(world)
+        if in_step:
+            _assert_in_step(world)
     except Exception as error:  # somebody hangs, or has failed alone
         failed = Failed(type(error).__name__, f"at the end: {error}")
-        return result if failure_of(result) else [*result, failed] if isinstance(result, list) else failed
+        if failure is None or not (isinstance(error, CommunicationError) or failure.kind == "CommunicationError"):
+            return [*result, failed] if isinstance(result, list) else failed
     return result
 
 
@@ -117,6 +125,15 @@ def _end(world: Partition) -> None:
         posted = [*comm.post.sent.items(), *comm.post.wanted.items()]
         left = {key: len(ends) for key, ends in posted if key[1] == world.rank and key[2] != _END}
         assert not left, f"messages are left over, by sender, receiver and tag: {left}"
+
+
+def _assert_in_step(world: Partition) -> None:
+    """Check that the members of each group have made the same exchanges."""
+    comm = world.comm
+    histories = world.allgather_data([(group, comm.calls(group).history) for group in comm.groups()])
+    for group in comm.groups():
+        told = {dict(one).get(group) for worker, one in enumerate(histories) if worker in group}
+        assert len(told) == 1, f"workers {group} have made different exchanges"
 
 
 def failure_of(result: Any) -> Failed | None:

@@ -38,13 +38,44 @@ FOUND = {
         (2,),
         (0,),
     ),
+    "a product over one number has no second derivative where that is 0, or is not there": Program(
+        (Input((2, 1), 1, "normal", True, False, Blocks((0, 1), ((1, 1), (1,)))),),
+        (Step("torch.add", (Ref(0), 0.5)), Step("torch.prod", (Ref(1), 1))),
+        (2,),
+        (0,),
+    ),
+    "a product of blocks of which one has a zero": Program(
+        (Input((2, 3), 1, "normal", True, False, Blocks((2, 1), ((1, 1), (3,)))),),
+        (Step("torch.relu", (Ref(0),)), Step("torch.prod", (Ref(1), 0))),
+        (2,),
+        (0,),
+    ),
+    "workers that hold nothing have no second derivative of cumprod along a dim that is not split": Program(
+        (Input((2,), 0, "normal", True, False, Blocks((0,), ((2,),))),),
+        (Step("torch.add", (Ref(0), 0.5)), Step("torch.cumprod", (Ref(1), 0))),
+        (2,),
+        (0,),
+    ),
+    "torch refuses a view, and then each worker what was written in place": Program(
+        (Input((2, 2, 1, 2), 0, "normal", True, False, Blocks((0,), ((2,), (2,), (1,), (2,)))),),
+        (
+            Step("Tensor.mul_", (Ref(0), Ref(0))),
+            Step("torch.diagonal", (Ref(1), 0)),
+            Step("Tensor.view", (Ref(2), (4,))),
+        ),
+        (2,),
+    ),
     "what should be a view does not see what is written into its tensor": Program(
         (Input((4, 7), 41, "normal", False, True, Blocks((1, 0), ((1, 3), (7,)))),),
         (Step("Tensor.reshape", (Ref(0), (14, 1, -1))), Step("Tensor.add_", (Ref(0), 2)), Step("torch.exp", (Ref(1),))),
         (1, 2),
     ),
 }
-REFUSED = {"what should be a view does not see what is written into its tensor"}
+
+OUTCOMES = {
+    "torch refuses a view, and then each worker what was written in place": "torch refuses: a view of these strides",
+    "what should be a view does not see what is written into its tensor": "refused: a view would see a write",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +89,7 @@ def team():
 def test_what_fuzzing_has_found(team, what):
     case = FOUND[what]
     judged = judge_chain if isinstance(case, Chain) else judge
-    assert quietly(lambda: judged(case, team)) == ("refused" if what in REFUSED else "equal")
+    assert quietly(lambda: judged(case, team)) == OUTCOMES.get(what, "equal")
 
 
 def test_what_one_worker_has_forgotten_is_made_alike():
@@ -89,3 +120,28 @@ def test_a_worker_without_gradients_clips_none():
         return P.rank or layer.weight.grad.abs().max().item()
 
     assert distdl.run_workers(work) == [0.5, 1, 2, 3]
+
+
+NO_TENSOR = {
+    "layer_norm": lambda F, x: F.layer_norm(x, (5,), -7),
+    "group_norm": lambda F, x: F.group_norm(x, 1, -7),
+    "batch_norm": lambda F, x: F.batch_norm(x, None, None, weight=-7, training=True),
+    "embedding": lambda F, x: F.embedding(x.long(), -7),
+    "cross_entropy": lambda F, x: F.cross_entropy(x, -7),
+    "einsum": lambda F, x: torch.einsum("ij,ij->i", [x, -7]),
+}
+
+
+def test_what_is_no_tensor_is_a_type_error_that_says_so():
+    """It was the AttributeError of whatever looked at it first."""
+
+    def work():
+        x = distdl.distribute_tensor(torch.ones(4, 5), distdl.world().reshape(4, 1))
+        for name, call in NO_TENSOR.items():
+            with pytest.raises(TypeError, match=rf"{name}\(\) needs a tensor where it got -7, a int"):
+                call(torch.nn.functional, x)
+        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+            x.nonsense  # noqa: B018
+        return len(NO_TENSOR)
+
+    assert distdl.run_workers(work) == [6] * 4
