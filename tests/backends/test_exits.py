@@ -106,6 +106,7 @@ def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
     assert output.count("Traceback") == 1 and " of 3 on " in output.partition("Traceback")[0], output
 
 
+@pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_mpi_prints_the_traceback_though_torch_distributed_has_a_hook_of_its_own():
     status, output = run(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone"))

@@ -418,6 +418,7 @@ def fails_in_a_process():
     raise LookupError("in a process")
 
 
+@pytest.mark.fault("gloo")
 @pytest.mark.timeout(60)
 def test_the_error_of_a_process_carries_its_traceback():
     with pytest.raises(LookupError, match="in a process") as error:

@@ -257,6 +257,7 @@ def test_forged_metadata(theirs, tmp_path, forge, words):
         convert(folder, tmp_path / "ours")
 
 
+@pytest.mark.fault("serial", count=2)
 def test_truncated_and_missing_files(theirs, tmp_path):
     folder, _, _ = theirs
     path = next(folder.glob("*.distcp"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.fault("gloo", count=6)
 @pytest.mark.timeout(120)
 def test_killed_processes_leave_the_last_complete_checkpoint(tmp_path):
     script = Path(__file__).parent / "killed.py"

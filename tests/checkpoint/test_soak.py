@@ -8,6 +8,7 @@ import pytest
 from launchers import python_path
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.timeout(120)
 def test_processes_that_are_killed_go_on_to_the_same_weights(tmp_path):
     """On another number of workers and another back-end; memory, descriptors and threads stay as they are."""

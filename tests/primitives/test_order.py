@@ -42,6 +42,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_two_layers_of_one_kind_that_one_worker_calls_in_another_order(kind):
     make, give = LAYERS[kind]
@@ -112,6 +113,7 @@ DATA = {
 }  # fmt: skip
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("what", DATA)
 def test_data_calls_that_differ(what):
     other, expected, *words = DATA[what]
@@ -161,6 +163,7 @@ def backward(P, results):
         (results[place].sum() * (place + 1)).backward()
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("make", [all_sum, broadcast, sum_reduce, repartition])
 def test_a_backward_in_another_order_is_an_error_at_once(make, shared):
@@ -199,6 +202,7 @@ AFTER = {
 }
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("after", AFTER)
 @pytest.mark.parametrize("make", [all_sum, broadcast, sum_reduce])
 def test_a_backward_in_another_order_is_noticed_by_the_next_call_where_collectives_carry_no_tag(native, make, after):
@@ -224,6 +228,7 @@ def test_a_backward_in_another_order_is_noticed_by_the_next_call_where_collectiv
     assert "[layer 0] on 0, 2; the backward of exchange 2" in texts[0] and "[layer 1] on 1" in texts[0], texts[0]
 
 
+@pytest.mark.fault("threads")
 def test_fixed_shapes_leave_the_comparison_to_the_first_call_outside(native):
     def main():
         P = distdl.world()
@@ -239,6 +244,7 @@ def test_fixed_shapes_leave_the_comparison_to_the_first_call_outside(native):
     distdl.run_workers(main, WORKERS)
 
 
+@pytest.mark.fault("threads")
 def test_a_backward_that_one_worker_leaves_out_is_named():
     def main():
         P = distdl.world()
@@ -271,6 +277,7 @@ def test_an_error_that_all_have_agreed_on_leaves_the_world_usable():
     distdl.run_workers(main, WORKERS)
 
 
+@pytest.mark.fault("threads")
 def test_a_layer_of_another_worker_is_an_error():
     layers = {}
 
@@ -284,6 +291,7 @@ def test_a_layer_of_another_worker_is_an_error():
         distdl.run_workers(main, WORKERS)
 
 
+@pytest.mark.fault("threads")
 def test_a_layer_of_a_world_that_has_ended_is_an_error():
     layers = {}
 
@@ -302,6 +310,7 @@ def test_a_layer_of_a_world_that_has_ended_is_an_error():
 # -- DISTDL_DEBUG
 
 
+@pytest.mark.fault("threads")
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("make", [all_sum, repartition])
 def test_under_debug_a_backward_in_another_order_is_an_error_before_it_is_sent(native, monkeypatch, make, fixed):
