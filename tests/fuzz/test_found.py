@@ -56,6 +56,11 @@ FOUND = {
         (2,),
         (0,),
     ),
+    "booleans in front of an empty block cut it off": Program(
+        (Input((1, 1), 0, "normal", True, False, Blocks((0, 1), ((1,), (1, 0)))),),
+        (Step("torch.gt", (Ref(0), 0.3137)), Step("torch.cat", ((Ref(1), Ref(0)), 1))),
+        (2,),
+    ),
     "torch refuses a view, and then each worker what was written in place": Program(
         (Input((2, 2, 1, 2), 0, "normal", True, False, Blocks((0,), ((2,), (2,), (1,), (2,)))),),
         (

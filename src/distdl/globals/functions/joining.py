@@ -66,7 +66,7 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
     if empty:
         least = min(range(len(filled)), key=lambda place: filled[place].numel())
         for one in empty:
-            filled[least] = filled[least] + zeros_on(one, ()).to(filled[least].dtype)
+            filled[least] = filled[least].to(dtype) + zeros_on(one, ()).to(dtype)  # (others may carry no gradient)
     return filled[0].to(dtype, copy=True) if len(filled) == 1 else torch.cat(filled, dim).to(dtype)
 
 
