@@ -16,7 +16,7 @@ from distdl.globals.adopting import adopt
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.pointwise import name_of, writes
 from distdl.globals.operands import moved, moved_block
-from distdl.globals.paths import current_fallback, current_path
+from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
@@ -214,7 +214,7 @@ def split_like(context: Context, extents: Shape, grid: Any) -> KnownLayout:
 
 
 def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
-    mode, path = current_fallback(), current_path()
+    path, mode = current_place()
     nbytes = sum(prod(one.shape) * one.dtype.itemsize for one in found)
     where = f"{path}: " if path else ""
     if mode == "error":

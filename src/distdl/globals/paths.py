@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.paths: list[str] = []
-        self.fallback: list[str] = []
         self.models: list[torch.nn.Module] = []
 
 
 _here = _Here()
+_PLACE = "_distdl_place"
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+class Place(NamedTuple):
+    """Where a module is.
+
+    Attributes:
+        path: in the model that was distributed.
+        fallback: what is done in it about a function that has no op: "warn", "error" or "silent".
+    """
+
+    path: str = ""
+    fallback: str = "warn"
+
+
+def put(module: torch.nn.Module, place: Place) -> None:
+    """Note where a module is."""
+    module.__dict__[_PLACE] = place
+
+
+def current_place() -> Place:
+    """Where the module is whose forward runs.
+
+    It is looked up among the calls that are under way: modules that note when they begin and end would take longer in
+    every step than those of which nobody asks.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            place = frame.f_locals["self"].__dict__.get(_PLACE)
+            if place is not None:
+                found: Place = place
+                return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return Place()
 
 
 def current_path() -> str:
     """The path of the module whose forward runs, in the model that was distributed; empty outside."""
-    return _here.paths[-1] if _here.paths else ""
-
-
-def current_fallback() -> str:
-    """What is done about a function that has no op: "warn", "error" or "silent"."""
-    return _here.fallback[-1] if _here.fallback else "warn"
+    return current_place().path
 
 
 @contextmanager
@@ -43,28 +73,3 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
 def is_buffer(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a buffer of a distributed model whose forward runs."""
     return any(buffer is tensor for model in _here.models for buffer in model.buffers())
-
-
-class Entering:
-    """A hook that notes that a module's forward begins. (An object, so that a model with hooks can be copied.)"""
-
-    def __init__(self, path: str, fallback: str | None = None) -> None:
-        self.path, self.fallback = path, fallback
-
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        _here.paths.append(self.path)
-        if self.fallback is not None:
-            _here.fallback.append(self.fallback)
-
-
-class Leaving:
-    """A hook that notes that a module's forward has ended, also by an error."""
-
-    def __init__(self, path: str, fallback: str | None = None) -> None:
-        self.path, self.fallback = path, fallback
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
-        if _here.paths:
-            _here.paths.pop()
-        if self.fallback is not None and _here.fallback:
-            _here.fallback.pop()

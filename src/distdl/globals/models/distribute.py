@@ -16,7 +16,7 @@ from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.equality import make_equal
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
-from distdl.globals.paths import Entering, Leaving, running
+from distdl.globals.paths import Place, put, running
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
@@ -67,9 +67,7 @@ def distribute(
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     for path, child in module.named_modules():
         child._parameters = Parameters(copies, child._parameters)
-        # (each says what is done about fallbacks: a checkpoint recomputes one of them alone)
-        child.register_forward_pre_hook(Entering(path, fallback))
-        child.register_forward_hook(Leaving(path, fallback), always_call=True)
+        put(child, Place(path, fallback))  # (each says so: a checkpoint recomputes one of them alone)
     module.__dict__["forward"] = Forward(module, copies)
     return module
 

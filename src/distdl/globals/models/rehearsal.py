@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
-from distdl.globals.paths import Entering, Leaving, current_path
+from distdl.globals.paths import Place, current_path, put
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
@@ -103,8 +103,7 @@ def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) 
     """Run a model on meta tensors, as torch would on one worker."""
     own = on_meta(model)
     for path, module in own.named_modules():
-        module.register_forward_pre_hook(Entering(path))
-        module.register_forward_hook(Leaving(path), always_call=True)
+        put(module, Place(path))
     return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
 
 
