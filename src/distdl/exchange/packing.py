@@ -14,8 +14,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of all tensors, in their order, as one vector. (Of a single one that has any: a view, if it can.)"""
-    full = [tensor.reshape(-1) for tensor in tensors if tensor.numel()]
-    return torch.cat(full) if len(full) > 1 else full[0] if full else tensors[0].reshape(-1)
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if len(full) > 1:
+        vector: torch.Tensor = torch._C._nn.flatten_dense_tensors(full)  # (in half the time of reshape and cat)
+        return vector
+    return (full or tensors)[0].reshape(-1)
 
 
 def unpack(vector: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
@@ -54,7 +57,7 @@ class Packing:
         """The tensors, as views of the one that moved, which begins its memory."""
         if self.plain:
             return (moved,)
-        return moved.unbind() if self._numbers else tuple(moved.as_strided(*piece) for piece in self._pieces)
+        return moved.unbind() if self._numbers else tuple([moved.as_strided(*piece) for piece in self._pieces])
 
 
 def _pieces(shapes: Sequence[Shape]) -> list[tuple[Shape, tuple[int, ...], int]]:

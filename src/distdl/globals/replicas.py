@@ -199,6 +199,7 @@ class _Sum:
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
         self.context, self.shapes = context, structure[:-1]
         self._packing = Packing(structure, (count,))
+        self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
         self._operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
@@ -207,16 +208,27 @@ class _Sum:
         return context.keep((_LABEL, shapes, dtype), lambda: cls(context, shapes, dtype))
 
     def __call__(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
+        moved = self._operator.execute(self._packing.pack(self._filled(parts, device)))
+        *totals, owners = self._packing.unpack(moved)
+        if device.type == "meta":
+            return [*totals]  # nobody knows which ones nobody has
+        return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+
+    def _filled(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What travels: the parts, zeros in the place of those that are missing, and which these are."""
         dtype = self._operator.dtype
-        given = torch.tensor([part is not None for part in parts], dtype=dtype, device=device)
         full = [
             torch.zeros(shape, dtype=dtype, device=device) if part is None else part
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
-        *totals, owners = self._packing.unpack(self._operator.execute(self._packing.pack((*full, given))))
-        if device.type == "meta":
-            return [*totals]  # nobody knows which ones nobody has
-        return [total if n else None for total, n in zip(totals, owners.real.tolist(), strict=True)]
+        missing = [place for place, part in enumerate(parts) if part is None]
+        owned = self._all.get(device)
+        if owned is None:
+            owned = self._all[device] = torch.ones(len(parts), dtype=dtype, device=device)
+        if missing:
+            owned = owned.clone()
+            owned[missing] = 0
+        return (*full, owned)
 
 
 class _Enter(Function):
@@ -227,7 +239,7 @@ class _Enter(Function):
         ctx.total, ctx.device = total, tensors[0].device
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
-        return tuple(torch.ops.aten.alias(tensor) for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:

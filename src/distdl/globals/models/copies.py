@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -71,6 +71,8 @@ class Replicas:
         self.running = 0
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._held: list[Parameters] | None = None
+        self._described: list[Any] = []  # the parameters for which the buckets are
+        self._buckets: list[list[int]] = []
 
     def begin(self) -> None:
         self._copies = {}
@@ -79,9 +81,13 @@ class Replicas:
         if self._held is None:
             self._held = list(_held(self.module))
         context = Context.of(self.P.comm)
-        listed = {id(p): p for held in self._held for p in held.values() if p is not None and p.requires_grad}
-        for bucket in _buckets(list(listed.values())):
-            for parameter, copy in zip(bucket, enter(context, bucket), strict=True):
+        listed = [p for held in self._held for p in held.values() if p is not None and p.requires_grad]
+        described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
+        if described != self._described:
+            self._described, self._buckets = described, list(_buckets(listed))
+        for bucket in self._buckets:
+            together = [listed[place] for place in bucket]
+            for parameter, copy in zip(together, enter(context, together), strict=True):
                 self._copies[id(parameter)] = Replica._of(copy, context)
 
     def end(self) -> None:
@@ -107,17 +113,23 @@ def _held(module: torch.nn.Module) -> Iterator[Parameters]:
             yield held
 
 
-def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """Parameters whose gradients travel together: those behind each other, of one dtype and device."""
-    bucket: list[torch.nn.Parameter] = []
+def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+    """The places of parameters whose gradients travel together: those behind each other, of one dtype and device.
+
+    One that is there several times has the first of its places.
+    """
+    bucket: list[int] = []
     nbytes = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        alike = not bucket or (bucket[0].dtype, bucket[0].device) == (parameter.dtype, parameter.device)
-        if bucket and (nbytes + size > _BUCKET or not alike):
+    places = {id(parameter): place for place, parameter in reversed(list(enumerate(parameters)))}
+    for place, parameter in enumerate(parameters):
+        if places[id(parameter)] != place:
+            continue
+        first = parameters[bucket[0]] if bucket else parameter
+        alike = (first.dtype, first.device) == (parameter.dtype, parameter.device)
+        if bucket and (nbytes + parameter.nbytes > _BUCKET or not alike):
             yield bucket
             bucket, nbytes = [], 0
-        bucket.append(parameter)
-        nbytes += size
+        bucket.append(place)
+        nbytes += parameter.nbytes
     if bucket:
         yield bucket
