@@ -95,8 +95,8 @@ def test_rows_are_modules():
     conv = rows["first.0"]
     assert (conv.kind, conv.shape, conv.split, conv.block) == ("Conv2d", (3, 6, 22, 26), (1, 1, 2, 2), (3, 6, 11, 13))
     assert conv.weights == 4 * (6 * 2 * 9 + 6)
-    # a convolution saves the block, the row below (with corners) and the column beside; the halo goes to three
-    assert conv.activations == 4 * 3 * 2 * (11 * 13 + 15 + 11)
+    # a convolution of small blocks saves the block, and the window (with padding); the halo goes to three
+    assert conv.activations == 4 * 3 * 2 * (11 * 13 + 13 * 15)
     assert conv.forward == (3, 4 * 3 * 2 * (11 + 13 + 1))
     assert conv.backward == (0, 0)  # the input needs no gradient
     assert rows["deep.1"].forward[0] == rows["deep.1"].backward[0] == 3

@@ -230,11 +230,13 @@ def test_a_worker_sends_one_message_to_each_other_at_most(mode):
     on_workers(4, main)
 
 
-def test_a_checkpoint_recomputes_the_same():
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
+def test_a_checkpoint_recomputes_the_same(mode):
     def main(P):
-        options = {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": 1, "padding_mode": "circular"}
+        options = {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "padding": 1, "padding_mode": mode}
         layer = DistributedConv1d(P[:3].reshape(1, 1, 3), **options).double()
-        x = noise(1, 2, P.rank, seed=P.rank).requires_grad_() if P.rank < 3 else torch.zeros(1, 0).requires_grad_()
+        cells = P.rank + (mode == "zeros")  # (without an empty block, all of it is one node)
+        x = noise(1, 2, cells, seed=P.rank).requires_grad_() if P.rank < 3 else torch.zeros(1, 0).requires_grad_()
         gradients = []
         for network in (layer, copy.deepcopy(layer)):
             x.grad = None
@@ -246,10 +248,15 @@ def test_a_checkpoint_recomputes_the_same():
     on_workers(4, main)
 
 
-def test_double_backward_with_idle_and_empty_workers():
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [({"stride": 2}, [3, 0, 3, 1]), ({"padding": 1}, [2, 1, 3, 1])],
+    ids=["idle and empty workers", "all in one node"],
+)
+def test_double_backward(options, blocks):
     def main(P):
-        reference = filled(torch.nn.Conv1d(1, 2, 3, stride=2))
-        layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=2, kernel_size=3, stride=2).double()
+        reference = filled(torch.nn.Conv1d(1, 2, 3, **options))
+        layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=2, kernel_size=3, **options).double()
         for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
             layer.get_parameter(name).data = layout.block(parameter.data).clone()
         whole = noise(2, 1, 7).requires_grad_()
@@ -259,13 +266,44 @@ def test_double_backward_with_idle_and_empty_workers():
             return (dx**2).sum()
 
         penalty(reference, whole).backward()
-        cells = slice(*runs([3, 0, 3, 1])[P.rank])
+        cells = slice(*runs(blocks)[P.rank])
         x = whole.detach()[..., cells].clone().requires_grad_()
         penalty(layer, x).backward()
         assert torch.allclose(x.grad, whole.grad[..., cells], rtol=1e-10)
         assert P.rank or torch.allclose(layer.weight.grad, reference.weight.grad, rtol=1e-10)
 
     on_workers(4, main)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("cells", [6, 1 << 14])  # windows that are saved whole, and as margins
+def test_workers_without_gradients_of_their_own_take_part(cells, create_graph):
+    """Only worker 1 asks for the gradient of x, and only worker 0 for that of the weights."""
+
+    def main(P):
+        team = distdl.Partition(Counting(P.comm))
+        layer = DistributedConv1d(
+            team.reshape(1, 1, 3), in_channels=2, out_channels=2, kernel_size=3, padding=1
+        ).double()
+        reference, whole = filled(torch.nn.Conv1d(2, 2, 3, padding=1)), noise(1, 2, 3 * cells).requires_grad_()
+        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
+            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        own = slice(cells * P.rank, cells * (P.rank + 1))
+        (reference(whole) ** 3).sum().backward()
+        for weights in (True, False):
+            layer.zero_grad()
+            layer.requires_grad_(weights and P.rank == 0)
+            x = whole.detach()[..., own].clone().requires_grad_(P.rank == 1)
+            y = layer(x)
+            team.comm.reset()
+            (y**3).sum().backward(create_graph=create_graph)
+            moved = P.allgather_data([name for name, _ in team.comm.log])
+            assert moved[0] == moved[1] == moved[2] and ("sum" in moved[0]) == weights and "exchange" in moved[0]
+            assert P.rank != 1 or torch.allclose(x.grad, whole.grad[..., own], rtol=1e-10)
+            assert P.rank or not weights or torch.allclose(layer.weight.grad, reference.weight.grad, rtol=1e-10)
+
+    on_workers(3, main)
 
 
 def test_autocast_on_all_workers_gives_what_it_gives_sequentially():

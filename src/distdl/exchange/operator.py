@@ -201,6 +201,23 @@ class Operator:
         calls.history = history = (calls.history ^ self._mark) * 5 & LARGEST
         return program.begin(x, history & LAST_TAG)
 
+    def packed(self, xs: Tensors) -> torch.Tensor:
+        """Several tensors as the one that :meth:`begin` takes."""
+        return self._taken.pack(xs)
+
+    def unpacked(self, y: torch.Tensor) -> Tensors:
+        """The results of which the one from :meth:`begin` is made, once it is there: views of it."""
+        return self._made.unpack(y)
+
+    @property
+    def history(self) -> int:
+        """What the group has exchanged so far, as a number (see :class:`distdl.transport.calls.Calls`)."""
+        return self._calls.history
+
+    def derive(self, began: int) -> None:
+        """Note that the next exchange is a derivative of the one that began at this history."""
+        self._calls.derive(began)
+
     def _program(self, layout: Any, x: torch.Tensor) -> Program:
         shape = self.plan.outputs.get(self.comm.rank)
         channels_last = self.keeps_format and shape is not None and len(shape) == x.dim() and is_channels_last(x)

@@ -46,9 +46,10 @@ from distdl.exchange import Chain, Operator, Together
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Box, Interval, Shape, shape
 from distdl.geometry.windows import Intervals
-from distdl.ops.edges import InPlace, Lines, fits
+from distdl.ops.edges import InPlace, Kernel, Lines, fits, stays
 from distdl.ops.padding import Filling
 from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same
+from distdl.ops.windowed import Windowed, are_full, is_small
 from distdl.partition import Layout, Lookup, Partition, Signature, dims
 from distdl.plan.planners import broadcast, copy
 from distdl.tensors.connection import local, zeros_on
@@ -116,26 +117,42 @@ class Contraction:
             self._move_in(*self._fetch_and_spread()), compute, self._move_out(result, dtype), (self._computed,)
         )
 
-    def in_place(self, lines: Lines, groups: int, by_windows: Setup) -> Setup:
-        """The same convolution of blocks where they lie, where that is worthwhile; else by windows.
+    def as_one(self, lines: Lines, groups: int, by_windows: Setup, kernel: Kernel | None = None) -> Setup:
+        """The same as one autograd node, if blocks lie where they are computed: of blocks in place, or of windows.
+
+        Small blocks are copied into windows: two more calls of torch's convolution take longer.
 
         Args:
-            lines: its geometry, for each dim of space.
+            lines: the geometry, for each dim of space.
+            kernel: torch's function of a window, if it is torch's convolution.
         """
-        site, x, (outputs,) = self.site, self.x, by_windows.results
-        signatures = [one for one in (x, self.weight, self.bias) if one is not None]
-        windows = Layout.of(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
-        if not fits(site, signatures, lines, windows, outputs):
+        site, x, weight, (outputs,) = self.site, self.x, self.weight, by_windows.results
+        if not stays(site, [one for one in (x, weight, self.bias) if one is not None], outputs):
             return by_windows
+        windows = Layout.of(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
         fetch, _ = self._fetch_and_spread()
+        everywhere = weight.layout.is_everywhere
+        if not is_small(windows, x.dtype.itemsize) and fits(x, weight, lines, windows, outputs):
 
-        def windowed(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-            y: torch.Tensor = by_windows.local(fetch(x), *[one for one in others if one is not None])
+            def windowed(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+                y: torch.Tensor = by_windows.local(fetch(x), *[one for one in others if one is not None])
+                return y
+
+            local = InPlace.of(lines, site, x, windows, outputs, groups, windowed)
+            return Setup(Together() if everywhere else self._move_in(), local, same, by_windows.results)
+        parameters = None if everywhere else self._parameters()
+        moves = not fetch.still or not (parameters is None or parameters.still)
+        everybody = len(site.members) == site.partition.size and are_full(x.layout, windows, outputs)
+        if kernel is None or not (moves and everybody):
+            return by_windows
+
+        def by_steps(*tensors: torch.Tensor | None) -> torch.Tensor:
+            given = [one for one in tensors if one is not None]
+            y: torch.Tensor = by_windows.move_out(by_windows.local(*by_windows.move_in(*given)))
             return y
 
-        local = InPlace.of(lines, site, x, windows, outputs, groups, windowed)
-        move_in = Together() if self.weight.layout.is_everywhere else self._move_in()
-        return Setup(move_in, local, same, by_windows.results)
+        brought = None if parameters is None or parameters.still else parameters
+        return Setup(Together(), Windowed(kernel, fetch, brought, by_steps), same, by_windows.results)
 
     def _move_in(self, *operators: Operator) -> Together | Chain:
         """Those of x, one after the other, and w and b beside the first."""

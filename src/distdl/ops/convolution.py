@@ -45,9 +45,10 @@ from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
 from distdl.geometry.boxes import Interval, Shape, balanced, whole
-from distdl.geometry.edges import Line
+from distdl.geometry.edges import Crop, Line
 from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
 from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
+from distdl.ops.edges import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -123,8 +124,11 @@ class Convolution:
         by_windows = contraction.setup(lambda *boxes: self._local(pieces, padded), self._smallest(pieces))
         if self.padding_mode != "zeros" or self.autocast is not None:
             return by_windows
-        options = self.sliding.kernel, self.sliding.stride, self.sliding.padding, self.sliding.dilation
-        return contraction.in_place([Line(*numbers) for numbers in zip(*options, strict=True)], self.groups, by_windows)
+        sliding = self.sliding
+        options = zip(sliding.kernel, sliding.stride, sliding.padding, sliding.dilation, strict=True)
+        lines = [Line(*numbers) for numbers in options]
+        kernel = Kernel.of(lines, self.groups, [Crop(zeros) for zeros in padded])
+        return contraction.as_one(lines, self.groups, by_windows, kernel)
 
     def _padded_by_torch(self, extents: Shape, space: Sequence[int]) -> Shape:
         """Zeros that torch's convolution puts on both sides itself: where a dim is not split. None are copied then."""

@@ -44,27 +44,33 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 Lines = Sequence[Line | TransposedLine]
 
 
-def fits(site: Site, signatures: Sequence[Signature], lines: Lines, windows: Layout, outputs: Layout) -> bool:
-    """Whether blocks are convolved where they lie, on every worker: then all of them do.
-
-    x lies where it is worked on, and so will y; no channel is split. Torch's padding has to fit each block, and blocks
-    must not be thin beside what is around them. Nor small beside the weights: two copies of a block are saved, and each
-    edge reads the weights three times, and writes them once.
+def stays(site: Site, signatures: Sequence[Signature], outputs: Layout) -> bool:
+    """Whether x lies where it is worked on, and so will y, no channel is split, and torch's kernels are all it takes.
 
     Args:
         signatures: of x, w and b.
+    """
+    blocks, workers = signatures[0].layout, site.partition.workers
+    return (
+        workers.shape[1] * workers.shape[2] == 1
+        and array_equal(blocks.partition.workers.ravel(), workers.ravel())
+        and array_equal(blocks.partition.workers, outputs.partition.workers)
+        and {one.dtype for one in signatures} in ({torch.float32}, {torch.float64})
+        and not any(one.derivatives.tangent for one in signatures)
+    )
+
+
+def fits(x: Signature, weight: Signature, lines: Lines, windows: Layout, outputs: Layout) -> bool:
+    """Whether blocks that stay are convolved where they lie, on every worker: then all of them do.
+
+    Torch's padding has to fit each block, and blocks must not be thin beside what is around them. Nor small beside the
+    weights: two copies of a block are saved, and each edge reads the weights three times, and writes them once.
+
+    Args:
         windows: what the outputs of each worker read, over the partition of x.
     """
-    x, weight, *_ = signatures
-    blocks, workers = x.layout, site.partition.workers
-    if (
-        workers.shape[1] * workers.shape[2] > 1
-        or not array_equal(blocks.partition.workers.ravel(), workers.ravel())
-        or not array_equal(blocks.partition.workers, outputs.partition.workers)
-        or {one.dtype for one in signatures} not in ({torch.float32}, {torch.float64})
-        or any(one.derivatives.tangent for one in signatures)
-        or prod(blocks.extents) < _LARGE * prod(weight.layout.extents) * len(blocks)
-    ):
+    blocks = x.layout
+    if prod(blocks.extents) < _LARGE * prod(weight.layout.extents) * len(blocks):
         return False
     moves = False
     for dim, line in enumerate(lines, _FIRST):

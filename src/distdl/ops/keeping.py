@@ -20,7 +20,7 @@ from distdl.geometry.boxes import around, slices, volume, whole
 Index = tuple[slice, ...]
 
 _NOTHING = nullcontext()
-_WORTH = 1 << 14  # bytes from which two copies cost more than what keeps one
+WORTH = 1 << 17  # bytes of a window; below, to save it whole takes less time, and memory that does not count
 
 
 class Place(NamedTuple):
@@ -53,12 +53,23 @@ class Place(NamedTuple):
         margins = [slices(box) for box in around(own[0].dst, whole(window.shape))]
         return cls(slices(own[0].src), slices(own[0].dst), margins)
 
+    def cut(self, window: torch.Tensor) -> list[torch.Tensor]:
+        """The margins, in memory of their own."""
+        return [window[box].clone() for box in self.margins]
+
+    def join(self, window: torch.Tensor, block: torch.Tensor, margins: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The window, written into an empty one."""
+        window[self.target] = block[self.source]
+        for box, margin in zip(self.margins, margins, strict=True):
+            window[box] = margin
+        return window
+
 
 def keeping(
     place: Callable[[torch.Tensor, torch.Tensor], Place | None], block: torch.Tensor, window: torch.Tensor
 ) -> AbstractContextManager[Any]:
     """Inside, what autograd saves of a window is kept as its margins and the block."""
-    if not torch.is_grad_enabled() or window.nbytes < _WORTH or window.dtype is not block.dtype:
+    if not torch.is_grad_enabled() or window.nbytes < WORTH or window.dtype is not block.dtype:
         return _NOTHING
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counts = None if hooks is None else getattr(hooks[0], "counts", None)
@@ -86,7 +97,7 @@ class _Kept:
         if tensor.untyped_storage()._cdata != self._memory or tensor.shape != self._shape:
             return tensor
         if self._margins is None:
-            self._margins = [tensor[box].clone() for box in self._place.margins]
+            self._margins = self._place.cut(tensor)
             for one in (self._block, *self._margins) if self._counts is not None else ():
                 self._counts(one)
         return self
@@ -105,8 +116,5 @@ class _Kept:
             )
         assert self._margins is not None
         window = torch.empty_strided(self._shape, self._strides, dtype=self._block.dtype, device=self._block.device)
-        source, target, boxes = self._place
-        window[target] = self._block[source]
-        for box, margin in zip(boxes, self._margins, strict=True):
-            window[box] = margin
-        return window
+        joined: torch.Tensor = self._place.join(window, self._block, self._margins)
+        return joined

@@ -96,7 +96,7 @@ class TransposedConvolution:
         if self.autocast is not None:
             return by_windows
         lines = [self.geometry.line(dim) for dim in range(len(self.geometry.kernel))]
-        return contraction.in_place(lines, self.groups, by_windows)
+        return contraction.as_one(lines, self.groups, by_windows)
 
     @property
     def _group(self) -> tuple[int, int]:
