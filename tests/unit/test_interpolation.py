@@ -156,5 +156,5 @@ def test_the_adjoint_is_the_transpose_whatever_runs_there_are(kind, n, m, factor
         matrix[cells, np.arange(m - 1)] += torch.ones(m - 1).double() if weights is None else torch.from_numpy(weights)
     assert torch.allclose(weighing(x), matrix, atol=1e-15)
     assert torch.allclose(weighing.adjoint(dy), matrix.T, atol=1e-15)
-    picked = [not isinstance(run.inputs, tuple) for tap in weighing.taps for run in tap]
+    picked = [not isinstance(inputs, tuple) for run in weighing.runs for inputs, _ in run.taps]
     assert all(picked) if n in (7, 40) else not any(picked)

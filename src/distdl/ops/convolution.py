@@ -20,8 +20,9 @@ The backward is the same picture with all arrows turned, three messages again: t
 worker 0 and that of cell 4 from worker 0 to worker 1, which add them to their own, and the gradient of w and b from
 worker 1 to worker 0.
 
-Where every worker has the weights, torch's padding fits the blocks and these are large, nobody makes a window: torch
-convolves the block where it lies, and what cells 3 and 4 add comes when they have arrived (``distdl.ops.edges``).
+Where torch's padding fits the blocks, and these are large, nobody makes a window: torch convolves the block where it
+lies, and what cells 3 and 4 add comes when they have arrived (``distdl.ops.edges``). They are fetched when w and b are
+there.
 
 Split over channels, each worker has the block w[o, i] of the weights, for some output and some input channels. Here
 P_w is 2 x 2 (out x in) on workers 0..3, x lies on workers 0 and 1, y on workers 0 and 2::

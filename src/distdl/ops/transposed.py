@@ -8,6 +8,8 @@ added up in space. Here x has 4 cells on two workers, the kernel 3 taps, stride 
                              <--- 2                 fetch: input 2 adds to output 3 by its first tap
     window    [ 0     1      2 ]  [ 2     3 ]
     y         [ 0  1  2  3 ]      [ 4  5  6 ]       torch computes what the window reaches; the rest is cut off
+
+Large blocks stay where they lie, and what input 2 adds to output 3 comes when it has arrived (``distdl.ops.edges``).
 """
 
 from __future__ import annotations

@@ -28,27 +28,34 @@ FloatArray = NDArray[np.floating[Any]]
 Tap = tuple[IntArray, FloatArray | None]
 
 _PERIOD = 8  # the most outputs after which inputs go on as before
-_RUNS, _LENGTH = 16, 4  # the most runs of a tap, and the least outputs of one, that cost less than single inputs
+_RUNS, _LENGTH = 16, 4  # the most runs, and the least outputs of one on average, that cost less than single inputs
 _ALL = slice(None)
 
 
+Inputs = tuple[slice, ...] | torch.Tensor  # an index, or cells that are picked one by one
+
+
 @dataclass(frozen=True, eq=False)
-class _Run:
-    """Outputs, the input that each of them reads, and its weight.
+class Run:
+    """Outputs, and for each tap the inputs that they read, and the weights of these.
 
     Attributes:
-        outputs, inputs: as indices of tensors. Where inputs are picked one by one, all outputs, and a tensor of cells.
-        weights: as a tensor that multiplies them; None for 1.
+        outputs: an index.
+        taps: weights are a tensor that multiplies inputs, or None for 1.
+        apart: whether the outputs lie apart in memory: then sums are made beside them.
     """
 
     outputs: tuple[slice, ...]
-    inputs: tuple[slice, ...] | torch.Tensor
-    weights: torch.Tensor | None
+    taps: tuple[tuple[Inputs, torch.Tensor | None], ...]
+    apart: bool
 
-    def to(self, device: torch.device) -> _Run:
+    def to(self, device: torch.device) -> Run:
         """The same on a device."""
-        inputs = self.inputs if isinstance(self.inputs, tuple) else self.inputs.to(device)
-        return replace(self, inputs=inputs, weights=None if self.weights is None else self.weights.to(device))
+        moved = [
+            (inputs if isinstance(inputs, tuple) else inputs.to(device), None if w is None else w.to(device))
+            for inputs, w in self.taps
+        ]
+        return replace(self, taps=tuple(moved))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,49 +65,67 @@ class Weighing:
     Attributes:
         dim: along which.
         inputs, outputs: extents along it.
-        taps: runs of the outputs, for each k.
+        runs: of the outputs.
         dtype: of the weights, in which sums are made; None for that of x.
     """
 
     dim: int
     inputs: int
     outputs: int
-    taps: tuple[tuple[_Run, ...], ...]
+    runs: tuple[Run, ...]
     dtype: torch.dtype | None
 
     @classmethod
     def of(cls, dim: int, inputs: int, taps: Sequence[Tap], rank: int, step: float) -> Weighing:
-        """From the input that each output reads, and its weight, for each k.
+        """From the input that each output reads, and its weight, for each k. (There is one k, or each has weights.)
 
         Args:
             rank: dims of the tensors.
             step: about how many inputs there are from one output to the next.
         """
-        found, ratio = [], Fraction(step).limit_denominator(_PERIOD)
-        for cells, weights in taps:
-            per_cell = None if weights is None else torch.from_numpy(weights).view(-1, *[1] * (rank - dim - 1))
-            found.append(_runs(dim, cells, per_cell, ratio))
-        outputs, weights = len(taps[0][0]), taps[0][1]
-        dtype = None if weights is None else torch.from_numpy(weights).dtype
-        return cls(dim, inputs, outputs, tuple(found), dtype)
+        count, ratio = len(taps[0][0]), Fraction(step).limit_denominator(_PERIOD)
+        period, apart = ratio.denominator, dim == rank - 1 and ratio.denominator > 1
+        weights = [None if w is None else torch.from_numpy(w).view(-1, *[1] * (rank - dim - 1)) for _, w in taps]
+        dtype, lead = None if weights[0] is None else weights[0].dtype, (_ALL,) * dim
+        found = list(regular([cells for cells, _ in taps], period, ratio.numerator)) if ratio else []
+        if not found or len(found) > min(_RUNS, count // _LENGTH):
+            picked = tuple((torch.from_numpy(cells), w) for (cells, _), w in zip(taps, weights, strict=True))
+            return cls(dim, inputs, count, (Run((*lead, _ALL), picked, False),) if count else (), dtype)
+        runs = tuple(
+            Run(
+                (*lead, outputs),
+                tuple(
+                    ((*lead, read), None if w is None else w[outputs].contiguous())
+                    for read, w in zip(reads, weights, strict=True)
+                ),
+                apart,
+            )
+            for outputs, reads in sorted(found, key=lambda run: (run[1][0].step, run[1][0].start - run[1][0].stop))
+        )
+        return cls(dim, inputs, count, runs, dtype)
 
     def to(self, device: torch.device) -> Weighing:
         """The same for tensors on a device."""
-        return replace(self, taps=tuple(tuple(run.to(device) for run in tap) for tap in self.taps))
+        return replace(self, runs=tuple(run.to(device) for run in self.runs))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """y from x."""
         x = x if self.dtype is None else x.to(self.dtype)
         y = self._empty(x, self.outputs)
-        for number, tap in enumerate(self.taps):
-            for run in tap:
-                target, source = y[run.outputs], self._read(x, run.inputs)
-                if run.weights is None:
-                    target.copy_(source)
-                elif number == 0:
-                    torch.mul(source, run.weights, out=target)
-                else:
-                    target.addcmul_(source, run.weights)
+        for run in self.runs:
+            target = y[run.outputs]
+            (inputs, weights), *others = run.taps
+            source = self._read(x, inputs)
+            if weights is None:
+                target.copy_(source)
+                continue
+            total = empty(target.shape, x.dtype, x) if run.apart else target
+            torch.mul(source, weights, out=total)
+            for inputs, weights in others:
+                assert weights is not None
+                total.addcmul_(self._read(x, inputs), weights)
+            if run.apart:
+                target.copy_(total)
         return y
 
     def adjoint(self, dy: torch.Tensor) -> torch.Tensor:
@@ -108,17 +133,16 @@ class Weighing:
         dy = dy if self.dtype is None else dy.to(self.dtype)
         dx = self._empty(dy, self.inputs)
         written = False
-        for run in (run for tap in self.taps for run in tap):
+        for run in self.runs:
             source = dy[run.outputs]
-            if not isinstance(run.inputs, tuple):
-                dx = dx if written else dx.zero_()
-                _add_at(dx, self.dim, run.inputs, source if run.weights is None else source * run.weights)
-            elif not written and run.inputs[self.dim].step == 1:
-                self._begin(dx, run.inputs, source, run.weights)
-            else:
-                target = (dx if written else dx.zero_())[run.inputs]
-                _ = target.add_(source) if run.weights is None else target.addcmul_(source, run.weights)
-            written = True
+            if run.apart and len(run.taps) > 1:
+                source = empty(source.shape, dy.dtype, dy).copy_(source)
+            for inputs, weights in run.taps:
+                if not written and isinstance(inputs, tuple) and inputs[self.dim].step == 1:
+                    self._begin(dx, inputs, source, weights)
+                else:
+                    self._add(dx if written else dx.zero_(), inputs, source, weights)
+                written = True
         return dx if written else dx.zero_()
 
     def _begin(
@@ -133,7 +157,17 @@ class Weighing:
         dx.narrow(self.dim, 0, cells.start).zero_()
         dx.narrow(self.dim, cells.stop, self.inputs - cells.stop).zero_()
 
-    def _read(self, x: torch.Tensor, inputs: tuple[slice, ...] | torch.Tensor) -> torch.Tensor:
+    def _add(self, dx: torch.Tensor, inputs: Inputs, source: torch.Tensor, weights: torch.Tensor | None) -> None:
+        if isinstance(inputs, tuple):
+            _ = dx[inputs].add_(source) if weights is None else dx[inputs].addcmul_(source, weights)
+            return
+        source = source if weights is None else source * weights
+        if self.dim < dx.dim() - 1:
+            dx.index_add_(self.dim, inputs, source)
+        else:
+            dx.scatter_add_(self.dim, inputs.expand(*source.shape[:-1], -1), source)
+
+    def _read(self, x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         if isinstance(inputs, tuple):
             return x[inputs]
         if self.dim < x.dim() - 1:
@@ -144,37 +178,17 @@ class Weighing:
         return empty((*x.shape[: self.dim], extent, *x.shape[self.dim + 1 :]), x.dtype, x)
 
 
-def _add_at(dx: torch.Tensor, dim: int, cells: torch.Tensor, dy: torch.Tensor) -> None:
-    if dim < dx.dim() - 1:
-        dx.index_add_(dim, cells, dy)
-    else:
-        dx.scatter_add_(dim, cells.expand(*dy.shape[:-1], -1), dy)
+def regular(cells: Sequence[IntArray], period: int, step: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Runs of outputs that are a period apart, and for each tap the run of inputs, a step apart, that they read.
 
-
-def _runs(dim: int, cells: IntArray, weights: torch.Tensor | None, ratio: Fraction) -> tuple[_Run, ...]:
-    """The outputs in runs, that of most neighbouring inputs first; if they are many, in one run of single inputs."""
-    if not len(cells):
-        return ()
-    lead = (_ALL,) * dim
-    found = list(regular(cells, ratio.denominator, ratio.numerator)) if ratio else []
-    if not 0 < len(found) <= min(_RUNS, len(cells) // _LENGTH):
-        return (_Run((*lead, _ALL), torch.from_numpy(cells), weights),)
-    found.sort(key=lambda run: (run[1].step > 1, run[1].start - run[1].stop))
-    return tuple(
-        _Run((*lead, outputs), (*lead, inputs), None if weights is None else weights[outputs].contiguous())
-        for outputs, inputs in found
-    )
-
-
-def regular(cells: IntArray, period: int, step: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of outputs that are a period apart, and of inputs that are a step apart, which they read.
-
-    >>> list(regular(np.array([0, 0, 0, 1, 1, 2]), 2, 1))
-    [(slice(0, 1, 2), slice(0, 1, 1)), (slice(2, 5, 2), slice(0, 2, 1)), (slice(1, 6, 2), slice(0, 3, 1))]
+    >>> list(regular([np.array([0, 0, 0, 1, 1, 2])], 2, 1))
+    [(slice(0, 1, 2), [slice(0, 1, 1)]), (slice(2, 5, 2), [slice(0, 2, 1)]), (slice(1, 6, 2), [slice(0, 3, 1)])]
     """
-    for first in range(min(period, len(cells))):
-        own = cells[first::period]
-        ends = [0, *((np.diff(own) != step).nonzero()[0] + 1).tolist(), len(own)]
+    for first in range(min(period, len(cells[0]))):
+        own = [along[first::period] for along in cells]
+        breaks = np.logical_or.reduce([np.diff(along) != step for along in own])
+        ends = [0, *(breaks.nonzero()[0] + 1).tolist(), len(own[0])]
         for start, stop in itertools.pairwise(ends):
+            by = step if stop - start > 1 else 1
             outputs = slice(first + start * period, first + (stop - 1) * period + 1, period)
-            yield outputs, slice(int(own[start]), int(own[stop - 1]) + 1, step if stop - start > 1 else 1)
+            yield outputs, [slice(int(along[start]), int(along[stop - 1]) + 1, by) for along in own]
