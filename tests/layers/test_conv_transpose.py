@@ -451,7 +451,7 @@ def test_large_blocks_stay_where_they_lie(distributed, sequential, options):
         layer = distributed(
             team.reshape(1, 1, 2, 2), in_channels=2, out_channels=2, kernel_size=k, stride=s, padding=p
         ).double()
-        whole_layer, whole = filled(sequential(2, 2, k, s, p)), noise(2, 2, 16, 18).requires_grad_()
+        whole_layer, whole = filled(sequential(2, 2, k, s, p)), noise(2, 2, 96, 176).requires_grad_()
         assert_matches_sequential(layer, whole_layer, whole.detach())
         x = Layout.balanced(layer.P_x, whole.shape).block(whole.detach()).clone().requires_grad_(P.rank in (0, 3))
         y = layer(x)

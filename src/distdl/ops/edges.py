@@ -38,6 +38,7 @@ from distdl.transport import Pending
 
 _FIRST = 2  # the first dim of space
 _LARGE = 4  # blocks of fewer times as many elements as there are weights are copied into windows
+_LONG = 1 << 17  # bytes of a block of which copies cost more than one more exchange
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
@@ -64,13 +65,16 @@ def fits(x: Signature, weight: Signature, lines: Lines, windows: Layout, outputs
     """Whether blocks that stay are convolved where they lie, on every worker: then all of them do.
 
     Torch's padding has to fit each block, and blocks must not be thin beside what is around them. Nor small beside the
-    weights: two copies of a block are saved, and each edge reads the weights three times, and writes them once.
+    weights: two copies of a block are saved, and each edge reads the weights three times, and writes them once. Where
+    weights have to come, cells come after them and not at the same time.
 
     Args:
         windows: what the outputs of each worker read, over the partition of x.
     """
     blocks = x.layout
     if prod(blocks.extents) < _LARGE * prod(weight.layout.extents) * len(blocks):
+        return False
+    if not weight.layout.is_everywhere and prod(blocks.extents) * x.dtype.itemsize < _LONG * len(blocks):
         return False
     moves = False
     for dim, line in enumerate(lines, _FIRST):
