@@ -127,16 +127,15 @@ class Program:
 
     def begin(self, x: torch.Tensor, tag: int) -> tuple[torch.Tensor, Pending]:
         """Do all that needs no message. The result, which is there after the wait; x is only read."""
-        if self._reused is not None:
-            y = self._reused.take((x,))
-            buffers = [empty(extents, self._dtype, x) for extents in self._buffers]
-        elif self._plain:  # ``empty`` comes to the same, more slowly
+        if self._plain and self._reused is None:  # ``empty`` comes to the same, more slowly
             y = torch.empty(self._shape, dtype=self._dtype, device=_CPU)
-            buffers = [torch.empty(extents, dtype=self._dtype, device=_CPU) for extents in self._buffers]
+            tensors = [x, y]
+            for extents in self._buffers:
+                tensors.append(torch.empty(extents, dtype=self._dtype, device=_CPU))
         else:
-            y = empty(self._shape, self._dtype, x, self._channels_last)
-            buffers = [empty(extents, self._dtype, x) for extents in self._buffers]
-        tensors = [x, y, *buffers]
+            reused = self._reused
+            y = reused.take((x,)) if reused else empty(self._shape, self._dtype, x, self._channels_last)
+            tensors = [x, y, *[empty(extents, self._dtype, x) for extents in self._buffers]]
         for view in self._zeros:
             view.take(tensors).zero_()
         if self._leaving:

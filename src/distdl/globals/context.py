@@ -159,8 +159,12 @@ class Context:
 
     def whole(self, extents: Sequence[int], worker: int = 0) -> KnownLayout:
         """The layout of a tensor of which one worker has all."""
-        grid = CartesianPartition(self.comm, torch.full([1] * len(extents), worker).numpy())
-        return self.layout(grid, [((0, n),) for n in extents])
+
+        def make() -> KnownLayout:
+            grid = CartesianPartition(self.comm, torch.full([1] * len(extents), worker).numpy())
+            return self.layout(grid, [((0, n),) for n in extents])
+
+        return self.keep(("whole", tuple(extents), worker), make)
 
     def everywhere(self, extents: Sequence[int]) -> KnownLayout:
         """Where every worker needs all cells of a tensor of at least one dim: boxes that overlap."""

@@ -14,14 +14,14 @@ from distdl.globals.tensor import GlobalTensor, check_usable
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward
 
-_GRADIENT = Derivatives(gradient=True)
+GRADIENT = Derivatives(gradient=True)
 
 
 def derivatives_of(block: torch.Tensor) -> Derivatives:
     """What a block carries; the same on every worker, since all blocks of a tensor have the same history."""
     if is_differentiated_forward():
         return Derivatives.of(block, torch.is_grad_enabled())
-    return _GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
+    return GRADIENT if block.requires_grad and torch.is_grad_enabled() else NONE
 
 
 def block_of(x: GlobalTensor) -> torch.Tensor:

@@ -95,15 +95,21 @@ class Replica(torch.Tensor):
 Replica.__module__ = "torch"
 
 
+_NO_TENSORS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same structure of tuples, lists and dicts, with each tensor in it changed."""
+    kind = type(value)
+    if kind in _NO_TENSORS:  # (most arguments, at a glance)
+        return value
+    if kind is tuple:
+        return tuple([map_tensors(item, change) for item in value]) if value else value
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
         changed = [map_tensors(item, change) for item in value]
-        if isinstance(value, tuple) and type(value) is not tuple:
-            return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-        return type(value)(changed)
+        return kind(*changed) if hasattr(value, "_fields") else kind(changed)
     if isinstance(value, dict):
         return {name: map_tensors(item, change) for name, item in value.items()}
     return value
@@ -138,11 +144,12 @@ def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
     return copies
 
 
-def _plain_of(value: torch.Tensor) -> torch.Tensor:
+def plain_of(value: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that a replica is; others as they are."""
     return copy_of(value) if type(value) is Replica else value
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
+def variable_of(value: torch.Tensor) -> torch.Tensor:
     """A copy as one variable, the same on every worker: of its gradient, one worker has all."""
     if type(value) is not Replica:
         return value
@@ -182,7 +189,7 @@ class _Part(Function):
 def differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate by a function of torch's, which gets plain tensors: replicas are one variable on all workers."""
     outputs, *rest = args
-    return func(map_tensors(outputs, _same), *map_tensors(rest, _plain_of), **map_tensors(kwargs, _plain_of))
+    return func(map_tensors(outputs, variable_of), *map_tensors(rest, plain_of), **map_tensors(kwargs, plain_of))
 
 
 for _function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):

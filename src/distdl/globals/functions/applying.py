@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.operands import block_of, derivatives_of
-from distdl.globals.replicas import entered
+from distdl.globals.operands import GRADIENT, block_of, derivatives_of
+from distdl.globals.replicas import Replica, entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
+from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.transport import Label
 
 
@@ -41,7 +42,11 @@ def ready(
         choose: gives the op, and the partition of the workers that compute.
         tensors: of each, its layout and this worker's block; no layout of one that every worker has whole.
     """
-    described = [(layout, one.shape, one.dtype, derivatives_of(one)) for layout, one in tensors]
+    if is_differentiated_forward():
+        described = [(layout, one.shape, one.dtype, derivatives_of(one)) for layout, one in tensors]
+    else:  # (the same, with one look at the mode)
+        on = GRADIENT if torch.is_grad_enabled() else NONE
+        described = [(layout, one.shape, one.dtype, on if one.requires_grad else NONE) for layout, one in tensors]
 
     def make() -> Ready:
         op, work = choose()
@@ -83,7 +88,12 @@ def apply(
         weights: tensors that are the same on every worker.
     """
     context, layout, block = x._context, x._layout, block_of(x)
-    given = [weight_of(one, context) for one in weights if one is not None]
+    given = [
+        # (most are copies that a model has made, and are taken at a glance)
+        one._plain if type(one) is Replica and one._plain.requires_grad else weight_of(one, context)
+        for one in weights
+        if one is not None
+    ]
     made = ready(
         context, key, lambda: (op(), layout.partition if work is None else work()), name, (layout, block),
         *[(None, one) for one in given],

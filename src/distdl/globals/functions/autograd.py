@@ -10,7 +10,7 @@ import torch
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.replicas import differentiate
+from distdl.globals.replicas import plain_of, variable_of
 from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.tensors.connection import zeros_on
@@ -69,15 +69,12 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
         with redrawing(outputs):
-            differentiate(
-                _backward,
-                (
-                    [_plain(y) for y in outputs],
-                    [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-                    retain_graph,
-                    create_graph,
-                ),
-                {"inputs": None if inputs is None else [_plain(one) for one in _listed(inputs)]},
+            _backward(
+                [_output(y) for y in outputs],
+                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                retain_graph,
+                create_graph,
+                inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
             )
 
     run(*args, **kwargs)
@@ -104,16 +101,14 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
         with redrawing(outputs):
-            found = differentiate(
-                _grad,
-                (
-                    [_plain(y) for y in outputs],
-                    [_plain(x) for x in inputs],
-                    [seed_of(y, dy) if type(y) is GlobalTensor else dy for y, dy in zip(outputs, seeds, strict=True)],
-                    retain_graph,
-                    create_graph,
-                ),
-                {"allow_unused": allow_unused, "materialize_grads": materialize_grads},
+            found = _grad(
+                [_output(y) for y in outputs],
+                [_plain(x) for x in inputs],
+                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
             )
         return tuple(
             GlobalTensor._of(dx, x._layout) if type(x) is GlobalTensor and dx is not None else dx
@@ -128,7 +123,17 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    return block_of(x) if type(x) is GlobalTensor else x
+    """The plain tensor of which torch differentiates, or by which it does."""
+    return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+
+
+def _output(y: Any) -> Any:
+    """The plain tensor that torch differentiates."""
+    return block_of(y) if type(y) is GlobalTensor else variable_of(y)
+
+
+def _seed(y: Any, dy: Any) -> Any:
+    return seed_of(y, dy) if type(y) is GlobalTensor else plain_of(dy)
 
 
 _READ = """

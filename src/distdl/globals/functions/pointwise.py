@@ -53,6 +53,12 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     first = args[0] if args else None
     if type(first) is GlobalTensor:
+        if len(args) == 1 and not kwargs:
+            block = block_of(first)
+            y = func(block)
+            if type(y) is torch.Tensor and y is not block:
+                return GlobalTensor._of(y, first._layout)
+            return result_of(func, first, y, (first,))
         second = args[1] if len(args) == 2 else None
         if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
             return result_of(func, first, func(block_of(first), block_of(second)), (first,))

@@ -92,7 +92,8 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         copies = self.copies
-        given, named = map_tensors((args, kwargs), self._split)
+        given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
+        named = map_tensors(kwargs, self._split) if kwargs else kwargs
         if not copies.running:
             copies.begin()
         copies.running += 1
