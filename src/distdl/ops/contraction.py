@@ -132,7 +132,11 @@ class Contraction:
         windows = Layout.of(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
         fetch, _ = self._fetch_and_spread()
         everywhere = weight.layout.is_everywhere
-        if not is_small(windows, x.dtype.itemsize) and fits(x, weight, lines, windows, outputs):
+        parameters = None if everywhere else self._parameters()
+        moves = not fetch.still or not (parameters is None or parameters.still)
+        everybody = len(site.members) == site.partition.size and are_full(x.layout, windows, outputs)
+        copies = kernel is not None and moves and everybody
+        if not (copies and is_small(windows, x.dtype.itemsize)) and fits(x, weight, lines, windows, outputs):
 
             def windowed(x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
                 y: torch.Tensor = by_windows.local(fetch(x), *[one for one in others if one is not None])
@@ -140,10 +144,7 @@ class Contraction:
 
             local = InPlace.of(lines, site, x, windows, outputs, groups, windowed)
             return Setup(Together() if everywhere else self._move_in(), local, same, by_windows.results)
-        parameters = None if everywhere else self._parameters()
-        moves = not fetch.still or not (parameters is None or parameters.still)
-        everybody = len(site.members) == site.partition.size and are_full(x.layout, windows, outputs)
-        if kernel is None or not (moves and everybody):
+        if kernel is None or not copies:
             return by_windows
 
         def by_steps(*tensors: torch.Tensor | None) -> torch.Tensor:
