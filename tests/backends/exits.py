@@ -46,10 +46,12 @@ def raises():
 
 
 def raises_beside_torch_distributed():
-    """Every worker raises, and torch.distributed has put its own hook over ours, which keeps stderr to itself."""
-    distdl.world()
+    """Worker 1 raises while the other waits for it. torch.distributed has put a hook over ours that keeps stderr."""
+    rank, layer = distdl.world().rank, layer_called_once(2)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    raise KeyError("the reason")
+    if rank == 1:
+        raise KeyError("the reason")
+    layer(torch.ones(2))
 
 
 def fails_beside_a_deaf_one():

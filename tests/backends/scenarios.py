@@ -12,16 +12,6 @@ from distdl.nn import AllSumReduce, Repartition
 from distdl.transport.communicator import CommunicationError
 
 
-def raises():
-    """Worker 1 raises while the others wait for it."""
-    P = distdl.world()
-    layer = AllSumReduce(P.reshape(4), [0])
-    layer(torch.ones(2))
-    if P.rank == 1:
-        raise KeyError("the reason")
-    layer(torch.ones(2))
-
-
 def dies():
     """Worker 1 ends without a word."""
     P = distdl.world()

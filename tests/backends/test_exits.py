@@ -91,6 +91,8 @@ def test_gloo_processes_name_the_worker_that_left():
 def test_gloo_processes_that_lose_another_say_why():
     with pytest.raises(KeyError, match="the reason") as error:
         distdl.run_workers(exits.raises, 2, "gloo")
+    traceback = str(error.value.__cause__)
+    assert "in worker 1" in traceback and "exits.py" in traceback and "in raises" in traceback
     [note] = error.value.__notes__
     assert note.startswith("worker 0 raised CommunicationError: worker 0 lost a connection in AllSumReduce")
     assert "worker 1 failed with KeyError: 'the reason'" in note

@@ -414,18 +414,6 @@ def test_a_world_over_process_groups_that_the_user_made():
     assert distdl.run_workers(users_torch_group, 3, "gloo") == [True] * 3
 
 
-def fails_in_a_process():
-    raise LookupError("in a process")
-
-
-@pytest.mark.fault("gloo")
-@pytest.mark.timeout(60)
-def test_the_error_of_a_process_carries_its_traceback():
-    with pytest.raises(LookupError, match="in a process") as error:
-        distdl.run_workers(fails_in_a_process, 2, "gloo")
-    assert "fails_in_a_process" in str(error.value.__cause__) and "in worker" in str(error.value.__cause__)
-
-
 def test_messages_are_never_unpickled():
     """Only results between a parent and the processes that it started are pickled; a file is read by names alone."""
     source = FOLDER.parents[1] / "src" / "distdl"
@@ -445,7 +433,7 @@ def test_importing_distdl_imports_no_backend(imported):
 @pytest.mark.timeout(120)
 def test_importing_distdl_takes_under_1_3_times_the_time_of_torch(imported):
     """(It is 1.15. What pip installs is compiled, as torch is here: so ``imported`` compiles distdl, too.)"""
-    ratios = [(torchs + rest) / torchs for torchs, rest in (imported(n)["seconds"] for n in range(1, 4))]
+    ratios = [(torchs + rest) / torchs for torchs, rest in (imported(n)["seconds"] for n in range(3))]
     assert sorted(ratios)[1] < 1.3, ratios
 
 

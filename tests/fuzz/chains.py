@@ -163,6 +163,11 @@ class Chain:
         """Whether every worker takes part in every layer and in what moves between them, so that all fail together."""
         return all(len(one) == WORKERS for one in (*(layer.members for layer in self.layers), *self.between))
 
+    def is_alone(self, worker: int) -> bool:
+        """Whether nobody else is a member of what a worker is a member of."""
+        shared = [one.members for one in self.layers if one.is_ours] + self.between
+        return all(worker not in members or members == {worker} for members in shared)
+
     @property
     def between(self) -> list[set[int]]:
         """The workers that take part in what moves from each layer to the next."""

@@ -60,14 +60,6 @@ class Disorder:
         ]
         return found
 
-    @property
-    def may_go_unnoticed(self) -> bool:
-        """Whether the worker is alone wherever it takes part in the first network, so that it may leave that out."""
-        layers = self.chains[0].layers
-        between = self.chains[0].between
-        shared = [one.members for one in layers if one.is_ours] + between
-        return all(self.worker not in members or members == {self.worker} for members in shared)
-
 
 @st.composite
 def disorders(draw: st.DrawFn) -> Disorder:
