@@ -17,7 +17,7 @@ from distdl.backends.threaded import ThreadCommunicator
 from distdl.partition import Partition
 from distdl.transport.communicator import CommunicationError
 
-_LIMIT = 30.0  # seconds for a case; a wait that can never end is noticed at once, where it begins
+_LIMIT = 120.0  # seconds for a case, on a busy machine; a wait that can never end is noticed at once, where it begins
 _END = 2**31 - 7  # the tag of the messages by which workers tell each other that they are through with a case
 
 Work = Callable[[Partition], Any]

@@ -61,6 +61,11 @@ FOUND = {
         (Step("torch.gt", (Ref(0), 0.3137)), Step("torch.cat", ((Ref(1), Ref(0)), 1))),
         (2,),
     ),
+    "a tensor is multiplied in place by a view of it": Program(
+        (Input((3, 3), 0, "normal", False, False, Blocks((0,), ((3,), (3,)))),),
+        (Step("torch.select", (Ref(0), 0, 0)), Step("Tensor.mul_", (Ref(0), Ref(1)))),
+        (2,),
+    ),
     "torch refuses a view, and then each worker what was written in place": Program(
         (Input((2, 2, 1, 2), 0, "normal", True, False, Blocks((0,), ((2,), (2,), (1,), (2,)))),),
         (
@@ -78,6 +83,7 @@ FOUND = {
 }
 
 OUTCOMES = {
+    "a tensor is multiplied in place by a view of it": "torch refuses: to write what it reads",
     "torch refuses a view, and then each worker what was written in place": "torch refuses: a view of these strides",
     "what should be a view does not see what is written into its tensor": "refused: a view would see a write",
 }
@@ -131,7 +137,7 @@ NO_TENSOR = {
     "layer_norm": lambda F, x: F.layer_norm(x, (5,), -7),
     "group_norm": lambda F, x: F.group_norm(x, 1, -7),
     "batch_norm": lambda F, x: F.batch_norm(x, None, None, weight=-7, training=True),
-    "embedding": lambda F, x: F.embedding(x.long(), -7),
+    "embedding": lambda F, x: F.embedding(x.long(), ()),
     "cross_entropy": lambda F, x: F.cross_entropy(x, -7),
     "einsum": lambda F, x: torch.einsum("ij,ij->i", [x, -7]),
 }
@@ -143,8 +149,10 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so():
     def work():
         x = distdl.distribute_tensor(torch.ones(4, 5), distdl.world().reshape(4, 1))
         for name, call in NO_TENSOR.items():
-            with pytest.raises(TypeError, match=rf"{name}\(\) needs a tensor where it got -7, a int"):
+            with pytest.raises(TypeError, match=rf"{name}\(\) needs a tensor where it got (-7, a int|\(\), a tuple)"):
                 call(torch.nn.functional, x)
+        with pytest.raises(TypeError, match="running_mean"):
+            torch.nn.functional.batch_norm(x, -7, None, training=True)
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             x.nonsense  # noqa: B018
         return len(NO_TENSOR)

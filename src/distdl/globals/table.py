@@ -77,6 +77,6 @@ def check_is_tensor(value: object, func: Callable[..., Any], args: tuple[Any, ..
     Raises: TypeError if it is an argument, or in one, and no tensor. (So no handler has to ask first.)
     """
     for one in (*args, *kwargs.values()):
-        inside = one if isinstance(one, (tuple, list)) else (one,)
+        inside = (one, *one) if isinstance(one, (tuple, list)) else (one,)
         if any(item is value for item in inside) and not isinstance(value, torch.Tensor):
             raise TypeError(f"{func.__name__}() needs a tensor where it got {value!r}, a {type(value).__name__}")

@@ -42,10 +42,13 @@ def _normalised(
     return run(ready(context, key, lambda: (op(), layout.partition), name, *known), block, *weights, *running)
 
 
-def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
+def _check_running(mean: Any, variance: Any) -> None:
     for name, one in (("running_mean", mean), ("running_var", variance)):
         if one is not None and not isinstance(one, torch.Tensor):
             raise TypeError(f"a normalisation needs {name} to be a tensor or None; got a {type(one).__name__}")
+
+
+def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
     return [] if mean is None or variance is None else [mean, variance, _no_batches(mean.device)]
 
 
@@ -89,6 +92,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        _check_running(running_mean, running_var)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
             moments = batch.Moments.of(input._layout)
             if moments.shared:
@@ -124,6 +128,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
+        _check_running(running_mean, running_var)
         running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
         channels = input.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,12 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return result_of(func, first, y, (first,))
         second = args[1] if len(args) == 2 else None
         if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
-            return result_of(func, first, func(block_of(first), block_of(second)), (first,))
+            pair = block_of(first), block_of(second)
+            try:
+                y = func(*pair)
+            except RuntimeError as error:
+                y = _of_copies(error, func, pair, kwargs)
+            return result_of(func, first, y, (first,))
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -72,9 +77,24 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return elementwise(func, (adopt(first, (args, kwargs), name_of(func)), *args[1:]), kwargs)
     target, found = aligned(context, operands, lead, name_of(func))
     given, rest = found[: len(args)], found[len(args) :]
-    y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))})
+    named = {**kwargs, **dict(zip(named_tensors, rest, strict=True))}
+    try:
+        y = func(*given, **named)
+    except RuntimeError as error:
+        y = _of_copies(error, func, given, named)
     whole = [one for one in operands if type(one) is GlobalTensor]
     return result_of(func, whole[0], y, whole, target)
+
+
+def _of_copies(error: RuntimeError, func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function makes of blocks, of which it cannot read some where it writes: of copies.
+
+    Torch refuses that, but only the workers whose blocks have cells there would see it.
+    """
+    if "input tensor and the written-to tensor refer to a single memory" not in str(error):
+        raise error
+    copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given[1:]]
+    return func(given[0], *copies, **kwargs)
 
 
 def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: Any, layout: Any = None) -> Any:
