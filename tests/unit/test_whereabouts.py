@@ -52,6 +52,11 @@ def test_to_be_behind_is_no_difference_and_what_is_forgotten_is_none(ours, their
     assert disorder(after(0, *ours), told(after(2, *theirs))) == ""
 
 
+def test_they_are_short_enough_for_mpi_to_send_at_once():
+    comm = after(0, *[A] * 600)
+    assert told(comm).histories == {GROUP: comm.calls(GROUP).histories()} and len(told(comm).encode()) < 3500
+
+
 def test_a_derivative_that_is_noted_and_has_not_begun_changes_nothing_before_it():
     comm = after(0, A, B)
     expected = comm.calls(GROUP).histories()

@@ -65,7 +65,7 @@ class Calls:
         return {n: _told(label.numbered, past.sources.get(n), past.numbers) for n, label in sorted(past.labels.items())}
 
     def histories(self) -> dict[int, int]:
-        """What the history was after each of the last exchanges, by their numbers."""
+        """What the history was after each of the last exchanges, by their numbers, the last one first."""
         return self._unwound().histories
 
     def coming(self, name: str) -> str:

@@ -20,7 +20,7 @@ class Whereabouts(NamedTuple):
         worker: who waits.
         generation: how many times its communicator had been released.
         where: as an error says it.
-        histories: for each group, by the number of each of the last exchanges, what the history was after it.
+        histories: of each group after its last exchanges, by their numbers, the last one first.
     """
 
     worker: int
@@ -34,13 +34,13 @@ class Whereabouts(NamedTuple):
         return cls(comm.rank, comm.generation, comm.place, {group: comm.calls(group).histories() for group in groups})
 
     def encode(self) -> str:
-        histories = [(group, list(found), list(found.values())) for group, found in self.histories.items()]
+        histories = [(group, max(found, default=0), list(found.values())) for group, found in self.histories.items()]
         return json.dumps((self.worker, self.generation, self.where, histories))
 
     @classmethod
     def decode(cls, message: str | bytes) -> Whereabouts:
         worker, generation, where, histories = json.loads(message)
-        found = {tuple(group): dict(zip(numbers, values, strict=True)) for group, numbers, values in histories}
+        found = {tuple(group): {last - n: one for n, one in enumerate(values)} for group, last, values in histories}
         return cls(worker, generation, where, found)
 
 
