@@ -144,7 +144,10 @@ def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
     sizes = (output_size,) * space if output_size is None or isinstance(output_size, int) else tuple(output_size)
-    return sizes * space if len(sizes) == 1 else sizes
+    sizes = sizes * space if len(sizes) == 1 else sizes
+    if len(sizes) != space:
+        raise RuntimeError(f"adaptive pooling in {space} dims needs an output_size of {space}; got {output_size}")
+    return sizes
 
 
 @handles("interpolate upsample upsample_nearest upsample_bilinear", "functional")

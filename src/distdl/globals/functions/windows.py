@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Complex, Real
 from typing import Any
 
 import torch
@@ -138,6 +139,8 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """Cells around a tensor, or some less of it."""
 
     def run(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+        if not (value is None or isinstance(value, Complex if input.is_complex() else Real)):
+            raise TypeError(f"pad() needs value to be a number; got {value!r}, a {type(value).__name__}")
         widths = tuple(int(n) for n in pad)
         shape = shape_of(func, input, (widths, mode), {})  # (for torch's error)
         pairs = [(0, 0)] * input.dim()
