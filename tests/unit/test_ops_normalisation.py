@@ -7,6 +7,7 @@ from ops import Case, assert_computes, matrices, signature, site, together
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced, runs
+from distdl.ops import rows
 from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from distdl.partition import Layout
 
@@ -62,6 +63,14 @@ def places(grid, split, dims, weights):
 def test_normalisations_are_torchs(name, grid, split):
     op, sequential, dims, weights = OPS[name]
     assert_computes(Case(9, op, work(GRIDS[grid]), places(GRIDS[grid], split, dims, weights), sequential))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_large_blocks_are_normalised_chunk_by_chunk(name, monkeypatch):
+    monkeypatch.setattr(rows, "_CHUNK", 7)
+    monkeypatch.setattr(rows, "_LONG", 1)
+    op, sequential, dims, weights = OPS[name]
+    assert_computes(Case(9, op, work((2, 2, 2)), places((2, 2, 2), "even", dims, weights), sequential))
 
 
 @pytest.mark.parametrize(("name", "grid", "split"), list(in_pairs(list(OPS), list(GRIDS), ["uneven", "first"])))

@@ -16,7 +16,7 @@ from distdl.tensors.function import Function
 
 
 class Measure(Function):
-    """The entries of a block, over some dims: mean and M2, or the mean of the squares if there is no centre.
+    """The entries of a block, over some dims: mean and variance, or the mean of the squares if there is no centre.
 
     Args:
         x: the cells, less the centre.
@@ -31,16 +31,16 @@ class Measure(Function):
         if centre is None:
             return squares[None]
         ctx.offset = x.mean(dims, keepdim=True).double()
-        return torch.stack([ctx.offset + centre, ctx.cells * (squares - ctx.offset.square()).clamp_min(0)])
+        return torch.stack([ctx.offset + centre, (squares - ctx.offset.square()).clamp_min_(0)])
 
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (x,) = ctx.saved_tensors
         again, shift = is_differentiated(), None
-        factor = (2 * d[1] if ctx.centred else d[0] * (2 / ctx.cells)).to(x.dtype)
+        factor = (d[-1] * (2 / ctx.cells)).to(x.dtype)
         if ctx.centred:
             offset = x.mean(ctx.dims, keepdim=True).double() if again else ctx.offset
-            shift = (d[0] / ctx.cells - 2 * d[1] * offset).to(x.dtype)
+            shift = ((d[0] - 2 * d[1] * offset) / ctx.cells).to(x.dtype)
         if again:
             return x * factor if shift is None else x * factor + shift, None, None
         return combine(x, factor, shift), None, None
@@ -52,14 +52,14 @@ class Measure(Function):
         if not ctx.centred:
             return squares[None]
         offset, along = (one.mean(ctx.dims, keepdim=True).double() for one in (x, dx))
-        return torch.stack([along, ctx.cells * (squares - 2 * offset * along)])
+        return torch.stack([along, squares - 2 * offset * along])
 
 
 class Merge(Function):
     r"""One state of several, the entries with their kinds in dim 1, by a balanced tree.
 
-    With :math:`n_i` cells behind entry i, :math:`d\mu = \sum n_i / n\, d\mu_i` and
-    :math:`dM_2 = \sum dM_{2,i} + 2 n_i (\mu_i - \mu)\, d\mu_i`.
+    With a share :math:`s_i` of the cells behind entry i, :math:`d\mu = \sum s_i\, d\mu_i` and
+    :math:`dv = \sum s_i (dv_i + 2 (\mu_i - \mu)\, d\mu_i)`.
     """
 
     @staticmethod
@@ -67,56 +67,64 @@ class Merge(Function):
         ctx.save_for_backward(states)
         ctx.save_for_forward(states)
         n = torch.tensor(counts, dtype=torch.float64, device=states.device)
-        ctx.counts = n.view(-1, *[1] * (states.dim() - 2))
-        for share, weight in _levels(counts):
-            states = _merge_halves(states, share.to(states.device), weight.to(states.device))
-        return states[0].clone()
+        ctx.share = (n / n.sum()).view(-1, *[1] * (states.dim() - 2))
+        return merged(states, counts).clone()
 
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> tuple[torch.Tensor, None]:
         share, pull = Merge._derivative(ctx)
         if pull is None:
             return (share * d[0])[:, None], None
-        return torch.stack([share * d[0] + pull * d[1], d[1].expand_as(pull)], 1), None
+        return torch.stack([share * d[0] + pull * d[1], share * d[1]], 1), None
 
     @staticmethod
     def jvp(ctx: Any, d: torch.Tensor, _: None) -> torch.Tensor:
         share, pull = Merge._derivative(ctx)
         mean = (share * d[:, 0]).sum(0)
-        return mean[None] if pull is None else torch.stack([mean, (d[:, 1] + pull * d[:, 0]).sum(0)])
+        return mean[None] if pull is None else torch.stack([mean, (share * d[:, 1] + pull * d[:, 0]).sum(0)])
 
     @staticmethod
     def _derivative(ctx: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of the mean by each mean, and of M2 by each mean."""
+        """Of the mean by each mean, and of the variance by each mean."""
         (states,) = ctx.saved_tensors
-        share = ctx.counts / ctx.counts.sum()
         if states.shape[1] == 1:
-            return share, None
+            return ctx.share, None
         means = states[:, 0]
-        return share, 2 * ctx.counts * (means - (share * means).sum(0))
+        return ctx.share, 2 * ctx.share * (means - (ctx.share * means).sum(0))
 
 
-def _merge_halves(states: torch.Tensor, share: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Merge the first half of the entries with the second, one by one; an odd one is left over, at the end."""
-    half, ones = len(share), [1] * (states.dim() - 2)
-    a, b, odd = states.split([half, half, len(states) - 2 * half])
-    delta = b[:, 0] - a[:, 0]
-    merged = [a[:, 0] + delta * share.view(-1, *ones)]
-    if states.shape[1] == 2:
-        merged.append(a[:, 1] + b[:, 1] + delta.square() * weight.view(-1, *ones))
-    both = torch.stack(merged, 1)
-    return torch.cat([both, odd]) if len(odd) else both
+def merged(states: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
+    """The state of several entries, with their kinds in dim 1; no derivative is asked of it.
+
+    By plain sums and products alone, so that a mean has the same bits wherever it stands in a tensor.
+    """
+    for share, weight in _levels(counts, states.dim(), states.device):
+        half, odd = len(share), len(states) % 2
+        a, b = states[:half], states[half : 2 * half]
+        apart = b - a
+        found = (apart * share).add_(a)
+        if states.shape[1] == 2:
+            delta = apart[:, :1]
+            found[:, 1:].add_((delta * delta).mul_(weight))
+        states = torch.cat([found, states[-1:]]) if odd else found
+    return states[0]
 
 
 @lru_cache(maxsize=256)
-def _levels(counts: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each level of the tree, and each pair on it: n_b / n and n_a n_b / n."""
-    levels = []
+def _levels(counts: tuple[int, ...], dims: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each level of the tree, and each pair on it, the second's share of the cells, and the product of both.
+
+    Args:
+        dims: how many dims they get; pairs are the first.
+    """
+    levels, ones = [], [1] * (dims - 1)
     with torch.inference_mode(False):  # autograd does not take what is made in that mode, and these are kept
         n = torch.tensor(counts, dtype=torch.float64, device="cpu")
         while len(n) > 1:
             half = len(n) // 2
             a, b, odd = n.split([half, half, len(n) - 2 * half])
-            levels.append((b / (a + b), a * b / (a + b)))
+            share = b / (a + b)
+            weight = share * (a / (a + b))
+            levels.append((share.view(-1, *ones).to(device), weight.view(-1, *ones).to(device)))
             n = torch.cat([a + b, odd])
     return levels

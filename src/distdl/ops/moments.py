@@ -1,11 +1,11 @@
 r"""Moments: means and variances over dims of a tensor that is split, in one exchange.
 
-Each worker measures its block. What it measures are *entries*, one for each mean that its block has a part in: the mean
-of its cells, and the sum of their squared distances from that (M2). How many cells there are follows from the layout
-and does not travel. The workers that need a mean gather its entries and merge them, all in the same balanced order:
+Each worker measures its block. What it measures are *entries*, one for each mean that its block has a part in: mean and
+variance of its cells. How many cells there are follows from the layout and does not travel. The workers that need a
+mean gather its entries and merge them, all in the same balanced order:
 
-.. math:: n = n_a + n_b, \quad \delta = \mu_b - \mu_a, \quad \mu = \mu_a + \delta \frac{n_b}{n}, \quad
-          M_2 = M_{2,a} + M_{2,b} + \delta^2 \frac{n_a n_b}{n}
+.. math:: s = \frac{n_b}{n_a + n_b}, \quad \delta = \mu_b - \mu_a, \quad \mu = \mu_a + s \delta, \quad
+          v = v_a + s (v_b - v_a) + s (1 - s) \delta^2
 
 So all get the same bits, and no square of a mean is subtracted from a mean of squares. Entries are float64: beside a
 mean of 1e6 they keep the digits of a variance of 1.
@@ -19,9 +19,9 @@ Along each dim of the tensor, means are kept apart, merged over the whole extent
 
         batch \ channels   0-2      3-5
                        +--------+--------+
-                   0-4 |  w. 0  |  w. 1  |         worker 0's entry:  mean, M2
+                   0-4 |  w. 0  |  w. 1  |         worker 0's entry:  mean, variance
                        +--------+--------+
-                   5-8 |  w. 2  |  w. 3  |         worker 2's entry:  mean, M2
+                   5-8 |  w. 2  |  w. 3  |         worker 2's entry:  mean, variance
                        +--------+--------+
 
 Source: Chan, Golub & LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979).
@@ -38,7 +38,7 @@ from math import gcd, prod
 import torch
 
 from distdl.geometry.boxes import Box, Interval, Shape, runs, shape, within
-from distdl.ops.merging import Measure, Merge
+from distdl.ops.merging import Measure, Merge, merged
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
@@ -102,7 +102,7 @@ class Moments:
 
     Attributes:
         along: for each dim of the tensor.
-        centred: whether they are mean and M2; otherwise the mean of the squares.
+        centred: whether they are mean and variance; otherwise the mean of the squares.
         everywhere: workers of which each gathers all entries, also where it has no part of the tensor; None if a place
             gathers those that it needs.
     """
@@ -114,7 +114,7 @@ class Moments:
 
     @cached_property
     def owned(self) -> Layout:
-        """The entries that each worker measures; dim 0 is for mean and M2."""
+        """The entries that each worker measures; dim 0 is for mean and variance."""
         return self._layout([one.owned for one in self.along])
 
     @cached_property
@@ -193,9 +193,10 @@ class Moments:
 
         return local(entries, self.measured, (x, smallest))
 
-    def merge(self, entries: torch.Tensor) -> torch.Tensor:
-        """The means, and behind each other in dim 0 their M2, of all entries that this worker has gathered."""
-        return self._fold(entries, lambda states: Merge.apply(states, self._counts))
+    def merge(self, entries: torch.Tensor, differentiable: bool = True) -> torch.Tensor:
+        """Means and variances, which are dim 0, of all entries that this worker has gathered."""
+        merge: Callable[..., torch.Tensor] = Merge.apply if differentiable else merged
+        return self._fold(entries, lambda states: merge(states, self._counts))
 
     def total(self, entries: torch.Tensor) -> torch.Tensor:
         """The sums of all entries with one mean, of entries that add up."""

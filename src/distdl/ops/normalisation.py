@@ -4,7 +4,7 @@ They differ in the cells that have one mean, and in the dims along which weight 
 
 .. code-block:: text
 
-    x ------------- measure --> entries ==gather==> entries of all workers with the same means -- merge --> mean, M2
+    x ------------- measure --> entries ==gather==> entries of all workers with the same means -- merge --> moments
       \                                                                                                        |
        `------------------------------------------------------------------------------------------> standardise --> y
                                                                                                                |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from operator import or_
 from typing import Any, NamedTuple, Protocol
@@ -14,8 +14,9 @@ import torch
 from distdl.exchange import Operator, Together
 from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.ops.affine import affine, less
-from distdl.ops.fused_normalisation import Fused, Rows
+from distdl.ops.fused_normalisation import Fused
 from distdl.ops.moments import Moments
+from distdl.ops.rows import Rows
 from distdl.ops.setup import Parts, Setup, Site, same
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.groups import dims
@@ -168,12 +169,15 @@ def _by_moments(
     def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor], Tensors]:
         return *given.beside(_block(x, others, dtype, work), others), others[given.number :]
 
+    batch, _, *space = moments.gathered
+    noted = None if arrangement.kept is None else (batch, arrangement.kept, *space)
+
     def note(means: torch.Tensor, kept: Tensors) -> None:
-        if arrangement.kept is not None and moments.count and means.shape[1]:
+        if noted is not None and moments.count and means.shape[1]:
             with torch.no_grad():
-                batch, _, *space = moments.gathered
-                mean, squares = moments.of(means, (batch, arrangement.kept, *space)).mean(1)
-                _running(arrangement, kept).approach(mean, squares / (moments.count - 1))
+                means = moments.of(means, noted)
+                mean, variance = means.mean(1) if means.shape[1] > 1 else means
+                _running(arrangement, kept).approach(mean, variance * (moments.count / (moments.count - 1)))
 
     def in_steps(block: torch.Tensor, *rows: torch.Tensor, kept: Tensors | None = None) -> torch.Tensor:
         cells = block.reshape(arrangement.cells)
@@ -185,12 +189,12 @@ def _by_moments(
         found = moments.of(means)
         variance, offset = found[0], None
         if centre is not None:
-            variance, offset = found[1] / max(moments.count, 1), (found[0] - centre).to(work)
+            variance, offset = found[1], (found[0] - centre).to(work)
         scale = (variance + step(op, rest)).rsqrt().to(work)
         return _standardise(rest, scale, offset, [row.reshape(arrangement.row) for row in rows], own)
 
     rows = None if given.derivatives.tangent or gather.derivatives.tangent else Rows.of(
-        arrangement.cells, arrangement.row, moments.merged
+        arrangement.cells, arrangement.row, moments.merged, moments.centred, moments.count
     )  # fmt: skip
     eps = torch.finfo(work).eps if op.eps is None else op.eps
     fused = None if rows is None else Fused(rows, moments, gather, eps, in_steps, own)
@@ -199,7 +203,7 @@ def _by_moments(
         weights = [row.to(work) for row in moved]
         if fused is None:
             return in_steps(block, *weights, kept=kept).to(dtype)
-        return fused(block, weights, lambda means: note(means, kept)).to(dtype)
+        return fused(block, weights, partial(note, kept=kept) if noted else None).to(dtype)
 
     return Setup(Arrival(prepare, moves), normalise, same, (x.layout,))
 

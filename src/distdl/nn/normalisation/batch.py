@@ -30,7 +30,7 @@ class DistributedBatchNorm(Layer):
 
     Forward: :math:`y = (x - \mu_c) / \sqrt{v_c + \epsilon} \cdot \gamma_c + \beta_c`, with mean and variance of channel
     c over batch and space: in training mode those of this batch, for which workers with the same channels exchange
-    (mean, M2) once; in evaluation mode the running ones, which need no exchange. :math:`\gamma, \beta` are copied from
+    theirs once; in evaluation mode the running ones, which need no exchange. :math:`\gamma, \beta` are copied from
     the workers that store them, as one message. Running statistics take in the batch's mean and unbiased variance with
     weight ``momentum``.
     Adjoint: the same exchanges transposed around the local derivatives.

@@ -18,7 +18,7 @@ class DistributedGroupNorm(Layer):
     r"""Normalise groups of consecutive channels of every sample, over the channels of the group and space.
 
     Forward: :math:`y = (x - \mu_{ng}) / \sqrt{v_{ng} + \epsilon} \cdot w_c + b_c`, with mean and variance over group
-    and space, for which workers that have cells of a group exchange (mean, M2) once. Blocks need not be aligned with
+    and space, for which workers that have cells of a group exchange theirs once. Blocks need not be aligned with
     the groups: a worker measures the largest units of consecutive channels of which all groups and all blocks consist,
     and gathers the units of those groups of which it has channels. Weight and bias are copied along batch and space, as
     one message.

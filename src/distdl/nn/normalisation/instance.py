@@ -27,7 +27,7 @@ class DistributedInstanceNorm(Layer):
     r"""Normalise every channel of every sample over space.
 
     Forward: :math:`y = (x - \mu_{nc}) / \sqrt{v_{nc} + \epsilon} \cdot w_c + b_c`, with mean and variance over space,
-    for which workers with the same samples and channels exchange (mean, M2) once. In evaluation mode the running mean
+    for which workers with the same samples and channels exchange theirs once. In evaluation mode the running mean
     and variance are used, if there are any; they need no exchange. Weight and bias are copied from the workers that
     store them, as one message. Tracked statistics are averages over the batch, so for these the exchange also goes
     along the batch.

@@ -22,7 +22,7 @@ class DistributedLayerNorm(Layer):
     r"""Normalise over the last dims.
 
     Forward: :math:`y = (x - \mu) / \sqrt{v + \epsilon} \cdot w + b`, with mean and variance over the dims of
-    ``normalized_shape``, for which workers with the same index along the other axes exchange (mean, M2) once; nothing
+    ``normalized_shape``, for which workers with the same index along the other axes exchange theirs once; nothing
     moves if these dims are not split. Weight and bias are copied along the other axes, as one message.
     Adjoint: the same exchanges transposed around the local derivatives.
 

@@ -1,0 +1,255 @@
+"""Rows: a block as the kernels of a normalisation see it, and their passes over it.
+
+A pass costs about as much as a copy. Where several operators make one pass, they do so chunk by chunk, so that what one
+of them leaves is still in the cache for the next; and what is only of use inside a pass is as large as a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from distdl.geometry.boxes import Shape
+from distdl.tensors.memory import empty
+
+_KERNEL = torch.ops.aten.native_batch_norm.out
+_SUMS = torch.ops.aten.native_batch_norm_backward.default
+_CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
+_LONG = 32  # cells of a row that is measured by itself, not together with those of other samples
+_FAR = 1024.0  # times the variance of all cells: a square of a mean that costs digits
+_NEAR = 64.0  # times the variance of a block's own cells: one that costs none
+
+
+class Rows(NamedTuple):
+    """How the kernels see a block: as a tensor of batch, rows and cells.
+
+    Attributes:
+        extents: of batch, rows and cells.
+        leading: the dims of the block that the rows are.
+        own: extents of the means along those dims.
+        row: extents of weight and bias along those dims; of the cells if they vary along them.
+        inner: whether weight and bias vary along the cells, and not from row to row.
+        centred: whether there are means; otherwise they are 0.
+        far: how large the square of a mean may be beside the variance of its cells here, before digits are lost.
+    """
+
+    extents: Shape
+    leading: Shape
+    own: Shape
+    row: Shape
+    inner: bool
+    centred: bool
+    far: float
+
+    @classmethod
+    def of(cls, cells: Shape, row: Shape, merged: Sequence[int], centred: bool, count: int) -> Rows | None:
+        """None if the kernels do not fit, which follows from the dims alone: it is the same on every worker.
+
+        Args:
+            cells: shape of the block.
+            row: shape of weight and bias, of as many dims.
+            merged: the dims along which there is one mean.
+            count: the cells behind each mean, those of other blocks included.
+        """
+        means = tuple(1 if dim in merged else n for dim, n in enumerate(cells))
+        far = max(_FAR * prod(cells) / max(prod(means) * count, 1), _NEAR)
+        varying = [dim for dim, n in enumerate(row) if n > 1]
+        if merged and merged[0] == 0 and 1 not in merged and varying in ([], [1]):
+            batch, channels, *space = cells
+            return cls((batch, channels, prod(space)), (channels,), (channels,), (channels,), False, centred, far)
+        kept = min(merged, default=len(cells))
+        if not merged or list(merged) != list(range(kept, len(cells))):
+            return None
+        inner = bool(varying) and varying[0] >= kept and row[kept:] == cells[kept:]
+        last = kept if inner or not varying else max(kept, varying[-1] + 1)
+        leading = cells[:last]
+        extents = (1, prod(leading), prod(cells[last:]))
+        return cls(extents, leading, means[:last], row[last:] if inner else row[:last], inner, centred, far)
+
+    def of_block(self, x: torch.Tensor) -> torch.Tensor:
+        """A block, or its gradient, as the kernels read it fast."""
+        return x.reshape(self.extents).contiguous()
+
+    def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight in one dim: of each row, or of each cell."""
+        if self.inner or self.row == self.leading:
+            return weight.reshape(-1).contiguous()
+        return self.spread(weight, self.row, weight.dtype)[0]
+
+    def spread(self, values: torch.Tensor, own: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Of each row, one of every kind of values, kind by kind; of values that rows may have in common."""
+        values = values.reshape(-1, *own)
+        spread = torch.empty((len(values), *self.leading), dtype=dtype, device=values.device).copy_(values)
+        return spread.view(len(values), -1).unbind()
+
+    def gathered(self, values: torch.Tensor, own: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """The adjoint: the sums over the rows that have values in common."""
+        dims = [dim - len(own) for dim, n in enumerate(own) if n == 1 and self.leading[dim] != 1]
+        return values.view(-1, *self.leading).sum(dims, dtype=dtype) if dims else values.to(dtype)
+
+    def measure(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """What this block has of each mean and variance, in float64, and whether a mean is far.
+
+        A mean is far if it is large beside the deviation: the kernels of the CPU multiply before they subtract it, so
+        it has to be subtracted before. If none is far here, none is among all cells.
+        """
+        found = self._measured(x)
+        if not self.centred or not x.is_cpu:
+            return found, False
+        mean, variance = found
+        if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
+            return found, False
+        centre = mean.to(x.dtype)
+        found = self._measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
+        found[0].add_(centre)  # (the kernels round means to the dtype of x)
+        return found, True
+
+    def _measured(self, x: torch.Tensor) -> torch.Tensor:
+        batch, rows, cells = self.extents
+        if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
+            lines, shape = x.view(1, batch * rows, cells), (batch, *self.leading)
+            parts = [
+                torch.native_group_norm(part, None, None, 1, part.shape[1], cells, part.shape[1], 0.0)
+                for part in lines.split(max(_CHUNK // cells, 1) if x.is_cpu else batch * rows, 1)
+            ]
+            found = torch.cat([part[kind] for kind in (1, 2) for part in parts], 1).double().view(2, *shape)
+            mean, variance = found
+            variance.pow_(-2)
+        else:
+            shape = (1, *self.leading)
+            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
+            mean, variance = found
+        dims = [dim for dim, n in enumerate((1, *self.own)) if n == 1 and shape[dim] != 1]
+        kinds = [mean, variance] if self.centred else [variance.addcmul_(mean, mean)]
+        if dims and self.centred:
+            kinds[0] = mean.mean(dims, keepdim=True)
+            mean.sub_(kinds[0])
+            variance.addcmul_(mean, mean)
+        if dims:
+            kinds[-1] = variance.mean(dims, keepdim=True)
+            return torch.stack(kinds).view(len(kinds), -1)
+        return found[-len(kinds) :].view(len(kinds), -1)
+
+    def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
+        """x less a value for each row."""
+        return torch.sub(x, centre.view(1, -1, 1), out=empty(x.shape, x.dtype, x))
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        y: torch.Tensor,
+    ) -> None:
+        """``y = (x - mean) / sqrt(variance + eps) * weight + bias``; weight and bias are of rows, or of cells."""
+        if not self.inner:
+            _apply(x, mean, variance, eps, weight, bias, y)
+            return
+        for one, out, centre, spread in self._chunks((x, y), mean, variance):
+            _apply(one, centre, spread, eps, None, None, out)
+            if weight is not None and bias is not None:
+                torch.addcmul(bias, out, weight, out=out)
+            elif weight is not None:
+                out.mul_(weight)
+
+    def sums(
+        self, x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Of each row, the sums of ``dy (x - mean) / sqrt(variance + eps)`` and of dy."""
+        wanted = [False, True, True]
+        return torch.stack(_SUMS(dy, x, None, mean, variance, None, None, False, eps, wanted)[1:])
+
+    def weighted_sums(
+        self, x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same of ``dy * weight``, where weights vary along the cells; and the gradients of weight and bias.
+
+        Args:
+            inverse: ``1 / sqrt(variance + eps)`` of each row.
+        """
+        _, rows, cells = self.extents
+        values = torch.stack([torch.ones_like(mean), mean * inverse, inverse])
+        found, over = x.new_empty(2, rows), x.new_zeros(3, cells)
+        shifts, slopes = over.split([2, 1])
+        for one, slope, value, sums in self._chunks((x, dy), values, found):
+            slope, product = slope[0], torch.mul(one[0], slope[0])
+            shifts.addmm_(value[:2], slope)
+            slopes.addmm_(value[2:], product)
+            torch.mv(product, weight, out=sums[0])
+            torch.mv(slope, weight, out=sums[1])
+        found[0].addcmul_(found[1], mean, value=-1).mul_(inverse)
+        return found, [over[2] - over[1], over[0]]
+
+    def gradient(
+        self,
+        x: torch.Tensor,
+        dy: torch.Tensor,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        eps: float,
+        factors: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """``dy * scale + (x - mean) / sqrt(variance + eps) * slope + shift``.
+
+        Args:
+            factors: scale, slope and shift of each row; there is no shift where there are no means.
+        """
+        dx = empty(x.shape, x.dtype, x)
+        for one, rise, out, centre, spread, scale, *affine in self._chunks((x, dy, dx), mean, variance, *factors):
+            slope, shift = [*affine, None][:2]
+            _apply(one, centre, spread, eps, slope, shift, out)
+            out.addcmul_(rise, scale.view(1, -1, 1))
+        return dx
+
+    def weighted_gradient(
+        self,
+        x: torch.Tensor,
+        dy: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor,
+        factors: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """``dy * weight * scale + (x - mean) * scale * slope + shift``, where the weight varies along the cells."""
+        scale, slope, *shifts = factors
+        slope = slope * scale
+        values = [scale, slope, *(torch.addcmul(shift, slope, mean, value=-1) for shift in shifts)]
+        dx = empty(x.shape, x.dtype, x)
+        for one, rise, out, *own in self._chunks((x, dy, dx), *(value.view(1, -1, 1) for value in values)):
+            torch.mul(rise, weight, out=out).mul_(own[0]).addcmul_(one, own[1])
+            for shift in own[2:]:
+                out.add_(shift)
+        return dx
+
+    def _chunks(self, blocks: Sequence[torch.Tensor], *values: torch.Tensor) -> Iterator[Any]:
+        """Blocks and values of their rows: of large blocks, some samples or rows at a time.
+
+        Rows are dim 1 of the values, or the only one.
+        """
+        batch, rows, cells = self.extents
+        if batch * rows * cells <= 2 * _CHUNK or not blocks[0].is_cpu:
+            return iter([(*blocks, *values)])
+        along, size = (0, rows * cells) if batch > 1 else (1, cells)
+        number = max(_CHUNK // size, 1)
+        parts = [repeat(one) if along == 0 else one.split(number, min(one.dim(), 2) - 1) for one in values]
+        return zip(*[block.split(number, along) for block in blocks], *parts, strict=False)
+
+
+def _apply(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
+    unused = torch.empty(0, dtype=x.dtype, device=x.device)
+    _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=unused, save_invstd=unused)
