@@ -161,7 +161,7 @@ def _derivatives(
     else:
         sums = rows.sums(x, dy, mean, variance, eps)
         if weight is not None:
-            dweights = list(rows.gathered(sums, rows.row, x.dtype))
+            dweights = [*rows.gathered(sums, rows.row, x.dtype).unbind()]
             sums, scale = sums * weight, inverse * weight
     if not fused.moves:
         return None, dweights

@@ -99,7 +99,7 @@ def merged(states: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     By plain sums and products alone, so that a mean has the same bits wherever it stands in a tensor.
     """
     for share, weight in _levels(counts, states.dim(), states.device):
-        half, odd = len(share), len(states) % 2
+        half, odd = share.shape[0], states.shape[0] % 2
         a, b = states[:half], states[half : 2 * half]
         apart = b - a
         found = (apart * share).add_(a)

@@ -83,8 +83,9 @@ class Rows(NamedTuple):
     def spread(self, values: torch.Tensor, own: Shape, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Of each row, one of every kind of values, kind by kind; of values that rows may have in common."""
         values = values.reshape(-1, *own)
-        spread = torch.empty((len(values), *self.leading), dtype=dtype, device=values.device).copy_(values)
-        return spread.view(len(values), -1).unbind()
+        kinds = values.shape[0]
+        spread = torch.empty((kinds, *self.leading), dtype=dtype, device=values.device).copy_(values)
+        return spread.view(kinds, -1).unbind()
 
     def gathered(self, values: torch.Tensor, own: Shape, dtype: torch.dtype) -> torch.Tensor:
         """The adjoint: the sums over the rows that have values in common."""
@@ -100,7 +101,7 @@ class Rows(NamedTuple):
         found = self._measured(x)
         if not self.centred or not x.is_cpu:
             return found, False
-        mean, variance = found
+        mean, variance = found.unbind()
         if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
             return found, False
         centre = mean.to(x.dtype)
@@ -111,28 +112,27 @@ class Rows(NamedTuple):
     def _measured(self, x: torch.Tensor) -> torch.Tensor:
         batch, rows, cells = self.extents
         if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
-            lines, shape = x.view(1, batch * rows, cells), (batch, *self.leading)
+            shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_CHUNK // cells, 1)
+            chunks = lines.split(number, 1) if x.is_cpu and number < batch * rows else [lines]
             parts = [
-                torch.native_group_norm(part, None, None, 1, part.shape[1], cells, part.shape[1], 0.0)
-                for part in lines.split(max(_CHUNK // cells, 1) if x.is_cpu else batch * rows, 1)
+                torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0) for one in chunks
             ]
             found = torch.cat([part[kind] for kind in (1, 2) for part in parts], 1).double().view(2, *shape)
-            mean, variance = found
-            variance.pow_(-2)
+            found[1].pow_(-2)
         else:
             shape = (1, *self.leading)
             found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
-            mean, variance = found
+        if not self.centred:
+            found = found[1:].addcmul_(found[:1], found[:1])
         dims = [dim for dim, n in enumerate((1, *self.own)) if n == 1 and shape[dim] != 1]
-        kinds = [mean, variance] if self.centred else [variance.addcmul_(mean, mean)]
         if dims and self.centred:
-            kinds[0] = mean.mean(dims, keepdim=True)
-            mean.sub_(kinds[0])
-            variance.addcmul_(mean, mean)
-        if dims:
-            kinds[-1] = variance.mean(dims, keepdim=True)
-            return torch.stack(kinds).view(len(kinds), -1)
-        return found[-len(kinds) :].view(len(kinds), -1)
+            mean, variance = found.unbind()
+            centre = mean.mean(dims, keepdim=True)
+            mean.sub_(centre)
+            found = torch.stack([centre, variance.addcmul_(mean, mean).mean(dims, keepdim=True)])
+        elif dims:
+            found = found.mean([dim + 1 for dim in dims], keepdim=True)
+        return found.view(2 if self.centred else 1, -1)
 
     def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """x less a value for each row."""

@@ -65,9 +65,8 @@ class Running(NamedTuple):
 
     def approach(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move towards the mean and the unbiased variance of a batch."""
-        factor = self.factor or 0.0
         for one, towards in ((self.mean, mean), (self.variance, variance)):
-            one.lerp_(towards.flatten().to(one.dtype), factor)
+            one.lerp_(towards.view(-1).to(one.dtype), self.factor or 0.0)
 
 
 class Normalisation(Protocol):
@@ -176,7 +175,7 @@ def _by_moments(
         if noted is not None and moments.count and means.shape[1]:
             with torch.no_grad():
                 means = moments.of(means, noted)
-                mean, variance = means.mean(1) if means.shape[1] > 1 else means
+                mean, variance = (means.mean(1) if means.shape[1] > 1 else means).unbind()
                 _running(arrangement, kept).approach(mean, variance * (moments.count / (moments.count - 1)))
 
     def in_steps(block: torch.Tensor, *rows: torch.Tensor, kept: Tensors | None = None) -> torch.Tensor:
