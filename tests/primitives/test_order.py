@@ -187,6 +187,39 @@ def test_a_backward_in_another_order_is_an_error_at_once(make, shared):
     assert "the backward of exchange 1" in raised[0] and "the backward of exchange 2" in raised[0], raised[0]
 
 
+NODES = {
+    "a convolution of windows": torch.nn.Conv2d(4, 4, 3, padding=1),
+    "a convolution of blocks where they lie": torch.nn.Conv2d(4, 4, 3, padding=1),
+    "batch norm": torch.nn.BatchNorm2d(4),
+    "group norm": torch.nn.GroupNorm(2, 4),
+}
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("node", NODES)
+def test_a_backward_in_another_order_is_an_error_where_a_node_exchanges_by_itself(node):
+    # (weights need no gradient, for their sums would be noticed)
+    raised = {}
+
+    def main():
+        P = distdl.world()
+        rows = P.reshape(1, 1, 3, 1)
+        model = distdl.distribute(copy.deepcopy(NODES[node]).requires_grad_(False), rows)
+        block = torch.ones(2, 4, *((90, 90) if "lie" in node else (3, 9)), requires_grad=True)
+        results = [model(distdl.GlobalTensor.from_local(block, rows)).to_local().square().sum() for _ in range(2)]
+        try:
+            for place in (1, 0) if P.rank == 1 else (0, 1):
+                results[place].backward()
+            P.allgather_data("all are through")
+        except CommunicationError as error:
+            raised[P.rank] = str(error)
+            raise
+
+    with pytest.raises(CommunicationError, match=r"every worker waits for another one.*the backward of exchange"):
+        distdl.run_workers(main, WORKERS)
+    assert len(raised) == WORKERS and len(set(raised.values())) == 1
+
+
 @pytest.fixture
 def native(monkeypatch):
     """Threads whose collectives carry no tag, as those of transports."""

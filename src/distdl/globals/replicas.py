@@ -207,7 +207,7 @@ class _Sum:
         self.context, self.shapes = context, structure[:-1]
         self._packing = Packing(structure, (count,))
         self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
-        self._operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
+        self.operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
     def of(cls, context: Context, tensors: Sequence[torch.Tensor]) -> _Sum:
@@ -215,7 +215,7 @@ class _Sum:
         return context.keep((_LABEL, shapes, dtype), lambda: cls(context, shapes, dtype))
 
     def __call__(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-        moved = self._operator.execute(self._packing.pack(self._filled(parts, device)))
+        moved = self.operator.execute(self._packing.pack(self._filled(parts, device)))
         *totals, owners = self._packing.unpack(moved)
         if device.type == "meta":
             return [*totals]  # nobody knows which ones nobody has
@@ -223,7 +223,7 @@ class _Sum:
 
     def _filled(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor, ...]:
         """What travels: the parts, zeros in the place of those that are missing, and which these are."""
-        dtype = self._operator.dtype
+        dtype = self.operator.dtype
         full = [
             torch.zeros(shape, dtype=dtype, device=device) if part is None else part
             for part, shape in zip(parts, self.shapes, strict=True)
@@ -243,7 +243,7 @@ class _Enter(Function):
 
     @staticmethod
     def forward(ctx: Any, total: _Sum, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.total, ctx.device = total, tensors[0].device
+        ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.history
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
         return tuple([tensor.detach() for tensor in tensors])
@@ -251,6 +251,7 @@ class _Enter(Function):
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
+        ctx.total.operator.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, *_Leave.apply(ctx.total, ctx.device, *parts)
         return None, *ctx.total(parts, ctx.device)

@@ -314,6 +314,7 @@ class _InPlace(Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: InPlace
     ) -> torch.Tensor:
+        ctx.began = steps.around[0].operator.history
         begun = [one.begin(x) for one in steps.around]
         y = steps.kernel(x, weight, bias) if 0 not in steps.result else x.new_zeros(steps.result)
         for one, (h, pending) in zip(steps.around, begun, strict=True):
@@ -329,6 +330,8 @@ class _InPlace(Function):
         x, weight, bias, *cells = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
         steps: InPlace = ctx.steps
         needed = ctx.needs_input_grad[:3]
+        if needed[0] or torch.is_grad_enabled():
+            steps.around[0].operator.derive(ctx.began)
         if torch.is_grad_enabled():
             given = [one for one, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
             again = iter(torch.autograd.grad(steps.by_windows(x, weight, bias), given, dy, create_graph=True))

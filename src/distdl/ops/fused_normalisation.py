@@ -99,7 +99,7 @@ class _Normalise(Function):
         ctx: Any, fused: Fused, note: Note, anchor: torch.Tensor | None, x: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
         rows = fused.rows
-        ctx.fused = fused
+        ctx.fused, ctx.began = fused, fused.gather.history
         y = empty(fused.own, x.dtype, x)
         if not x.numel():
             fused.moments(None, x, note)
@@ -124,6 +124,8 @@ class _Normalise(Function):
         x, mean, variance, centre, *weights = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
         fused: Fused = ctx.fused
         anchored = torch.zeros(0, device=x.device) if ctx.needs_input_grad[2] else None
+        if fused.moves or torch.is_grad_enabled():
+            fused.gather.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, None, anchored, *_differentiably(fused, x, weights, dy, ctx.needs_input_grad[3:])
         if not x.numel():

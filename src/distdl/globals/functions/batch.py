@@ -71,6 +71,7 @@ class Moments:
         shapes = [(2 * channels,)]
         self._sum = Operator(plan, context.comm, context.everyone, _LABEL, torch.float64, NONE, shapes, shapes)
         self._own = owned.local
+        self.derive = self._gather.derive
         counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
         self.count = sum(counts)
         workers = layout.partition.workers
@@ -78,6 +79,11 @@ class Moments:
         self._shares = torch.tensor(counts, dtype=torch.float64) / self.count
         self.row = (1, channels, *[1] * (dims - 2))
         self._channels = channels
+
+    @property
+    def history(self) -> int:
+        """What the workers have exchanged so far, as a number."""
+        return self._gather.history
 
     @classmethod
     def of(cls, layout: KnownLayout) -> Moments:
@@ -133,6 +139,7 @@ class _BatchNorm(Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
         moments = options.moments
+        ctx.began = moments.history
         mean, variance = (one.to(x.dtype) for one in moments.merged(x))
         if options.running is not None:
             unbiased = variance * (moments.count / (moments.count - 1))
@@ -149,6 +156,8 @@ class _BatchNorm(Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, variance = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
         options: Options = ctx.options
+        if ctx.needs_input_grad[0] or torch.is_grad_enabled():
+            options.moments.derive(ctx.began)
         if torch.is_grad_enabled():
             given = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
             found = iter(torch.autograd.grad(options.steps(x, weight, bias), given, dy, create_graph=True))

@@ -53,7 +53,7 @@ class Gathering:
         self._own = context.layout(context.world, [intervals])
         self._whole = context.everywhere((stop,))
         self.context = context
-        self._operator: Operator = context.moving(self._own, self._whole, dtype, NONE, "weights")
+        self.operator: Operator = context.moving(self._own, self._whole, dtype, NONE, "weights")
 
     @classmethod
     def of(cls, parameters: Sequence[GlobalTensor]) -> Gathering:
@@ -63,7 +63,7 @@ class Gathering:
     def gather(self, blocks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The whole tensors."""
         counts = blocks[0].new_zeros(len(blocks))
-        found = self._operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
+        found = self.operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
         wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
         for tensor, box, extents, start, stop in self._pieces:
             wholes[tensor][box] = found[start:stop].reshape(extents)
@@ -79,7 +79,7 @@ class Gathering:
                 flat[start:stop].view(extents).copy_(part[box])
         for counts in self._counts:
             flat[counts] = given
-        own = self._operator.T.execute(flat)
+        own = self.operator.T.execute(flat)
         *shares, owners = own.split([*(prod(layout.local) for layout in self.layouts), len(parts)])
         return tuple(
             share.reshape(layout.local) if n else None
@@ -139,6 +139,7 @@ class _Gather(Function):
         ctx: Any, gathering: Gathering, gathered: Gathered | None, *blocks: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.gathering, ctx.gathered, ctx.device = gathering, gathered, blocks[0].device
+        ctx.began = gathering.operator.history
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
         return gathering.gather(blocks)
@@ -146,6 +147,7 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
+        ctx.gathering.operator.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)
         if ctx.gathered is not None:
