@@ -155,6 +155,8 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so():
             torch.nn.functional.batch_norm(x, -7, None, training=True)
         with pytest.raises(TypeError, match=r"pad\(\) needs value to be a number; got 'a', a str"):
             torch.nn.functional.pad(x, (0, 1), "constant", "a")
+        with pytest.raises(TypeError, match="needs ceil_mode to be True or False; got None"):
+            torch.nn.functional.lp_pool1d(x.unsqueeze(0), 2.0, 1, 1, None)
         with pytest.raises(RuntimeError, match="adaptive pooling in 1 dims needs an output_size of 1"):
             torch.nn.functional.adaptive_avg_pool1d(x.unsqueeze(0), (2, 2))
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -44,6 +44,8 @@ def _pooled(
     ceil_mode: bool,
 ) -> Any:
     space, name = _space_of(func), func.__name__
+    if not isinstance(ceil_mode, bool):
+        raise TypeError(f"{name}() needs ceil_mode to be True or False; got {ceil_mode!r}")
     stride = kernel if stride is None or stride == [] or stride == () else stride
     key = (reduction, *map(numbers, (kernel, stride, padding, dilation)), bool(ceil_mode))
 
