@@ -39,7 +39,8 @@ class Against(torch.nn.Module):
         self.loss = loss
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.loss(x, torch.full_like(x, 0.3) if isinstance(x, torch.Tensor) else x)
+        dense = isinstance(x, torch.Tensor) and x.layout is torch.strided
+        return self.loss(x, torch.full_like(x, 0.3) if dense else x)
 
 
 class AgainstClass(torch.nn.Module):

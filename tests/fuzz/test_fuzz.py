@@ -15,5 +15,7 @@ def test_each_case_is_equal_or_the_same_error_on_all_workers(kind):
     cases = CASES * share // 100
     counts: Counter[str] = run(kind, cases, None)
     assert sum(counts.values()) >= 0.9 * cases  # (Hypothesis leaves out some that it has drawn twice)
-    assert counts["equal"] + counts["same error"] >= 0.9 * sum(counts.values()), counts
-    assert counts["same error" if "wrong" in kind or "otherwise" in kind else "equal"] >= 0.5 * cases, counts
+    usual = counts["equal"] + counts["same error"] + counts["named errors"]  # (these after another order alone)
+    assert usual >= 0.9 * sum(counts.values()), counts
+    fails = any(word in kind for word in ("wrong", "otherwise", "order"))
+    assert counts["same error" if fails else "equal"] >= 0.5 * cases, counts
