@@ -24,6 +24,7 @@ from distdl.exchange import Operator
 from distdl.ops.edges import Kernel
 from distdl.ops.keeping import WORTH, Place
 from distdl.partition import Layout
+from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
 
 
@@ -61,8 +62,10 @@ class Windowed:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         given = (x, weight) if bias is None else (x, weight, bias)
         anchor = None
-        if self.gradient and not (x.requires_grad or weight.requires_grad or given[-1].requires_grad):
-            anchor = torch.empty(0, device=x.device, requires_grad=True)  # every member takes part in the backward
+        # every member takes part in the backward; of a checkpoint, in any (see ``Operator``)
+        taken = self.gradient or (self.fetch.derivatives.gradient and is_checkpointed())
+        if taken and not (x.requires_grad or weight.requires_grad or given[-1].requires_grad):
+            anchor = torch.empty(0, device=x.device, requires_grad=True)
         y: torch.Tensor = _Windowed.apply(self, anchor, *given)
         return y
 
