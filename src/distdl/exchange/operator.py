@@ -214,6 +214,10 @@ class Operator:
         """What the group has exchanged so far, as a number (see :class:`distdl.transport.calls.Calls`)."""
         return self._calls.history
 
+    def pass_by(self) -> int:
+        """Count a node in whose backward alone this operator moves something. Returns what its :meth:`derive` takes."""
+        return self._calls.pass_by()
+
     def derive(self, began: int) -> None:
         """Note that the next exchange is a derivative of the one that began at this history."""
         self._calls.derive(began)

@@ -243,7 +243,7 @@ class _Enter(Function):
 
     @staticmethod
     def forward(ctx: Any, total: _Sum, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.history
+        ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.pass_by()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
         return tuple([tensor.detach() for tensor in tensors])

@@ -25,15 +25,22 @@ class Calls:
         log: the last ones, each as the label of its layer; in front of one that is a derivative, its source: what the
             history was when the exchange began of which it is.
         layers: how many layers of these workers have been built.
+        silent: how many nodes exchange in their backward only.
     """
 
-    __slots__ = ("history", "layers", "log", "number")
+    __slots__ = ("history", "layers", "log", "number", "silent")
 
     def __init__(self) -> None:
         self.number = 0
         self.history = 1  # (a source is not 0)
         self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
         self.layers = 0
+        self.silent = 0
+
+    def pass_by(self) -> int:
+        """Count a node that exchanges in its backward only. Returns the source of that exchange."""
+        self.silent += 1
+        return (self.history ^ self.silent * _FIFTH) & LARGEST or 1
 
     def derive(self, source: int) -> None:
         """Note that the next exchange is a derivative."""
