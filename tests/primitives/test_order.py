@@ -197,19 +197,21 @@ NODES = {
 
 
 @pytest.mark.fault("threads")
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("node", NODES)
-def test_a_backward_in_another_order_is_an_error_where_a_node_exchanges_by_itself(node):
+def test_a_backward_in_another_order_is_an_error_where_a_node_exchanges_by_itself(node, create_graph):
     raised = {}
 
     def main():
         P = distdl.world()
         rows = P.reshape(1, 1, 3, 1)
         model = distdl.distribute(copy.deepcopy(NODES[node]).requires_grad_(node == "weights"), rows)
+        inputs = [*model.parameters()] if node == "weights" else []
         block = torch.ones(2, 4, *((90, 90) if "lie" in node else (3, 9)), requires_grad=True)
         results = [model(distdl.GlobalTensor.from_local(block, rows)).to_local().square().sum() for _ in range(2)]
         try:
             for place in (1, 0) if P.rank == 1 else (0, 1):
-                results[place].backward()
+                torch.autograd.grad(results[place], inputs or block, create_graph=create_graph)
             P.allgather_data("all are through")
         except CommunicationError as error:
             raised[P.rank] = str(error)

@@ -130,6 +130,8 @@ class _Windowed(Function):
         steps, asked, window = ctx.steps, ctx.needs_input_grad, saved[-1]
         anchored = torch.zeros(0, device=dy.device) if asked[1] else None
         count = len(asked) - 3  # of the weights
+        if steps.gradient or torch.is_grad_enabled():
+            steps.fetch.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, anchored, *steps.differentiably((x, *saved[:count]), dy, asked[2:])
         fetch, parameters = steps.fetch, steps.parameters
@@ -141,8 +143,6 @@ class _Windowed(Function):
         of_weights = asked[3] or asked[-1] if parameters is None else parameters.derivatives.gradient
         dx, *found = steps.kernel.backward(dy, window, weight, (of_x, of_weights, of_weights and count > 1))
         returned, vector = [], None
-        if steps.gradient:
-            fetch.derive(ctx.began)
         if of_x and not fetch.still:
             dx, pending = fetch.unrecorded_adjoint.begin(dx)
             returned.append(pending)

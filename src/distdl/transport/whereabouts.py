@@ -59,9 +59,10 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
         differ = [number for number in ours if theirs.get(number, ours[number]) != ours[number]]
         if differ:
             first = min(differ)
+            own = calls.recent().get(first, "an earlier call")
             return (
                 f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}: the calls of "
-                f"{name_workers(group)} differ since exchange {first}, which was {calls.recent()[first]} on worker "
+                f"{name_workers(group)} differ since exchange {first}, which was {own} on worker "
                 f"{comm.rank}, and another one on worker {other.worker}"
             )
     return ""
