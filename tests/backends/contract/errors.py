@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import distdl
@@ -42,6 +44,15 @@ def check_errors_of_forward_are_the_same_on_every_member():
         ]
     same_everywhere(P, texts)
     expect_repartition(P, layer, [2] * P.size, 6)
+
+
+def check_one_worker_in_inference_mode_gets_data_like_the_others():
+    P = distdl.world()
+    for late in range(P.size):
+        time.sleep(0.02 * (P.rank == late))
+        with torch.inference_mode() if P.rank == 0 else torch.no_grad():
+            assert [one.item() for one in P.allgather_data(torch.tensor(P.rank))] == list(range(P.size))
+            assert P.allreduce_data(torch.ones(2)).tolist() == [P.size] * 2
 
 
 def check_mixed_grad_mode_is_an_agreed_error():

@@ -133,7 +133,7 @@ class ThreadCommunicator(Communicator):
                 self.hub.fail(self.poison(error))
                 raise error
             _await(written, source.event)
-            with torch.no_grad():
+            with torch.inference_mode():  # (the only mode in which the tensors of a worker in any mode may be written)
                 written.copy_(read)
             source.event = _record(written)
         with self.hub.lock:
