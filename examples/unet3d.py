@@ -24,6 +24,8 @@ trend of brightness, so that no threshold separates the three, and a network has
 It prints what each worker holds at most, beside the sequential run, and stops if a worker needs more than the limit.
 """
 
+import copy
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -127,12 +129,12 @@ def main():
     P = distdl.world()
     grid = P[:4].reshape(1, 1, 2, 2, 1)
     seen, truth = rock() if P.rank == 0 else (None, None)  # one worker has the volume
-    alone = None
-    if P.rank == 0:
+    model, alone = build(), None
+    if P.rank == 0:  # whose weights all workers will have: threads draw theirs from one generator, in turns
         with Footprint() as sequential:
-            alone = train(build(), seen, truth)
+            alone = train(copy.deepcopy(model), seen, truth)
 
-    model = distdl.distribute(build(), grid, fallback="error")
+    model = distdl.distribute(model, grid, fallback="error")
     x = distdl.distribute_tensor(seen, grid)
     classes = distdl.distribute_tensor(truth, grid[:, 0].reshape(1, 2, 2, 1))
     del seen, truth
