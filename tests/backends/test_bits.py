@@ -11,12 +11,12 @@ from launchers import FOLDER, mpirun, python_path
 import distdl
 
 
-def test_12_runs_leave_the_same_bits():
+def test_20_runs_leave_the_same_bits():
     """By 2, 3 and 4 workers in turn, of which each comes late to each exchange, in each run by other times."""
 
     def work():
         found = {}
-        for run in range(12):
+        for run in range(20):
             workers = 2 + run % 3
             with late(seed=run):
                 digests = bits(workers)

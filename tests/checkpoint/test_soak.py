@@ -13,8 +13,8 @@ from launchers import python_path
 def test_processes_that_are_killed_go_on_to_the_same_weights(tmp_path):
     """On another number of workers and another back-end; memory, descriptors and threads stay as they are."""
     script = Path(__file__).parent / "soak.py"
-    options = "--steps 120 --save 20 --kill 60 --backends threads,gloo --folder"
+    options = "--steps 200 --save 20 --kill 100 --backends threads,gloo --folder"
     command = [sys.executable, script, *options.split(), tmp_path]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, env=python_path())
-    assert ended.returncode == 0 and "120 steps, 1 kills survived" in ended.stdout, ended.stdout + ended.stderr
+    assert ended.returncode == 0 and "200 steps, 1 kills survived" in ended.stdout, ended.stdout + ended.stderr
     assert "gloo, 3 workers, sharded: to the end" in ended.stdout
