@@ -143,8 +143,10 @@ NO_TENSOR = {
 }
 
 
-def test_what_is_no_tensor_is_a_type_error_that_says_so():
-    """It was the AttributeError of whatever looked at it first."""
+@pytest.mark.parametrize("noted", [False, True], ids=["plain", "debug"])
+def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
+    """It was the AttributeError of whatever looked at it first, and still was where functions are noted."""
+    monkeypatch.setattr("distdl.globals.debug.on", noted)
 
     def work():
         x = distdl.distribute_tensor(torch.ones(4, 5), distdl.world().reshape(4, 1))

@@ -65,9 +65,9 @@ class GlobalTensor(torch.Tensor):
             handler = TABLE[None]  # the fallback
         if kwargs and kwargs.get("out") is not None:
             handler = TABLE["out"]
-        if debug.on:
-            return debug.noted(handler, func, args, kwargs or {})
         try:
+            if debug.on:
+                return debug.noted(handler, func, args, kwargs or {})
             return handler(func, args, kwargs or {})
         except AttributeError as error:
             check_is_tensor(error.obj, func, args, kwargs or {})
