@@ -217,15 +217,15 @@ def nothing():
 
 
 def mesh_of(P, backend):
-    """DTensor's mesh over both workers, on gloo; None for threads."""
+    """DTensor's mesh over all workers, on gloo; None for threads."""
     if backend == "threads":
         return None
     if not dist.is_initialized():
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if P.rank == 0 else None
         port = P.broadcast_data(store.port if store else None)
         store = store or dist.TCPStore("localhost", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=P.rank, world_size=2)
-    return dist.init_device_mesh("cpu", (2,))
+        dist.init_process_group("gloo", store=store, rank=P.rank, world_size=P.size)
+    return dist.init_device_mesh("cpu", (P.size,))
 
 
 def halo_exchange(line, rank):

@@ -23,20 +23,21 @@ from distdl.nn import DistributedMSELoss
 from distdl.workers.footprint import Footprint
 
 ROWS, COLUMNS, CHANNELS = 512, 256, 16
+SMALL = 64, 32  # rows and columns of a first run, which brings the libraries' own memory, plans and communicators
 WORKERS = (2, 4, 8)
 
 
-def train(way, P):
-    """Two steps of this worker."""
+def train(way, P, rows=ROWS, columns=COLUMNS):
+    """Two steps of this worker. Returns the bytes of weights and momentum."""
     torch.manual_seed(0)
-    x, truth = (torch.randn(1, channels, ROWS // P.size, COLUMNS) for channels in (1, 2))
-    rows = P.reshape(1, 1, P.size, 1)
+    x, truth = (torch.randn(1, channels, rows // P.size, columns) for channels in (1, 2))
+    P_x = P.reshape(1, 1, P.size, 1)
     criterion = nn.functional.mse_loss
     if way == "modules":
-        model, criterion = UNet(Split(rows), CHANNELS), DistributedMSELoss(rows)
+        model, criterion = UNet(Split(P_x), CHANNELS), DistributedMSELoss(P_x)
     elif way == "global":
-        model = distributed(UNet(Plain(2), CHANNELS), rows)
-        x, truth = (distdl.GlobalTensor.from_local(one, rows) for one in (x, truth))
+        model = distributed(UNet(Plain(2), CHANNELS), P_x)
+        x, truth = (distdl.GlobalTensor.from_local(one, P_x) for one in (x, truth))
     else:
         model = UNet(Plain(2), CHANNELS)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -56,9 +57,9 @@ def counted(way):
 
 
 def resident(way):
-    """The most resident bytes of this process in a second run, beyond those that it had after the first."""
+    """The most resident bytes of this process, beyond those before the model was built."""
     P = distdl.world()
-    train(way, P)  # the libraries' own memory, plans, communicators
+    train(way, P, *SMALL)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     train(way, P)
