@@ -19,6 +19,7 @@ from distdl.tensors.memory import empty
 _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
+_MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
 _LONG = 32  # cells of a row that is measured by itself, not together with those of other samples
 _FAR = 1024.0  # times the variance of all cells: a square of a mean that costs digits
 _NEAR = 64.0  # times the variance of a block's own cells: one that costs none
@@ -98,21 +99,22 @@ class Rows(NamedTuple):
         A mean is far if it is large beside the deviation: the kernels of the CPU multiply before they subtract it, so
         it has to be subtracted before. If none is far here, none is among all cells.
         """
-        found = self._measured(x)
+        found = self.measured(x)
         if not self.centred or not x.is_cpu:
             return found, False
         mean, variance = found.unbind()
         if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
             return found, False
         centre = mean.to(x.dtype)
-        found = self._measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
+        found = self.measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
         found[0].add_(centre)  # (the kernels round means to the dtype of x)
         return found, True
 
-    def _measured(self, x: torch.Tensor) -> torch.Tensor:
+    def measured(self, x: torch.Tensor) -> torch.Tensor:
+        """The same, whether or not a mean is far."""
         batch, rows, cells = self.extents
         if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
-            shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_CHUNK // cells, 1)
+            shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_MEASURED // cells, 1)
             chunks = lines.split(number, 1) if x.is_cpu and number < batch * rows else [lines]
             parts = [
                 torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0) for one in chunks

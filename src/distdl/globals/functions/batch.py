@@ -21,6 +21,7 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
+from distdl.ops.rows import Rows
 from distdl.plan.planners import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function
@@ -40,10 +41,6 @@ def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
         and all(row is None or row.dtype is dtype for row in rows)
         and not is_differentiated_forward()
     )
-
-
-def _nothing(x: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
 
 
 class Moments:
@@ -71,6 +68,10 @@ class Moments:
         shapes = [(2 * channels,)]
         self._sum = Operator(plan, context.comm, context.everyone, _LABEL, torch.float64, NONE, shapes, shapes)
         self._own = owned.local
+        own, space = layout.local, range(2, dims)
+        rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, max(prod(own), 1))
+        assert rows is not None  # (they fit all channels)
+        self._rows = rows
         self.derive = self._gather.derive
         counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
         self.count = sum(counts)
@@ -93,9 +94,10 @@ class Moments:
     def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of each channel of the whole tensor, on every worker."""
         if x.numel():
-            # (which torch has not for meta tensors)
-            measure = torch.batch_norm_update_stats if x.is_cpu else _nothing
-            entries = torch.stack(measure(x, None, None, 0.0)).double()
+            if x.is_contiguous() or x.is_meta:
+                entries = self._rows.measured(self._rows.of_block(x))
+            else:
+                entries = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
         else:
             entries = x.new_zeros(self._own, dtype=torch.float64)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
