@@ -1,6 +1,6 @@
 """Operators: plans that workers execute, and the programs by which they do."""
 
-from distdl.exchange.composition import Chain, Together
-from distdl.exchange.operator import Operator, move_together
+from distdl.exchange.composition import Chain, Together, move_together
+from distdl.exchange.operator import Operator
 
 __all__ = ["Chain", "Operator", "Together", "move_together"]

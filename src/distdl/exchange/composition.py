@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from distdl.exchange.operator import Operator, move_together
+from distdl.exchange.nodes import move_all
+from distdl.exchange.operator import Operator
+from distdl.exchange.packing import Tensors
 from distdl.tensors.derivatives import is_checkpointed
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Together:
@@ -72,3 +72,26 @@ class Chain:
         for step in self.steps:
             xs = step(*xs)
         return xs
+
+
+def move_together(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Any]:
+    """Call several operators at once: their messages are under way at the same time, in one autograd node.
+
+    Every member passes the same operators in the same order. They may differ in their members.
+
+    Args:
+        arguments: the tensors of each operator.
+    Returns: the result of each.
+    """
+    moving = [place for place, op in enumerate(operators) if not op.still]
+    if len(moving) < 2:
+        return [op(*xs) for op, xs in zip(operators, arguments, strict=True)]
+    moved = move_all(tuple(operators[place] for place in moving), [arguments[place] for place in moving])
+    found = dict(zip(moving, moved, strict=True))
+    results = []
+    for place, (op, xs) in enumerate(zip(operators, arguments, strict=True)):
+        if op.still:
+            results.append(op(*xs))
+        else:
+            results.append(found[place][0] if len(op.outputs) == 1 else found[place])
+    return results
