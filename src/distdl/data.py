@@ -162,7 +162,7 @@ class DataLoader(data.DataLoader[Any]):
         generator = torch.Generator().manual_seed(seed)
         super().__init__(dataset, batch_size, collate_fn=collate(dataset.P), generator=generator, **options)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # (torch gives a class of its own)
         for batch in super().__iter__():
             yield as_global(batch, self._P)
 

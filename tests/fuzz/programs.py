@@ -135,11 +135,11 @@ def gradients(
     if not wanted or not leaves:
         return []
     loss = sum((y * _weights(y)).sum() for y in wanted)
-    found = torch.autograd.grad(loss, leaves, create_graph=bool(twice), allow_unused=True)  # type: ignore[arg-type]
+    found = torch.autograd.grad(loss, leaves, create_graph=bool(twice), allow_unused=True)
     if not twice:
         return list(found)
-    loss = sum((found[at] * found[at]).sum() for at in twice)  # type: ignore[operator,misc]
-    return [*found, *torch.autograd.grad(loss, leaves, allow_unused=True)]  # type: ignore[arg-type]
+    loss = sum((found[at] * found[at]).sum() for at in twice)
+    return [*found, *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
 def twice_differentiable(program: Program) -> tuple[int, ...]:

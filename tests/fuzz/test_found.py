@@ -162,7 +162,7 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
         with pytest.raises(RuntimeError, match="adaptive pooling in 1 dims needs an output_size of 1"):
             torch.nn.functional.adaptive_avg_pool1d(x.unsqueeze(0), (2, 2))
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-            x.nonsense  # noqa: B018
+            _ = x.nonsense
         return len(NO_TENSOR)
 
     assert distdl.run_workers(work) == [6] * 4

@@ -100,11 +100,11 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], twice: bool) ->
     scalars = [y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
     gradients: tuple[Any, ...] = ()
     if scalars:
-        loss = sum((y * _weights(y)).sum().abs() for y in scalars)  # type: ignore[attr-defined]
+        loss = sum((y * _weights(y)).sum().abs() for y in scalars)
         gradients = torch.autograd.grad(loss, leaves, create_graph=twice, allow_unused=True)
         if twice:
             again = sum((dx * dx).sum().real for dx in gradients if dx is not None)
-            gradients += torch.autograd.grad(again, leaves, allow_unused=True)  # type: ignore[arg-type]
+            gradients += torch.autograd.grad(again, leaves, allow_unused=True)
     return {"results": outputs, "gradients": gradients}
 
 

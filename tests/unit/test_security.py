@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import pickle
-import sys
 from pathlib import Path
 
+import audit
 import numpy as np
 import pytest
 import zarr
@@ -17,9 +17,6 @@ from distdl.data import BlockDataset
 
 SOURCE = Path(distdl.__file__).parent
 ROOT = SOURCE.parents[1]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import audit  # noqa: E402
 
 # what runs code that it reads, and the only files that may use it
 RUNS_CODE = {

@@ -241,9 +241,10 @@ class TorchCommunicator(Communicator):
     def _gloo(self, store: dist.Store, workers: Group) -> Any:
         options: Any = self._limit
         if self._host is not None:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
             options._timeout, options._threads = self._limit, 2
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host)]
+            options._devices = [gloo.create_device(hostname=self._host)]
         place, limit = workers.index(self.rank), self.timeout + _MARGIN
         ended = threading.Event()
         try:

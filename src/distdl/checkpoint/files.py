@@ -26,7 +26,7 @@ from distdl.transport.communicator import as_bytes
 try:
     import fcntl
 except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # (it is a module elsewhere)
 
 INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{9,})")

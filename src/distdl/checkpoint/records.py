@@ -165,5 +165,6 @@ def communicator_of(model: Any) -> Communicator:
                 return found
             if isinstance(module, Module):
                 for layout in getattr(module, "parameter_layouts", {}).values():
-                    return layout.partition.comm  # type: ignore[no-any-return]
+                    found = layout.partition.comm
+                    return found
     return world().comm

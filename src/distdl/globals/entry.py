@@ -95,8 +95,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
         listed = "; ".join(f"worker {w}: {dims(told[w][0])} {DTYPES[told[w][1]]}" for w in members)
         raise ValueError(
             "GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the "
-            "partition "
-            f"{P} has axes; got {listed}"
+            f"partition {P} has axes; got {listed}"
         )
     (rank,), (code,) = ranks, codes
     grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
@@ -151,16 +150,14 @@ def _split(
     if axes is not None:
         if len(axes) != len(extents):
             raise ValueError(
-                f"{what} needs axes= to name an axis for each dim of the tensor; that is {dims(extents)} and the "
-                "axes are "
-                f" {tuple(axes)}"
+                f"{what} needs axes= to name an axis for each dim of the tensor; that is {dims(extents)} and the axes "
+                f"are {tuple(axes)}"
             )
         P = _along(context, P, axes, what)
     if P.workers.ndim > len(extents):
         raise ValueError(
-            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is "
-            f"{dims(extents)} and "
-            f"the partition {P}. Say with axes= along which axis of the partition each dim is split"
+            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is {dims(extents)} "
+            f"and the partition {P}. Say with axes= along which axis of the partition each dim is split"
         )
     return context.balanced(P, extents)
 

@@ -220,8 +220,7 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
     if mode == "error":
         raise NotImplementedError(
             f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes "
-            "together on "
-            f"one worker; enter one with distdl.register, or use distdl.local_map"
+            "together on one worker; enter one with distdl.register, or use distdl.local_map"
         )
     frame = sys._getframe(2)
     while frame.f_back is not None and "/distdl/globals/" in frame.f_code.co_filename:
@@ -231,9 +230,8 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
     if mode == "warn" and site not in context.warned:
         context.warned.add(site)
         warnings.warn(
-            f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which "
-            "computes it alone "
-            f"(called at {frame.f_code.co_filename}:{frame.f_lineno})",
+            f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which computes "
+            f"it alone (called at {frame.f_code.co_filename}:{frame.f_lineno})",
             stacklevel=2,
         )
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -44,14 +45,14 @@ def current_place() -> Place:
     It is looked up among the calls that are under way: modules that note when they begin and end would take longer in
     every step than those of which nobody asks.
     """
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL:
             place = frame.f_locals["self"].__dict__.get(_PLACE)
             if place is not None:
                 found: Place = place
                 return found
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return Place()
 
 

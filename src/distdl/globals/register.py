@@ -37,11 +37,11 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
     return handler
 
 
-def _register_class(function: type[torch.autograd.Function], handler: Handler | str) -> None:
+def _register_class(function: Any, handler: Handler | str) -> None:
     """Let ``function.apply`` look for global tensors among its arguments."""
     apply = function.__dict__.get("_applied_to_tensors")
     if apply is None:
-        apply = function._applied_to_tensors = function.apply  # type: ignore[attr-defined]
+        apply = function._applied_to_tensors = function.apply
 
     def applied(*args: Any, **kwargs: Any) -> Any:
         found = [one for one in args if type(one) is GlobalTensor]
@@ -52,12 +52,13 @@ def _register_class(function: type[torch.autograd.Function], handler: Handler | 
         layout, blocks = aligned(found[0]._context, args, None, function.__name__)
         return result_of(apply, found[0], apply(*blocks, **kwargs), found, layout)
 
-    function.apply = staticmethod(applied)  # type: ignore[method-assign]
+    function.apply = staticmethod(applied)
 
 
 def unregister(function: Any) -> None:
     """Forget what was said of a function."""
-    if isinstance(function, type):
-        function.apply = function._applied_to_tensors  # type: ignore[attr-defined]
-    else:
+    if not isinstance(function, type):
         TABLE.pop(function, None)
+        return
+    known: Any = function
+    known.apply = known._applied_to_tensors

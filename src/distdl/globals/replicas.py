@@ -46,7 +46,7 @@ class Replica(torch.Tensor):
         made._context = context
         return made
 
-    # (what is asked for most often, without the way through torch)
+    # (what is asked for most often, without the way through torch, whose stubs let it be written)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

@@ -13,9 +13,9 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.partition import Layout, Partition
 
-_raw_node = torch._C.TensorBase.grad_fn.__get__  # type: ignore[union-attr]
-_raw_wants = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]
-_raw_requires = torch._C.TensorBase.requires_grad.__set__  # type: ignore[attr-defined]
+_base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
+_raw_node = _base.grad_fn.__get__
+_raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
 
 
 class GlobalTensor(torch.Tensor):
@@ -38,6 +38,11 @@ class GlobalTensor(torch.Tensor):
     _copies: list[Any]  # what would be views of this tensor, but for cells that had to move: weak references
     _outdated: str  # why this tensor does not have the values that it should
     _known: Any  # what all workers know of its values: bounds.Known
+
+    # (of those of torch's methods that we call ourselves, torch says that they give some tensor)
+    masked_fill: Callable[..., GlobalTensor]
+    movedim: Callable[..., GlobalTensor]
+    to: Callable[..., GlobalTensor]
 
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
@@ -73,7 +78,7 @@ class GlobalTensor(torch.Tensor):
             check_is_tensor(error.obj, func, args, kwargs or {})
             raise
 
-    @classmethod
+    @classmethod  # (torch's stubs have the default, a function of C)
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -81,13 +86,11 @@ class GlobalTensor(torch.Tensor):
             return cls._of(args[0]._block.detach(), args[0]._layout)
         raise RuntimeError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
-            "functions, "
-            "and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
-            "x.full_tensor(), "
-            f"or through distdl.local_map"
+            "functions, and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
+            "x.full_tensor(), or through distdl.local_map"
         )
 
-    # -- what is known without a message
+    # -- what is known without a message (torch's stubs let all of it be written)
 
     @property
     def layout(self) -> KnownLayout:  # type: ignore[override]
@@ -233,9 +236,8 @@ def note_written(x: GlobalTensor, name: str) -> None:
     if base is not None and base() is not None:
         base()._outdated = (
             f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to "
-            "other "
-            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
-            "before it"
+            f"other workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
+            f"before it"
         )
 
 
@@ -253,9 +255,8 @@ def check_usable(x: GlobalTensor) -> None:
         if node is not None:
             raise RuntimeError(
                 f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global "
-                "tensor; it "
-                f"computes on the whole tensor, but its gradient would be lost. If it works element by element, call "
-                f"distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
+                f"tensor; it computes on the whole tensor, but its gradient would be lost. If it works element by "
+                f"element, call distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
             )
     if "_outdated" in x.__dict__:
         raise RuntimeError(x._outdated)

@@ -20,5 +20,5 @@ def leave_uncompiled(forward: Callable[..., Any]) -> None:
     """Mark a function, so that the compiler neither traces it nor compiles what it calls."""
     skip = _frames._FrameAction.SKIP
     _frames.set_code_exec_strategy(forward.__code__, _frames._FrameExecStrategy(skip, skip))
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-    forward._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    marked: Any = forward
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON

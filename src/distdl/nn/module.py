@@ -31,7 +31,7 @@ class Module(torch.nn.Module):
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
                     return take_over(self, self._wrapped_call_impl, args, kwargs)
-        return self._wrapped_call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self._wrapped_call_impl(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""

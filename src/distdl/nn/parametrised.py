@@ -43,7 +43,7 @@ class _Nothing(torch.nn.Module):
     def __init__(self, kind: int, dim: int) -> None:
         super().__init__()
         self.kind, self.dim = kind, dim
-        self.register_load_state_dict_pre_hook(_leave_out)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_leave_out)
 
     def forward(self, first: torch.Tensor, block: torch.Tensor | None = None) -> torch.Tensor:
         return first if block is None else block + first.sum()

@@ -109,10 +109,8 @@ class _Kept:
         if self._written._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                "block of "
-                f"shape {list(self._block.shape)} is at version {self._written._version}; expected version "
-                f"{self._version} "
-                f"instead"
+                f"block of shape {list(self._block.shape)} is at version {self._written._version}; expected version "
+                f"{self._version} instead"
             )
         assert self._margins is not None
         window = torch.empty_strided(self._shape, self._strides, dtype=self._block.dtype, device=self._block.device)

@@ -32,7 +32,7 @@ class Footprint(TorchDispatchMode):
     _owners: ClassVar[dict[int, tuple[StorageWeakRef, Footprint]]] = {}  # of all threads
 
     def __init__(self, meta: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.peak = 0
         self._meta = meta
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -72,7 +72,7 @@ class Footprint(TorchDispatchMode):
             self._alive[storage._cdata] = (reference, storage.nbytes())
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         for key in self._alive:
             self._owners.pop(key, None)
 

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from types import TracebackType
+from typing import Any
 
 from distdl import environment
 from distdl.transport.communicator import CommunicationError
@@ -72,5 +73,6 @@ def _record_errors(file: str) -> None:
         with contextlib.suppress(OSError), open(file, "w") as opened:
             json.dump({"message": text}, opened)
 
-    record.records = True  # type: ignore[attr-defined]
-    sys.excepthook = record
+    hook: Any = record
+    hook.records = True
+    sys.excepthook = hook

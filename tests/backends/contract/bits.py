@@ -45,7 +45,10 @@ def late(seed, arrived=None):
     """
     comm = distdl.world().comm
     chance = random.Random(1000 * seed + comm.rank)
-    begun = lambda call: time.sleep(chance.random() / 2000)  # noqa: E731
+
+    def begun(call):
+        time.sleep(chance.random() / 2000)
+
     comm.recorder = Recording(comm, begun=begun) if arrived is None else ByArrival(comm, begun, arrived)
     try:
         yield

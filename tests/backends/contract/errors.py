@@ -97,7 +97,7 @@ def check_layers_of_one_kind_in_another_order_raise_on_every_member():
     texts = []
     for name, (make, x) in kinds.items():
         first, second = make(), make()
-        texts.append(raises(CommunicationError, lambda: (second if P.rank == 1 else first)(x), name))  # noqa: B023
+        texts.append(raises(CommunicationError, lambda: (second if P.rank == 1 else first)(x), name))  # noqa: B023  # (called at once)
         assert texts[-1].count("[layer ") == 2, texts[-1]
     layer = AllSumReduce(P.reshape(P.size), [0])
     texts.append(raises(CommunicationError, lambda: P.allgather_data(0) if P.rank == 1 else layer(x), "allgather_data"))

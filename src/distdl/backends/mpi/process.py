@@ -48,8 +48,9 @@ def abort_on_uncaught_exceptions() -> None:
         if MPI.Is_initialized() and not MPI.Is_finalized():
             MPI.COMM_WORLD.Abort(1)
 
-    abort.aborts = True  # type: ignore[attr-defined]
-    sys.excepthook = abort
+    hook: Any = abort
+    hook.aborts = True
+    sys.excepthook = hook
 
 
 def _is_first_to_fail() -> bool:
@@ -77,14 +78,12 @@ def _text(show: Callable[..., Any], kind: Any, error: Any, trace: Any) -> str:
 
 def _print_at_once(text: str) -> None:
     """Write all of it by as few calls as possible, so that little of other workers gets in between."""
-    for stream in (
-        sys.stderr,
-        sys.__stderr__,
-    ):  # (torch.distributed's hook collects what others print, to show it later)
+    streams: tuple[Any, ...] = sys.stderr, sys.__stderr__
+    for stream in streams:  # (torch.distributed's hook collects what others print, to show it later)
         try:
             left = memoryview(text.encode())
             while left:
-                left = left[os.write(stream.fileno(), left) :]  # type: ignore[union-attr]
+                left = left[os.write(stream.fileno(), left) :]
             return
         except (AttributeError, OSError, ValueError):  # it is no file
             continue

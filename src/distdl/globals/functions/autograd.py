@@ -258,7 +258,8 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     x._block.data = moved(value, x._layout, "data").detach()
 
 
-TABLE[torch.Tensor.data.__set__] = write_data  # type: ignore[attr-defined]
+_data: Any = torch.Tensor.data
+TABLE[_data.__set__] = write_data
 
 
 def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

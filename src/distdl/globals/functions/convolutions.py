@@ -44,16 +44,14 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
         if input.dim() != space + 2:
             raise RuntimeError(
-                f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input "
-                "of size: "
-                f"{list(input.shape)}"
+                f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of "
+                f"size: {list(input.shape)}"
             )
         produced, taken = weight.shape[0], weight.shape[1] * groups
         if taken != input.shape[1]:
             raise RuntimeError(
                 f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
-                "have "
-                f"{taken} channels, but got {input.shape[1]} channels instead"
+                f"have {taken} channels, but got {input.shape[1]} channels instead"
             )
         key = (numbers(stride), numbers(padding), numbers(dilation), groups, autocast_dtype(input))
 

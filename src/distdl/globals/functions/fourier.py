@@ -47,11 +47,10 @@ def _one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> Global
     """One transform along one dim."""
     transform = getattr(torch.fft, kind)
     extent = x.shape[dim]
-    length = n
-    if n is None:
-        length = 2 * (extent - 1) if kind in ("irfft", "hfft") else extent
-    after = length // 2 + 1 if kind in ("rfft", "ihfft") else length  # type: ignore[operator]
-    return along_dims(x, [dim], lambda block: transform(block, length, dim, norm), [int(after or 0)], kind)
+    usual = 2 * (extent - 1) if kind in ("irfft", "hfft") else extent
+    length = usual if n is None else n
+    after = length // 2 + 1 if kind in ("rfft", "ihfft") else length
+    return along_dims(x, [dim], lambda block: transform(block, length, dim, norm), [int(after)], kind)
 
 
 def _several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:
@@ -61,18 +60,19 @@ def _several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -
     steps = list(zip(dims, lengths, strict=True))
     final = [(*steps[-1], last)]
     rest = [(*step, others) for step in steps[:-1]]
+    y: GlobalTensor = x
 
     def walk(todo: list[tuple[int, int | None, str]]) -> None:
-        nonlocal x
+        nonlocal y
         while todo:
-            places = x._layout.partition.workers.shape
+            places = y._layout.partition.workers.shape
             step = next((one for one in todo if places[one[0]] == 1), todo[0])
             todo.remove(step)
-            x = _one(x, step[2], step[1], step[0], norm)
+            y = _one(y, step[2], step[1], step[0], norm)
 
     for steps_now in (final, rest) if first else (rest, final):
         walk(list(steps_now))
-    return x  # type: ignore[no-any-return]
+    return y
 
 
 def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
 def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
     """What index tensors pick, which are the same on every worker."""
     dims = [dim for dim, one in enumerate(cells) if one is not None]
-    shape = torch.broadcast_shapes(*(cells[dim].shape for dim in dims))  # type: ignore[union-attr]
+    shape = torch.broadcast_shapes(*(one.shape for one in cells if one is not None))
     check_cells(x, dims, cells)
     y = whole_along(x, dims, "indexing")
     layout, context = y._layout, y._context

@@ -88,8 +88,8 @@ def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @handles("stack", "torch")
-def stack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(tensors: Any, dim: int = 0) -> GlobalTensor:
+def stack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def run(tensors: Any, dim: int = 0) -> torch.Tensor:
         tensors = list(tensors)
         shapes = tuple(one.shape for one in tensors)
         if len(set(shapes)) > 1:
@@ -98,8 +98,7 @@ def stack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
                 f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 and "
                 f"{list(shapes[wrong])} at entry {wrong}"
             )
-        y: GlobalTensor = torch.cat([one.unsqueeze(dim) for one in tensors], dim)  # type: ignore[assignment]
-        return y
+        return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
 
     return run(*args, **kwargs)
 

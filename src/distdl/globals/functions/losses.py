@@ -73,8 +73,7 @@ def _check_shapes(func: Any, given: dict[str, Any]) -> None:
     if isinstance(target, torch.Tensor) and x.shape != target.shape:
         raise ValueError(
             f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. "
-            "Please "
-            f"ensure they have the same size."
+            "Please ensure they have the same size."
         )
 
 

@@ -72,10 +72,11 @@ def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     """``x[:, ..., mask]``, with so many dims in front of the mask."""
     check_mask(x, mask, at)
     dims = range(mask.dim())
-    rows = _rows(x.movedim([at + dim for dim in dims], list(dims)) if at else x, mask, "indexing")  # type: ignore[arg-type]
+    first = x.movedim([at + dim for dim in dims], list(dims)) if at else x
+    rows = _rows(first, mask, "indexing")
     block = block_of(rows.x)
     y = GlobalTensor._of(block[rows.mask].reshape(rows.chosen.local), rows.chosen)
-    return y.movedim(0, at) if at else y  # type: ignore[return-value]
+    return y.movedim(0, at) if at else y
 
 
 def check_mask(x: GlobalTensor, mask: GlobalTensor, at: int) -> None:
@@ -95,7 +96,7 @@ def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
     if is_number(value) or value.dim() <= len(rest) or value.shape[0] == 1:
         over: Any = reshaped(mask, (*mask.shape, *[1] * len(rest)))
         if is_number(value):
-            return x.masked_fill(over, value)  # type: ignore[return-value]
+            return x.masked_fill(over, value)
         check_value(x, value, (1, *rest))
         y: Any = torch.where(over, value.squeeze(0) if value.dim() > len(rest) else value, x)
         return reshaped(y, x.shape)
@@ -145,7 +146,7 @@ def _both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, Global
         x = split_beside(x, (mask,))
     if type(mask) is not GlobalTensor:
         mask = split_beside(mask, (x,))
-    return tuple(expanded(one, tuple(shape)) for one in (x, mask))  # type: ignore[return-value]
+    return expanded(x, tuple(shape)), expanded(mask, tuple(shape))
 
 
 @handles("masked_scatter masked_scatter_", "torch Tensor")

@@ -204,9 +204,8 @@ def _last(x: GlobalTensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, 
     extents = tuple(normalized_shape)
     if not extents or tuple(x.shape[-len(extents) :]) != extents:
         raise RuntimeError(
-            f"Given normalized_shape={list(extents)}, expected input with shape [*, "
-            f"{', '.join(map(str, extents))}], but got "
-            f"input of size{list(x.shape)}"
+            f"Given normalized_shape={list(extents)}, expected input with shape [*, {', '.join(map(str, extents))}], "
+            f"but got input of size{list(x.shape)}"
         )
     first = x.dim() - len(extents)
     return tuple((first + place, extent) for place, extent in enumerate(extents))

@@ -35,7 +35,7 @@ def moments(
     if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
         wide: Any = x.float()
         var, mean = moments(wide, dim, keepdim, unbiased, correction)
-        return var.to(x.dtype), mean.to(x.dtype)  # type: ignore[return-value]
+        return var.to(x.dtype), mean.to(x.dtype)
     dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
     least, shape = (1,) * x.dim(), reduced_shape(layout, dims)

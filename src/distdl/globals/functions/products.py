@@ -167,11 +167,11 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         second = [second] if isinstance(second, int) else list(second)
         pairs = (tuple(first), tuple(second))
         checked(torch.tensordot, [a, b], pairs)
-        left: list[Hashable] = [("a", dim) for dim in range(a.dim())]
-        right: list[Hashable] = [("b", dim) for dim in range(b.dim())]
+        left: list[tuple[str, int]] = [("a", dim) for dim in range(a.dim())]
+        right: list[tuple[str, int]] = [("b", dim) for dim in range(b.dim())]
         for place, (one, other) in enumerate(zip(first, second, strict=True)):
             left[one] = right[other] = ("k", place)
-        out_labels = [label for label in (*left, *right) if label[0] != "k"]  # type: ignore[index]
+        out_labels = [label for label in (*left, *right) if label[0] != "k"]
         return contract(lambda a, b: torch.tensordot(a, b, pairs), [a, b], [left, right], out_labels, "tensordot")
 
     return run(*args, **kwargs)

@@ -174,7 +174,7 @@ def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
         y = part(x, masked.basic)
         dims = masked.mask.dim()
         if masked.at:
-            y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))  # type: ignore[assignment]
+            y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))
         y.copy_(written_by(y, masked.mask, value))
         return
     chosen = _chosen(index, x.dim())
