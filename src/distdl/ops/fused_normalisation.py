@@ -116,7 +116,7 @@ class _Normalise(Function):
             (mean,) = rows.spread(found[0] - found[0].to(x.dtype), rows.own, x.dtype)
         ctx.save_for_backward(x, mean, variance, centre, *weights)
         weight, bias = [*map(rows.of_weight, weights), None, None][:2]
-        rows.apply(block, mean, variance, fused.eps, weight, bias, y.view(rows.extents))
+        rows.apply(block, (mean, variance, fused.eps), weight, bias, y.view(rows.extents))
         return y
 
     @staticmethod
@@ -161,7 +161,7 @@ def _derivatives(
     if rows.inner and weight is not None:
         sums, dweights = rows.weighted_sums(x, dy, mean, inverse, weight)
     else:
-        sums = rows.sums(x, dy, mean, variance, eps)
+        sums = rows.sums(x, dy, (mean, variance, eps))
         if weight is not None:
             dweights = [*rows.gathered(sums, rows.row, x.dtype).unbind()]
             sums, scale = sums * weight, inverse * weight
@@ -173,7 +173,7 @@ def _derivatives(
     factors = [scale, *(one.mul_(inverse) for one in rows.spread(averages, rows.own, x.dtype))]
     if rows.inner and weight is not None:
         return rows.weighted_gradient(x, dy, weight, mean, factors), dweights
-    return rows.gradient(x, dy, mean, variance, eps, factors), dweights
+    return rows.gradient(x, dy, (mean, variance, eps), factors), dweights
 
 
 def _differentiably(

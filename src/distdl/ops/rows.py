@@ -24,6 +24,9 @@ _LONG = 32  # cells of a row that is measured by itself, not together with those
 _FAR = 1024.0  # times the variance of all cells: a square of a mean that costs digits
 _NEAR = 64.0  # times the variance of a block's own cells: one that costs none
 
+Standard = tuple[torch.Tensor, torch.Tensor, float]
+"""What standardises rows: the mean and the variance of each, and eps."""
+
 
 class Rows(NamedTuple):
     """How the kernels see a block: as a tensor of batch, rows and cells.
@@ -141,30 +144,23 @@ class Rows(NamedTuple):
         return torch.sub(x, centre.view(1, -1, 1), out=empty(x.shape, x.dtype, x))
 
     def apply(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        eps: float,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        y: torch.Tensor,
+        self, x: torch.Tensor, by: Standard, weight: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor
     ) -> None:
         """``y = (x - mean) / sqrt(variance + eps) * weight + bias``; weight and bias are of rows, or of cells."""
         if not self.inner:
-            _apply(x, mean, variance, eps, weight, bias, y)
+            _apply(x, by, weight, bias, y)
             return
+        mean, variance, eps = by
         for one, out, centre, spread in self._chunks((x, y), mean, variance):
-            _apply(one, centre, spread, eps, None, None, out)
+            _apply(one, (centre, spread, eps), None, None, out)
             if weight is not None and bias is not None:
                 torch.addcmul(bias, out, weight, out=out)
             elif weight is not None:
                 out.mul_(weight)
 
-    def sums(
-        self, x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def sums(self, x: torch.Tensor, dy: torch.Tensor, by: Standard) -> torch.Tensor:
         """Of each row, the sums of ``dy (x - mean) / sqrt(variance + eps)`` and of dy."""
+        mean, variance, eps = by
         wanted = [False, True, True]
         return torch.stack(_SUMS(dy, x, None, mean, variance, None, None, False, eps, wanted)[1:])
 
@@ -190,23 +186,18 @@ class Rows(NamedTuple):
         return found, [over[2] - over[1], over[0]]
 
     def gradient(
-        self,
-        x: torch.Tensor,
-        dy: torch.Tensor,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        eps: float,
-        factors: Sequence[torch.Tensor],
+        self, x: torch.Tensor, dy: torch.Tensor, by: Standard, factors: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """``dy * scale + (x - mean) / sqrt(variance + eps) * slope + shift``.
 
         Args:
             factors: scale, slope and shift of each row; there is no shift where there are no means.
         """
+        mean, variance, eps = by
         dx = empty(x.shape, x.dtype, x)
         for one, rise, out, centre, spread, scale, *affine in self._chunks((x, dy, dx), mean, variance, *factors):
             slope, shift = [*affine, None][:2]
-            _apply(one, centre, spread, eps, slope, shift, out)
+            _apply(one, (centre, spread, eps), slope, shift, out)
             out.addcmul_(rise, scale.view(1, -1, 1))
         return dx
 
@@ -244,14 +235,9 @@ class Rows(NamedTuple):
 
 
 def _apply(
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
+    x: torch.Tensor, by: Standard, weight: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
+    mean, variance, eps = by
     unused = torch.empty(0, dtype=x.dtype, device=x.device)
     _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=unused, save_invstd=unused)
