@@ -113,6 +113,11 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if known else None
 
 
+def single(value: Any) -> Any:
+    """A sequence of one number as that number, as torch takes it."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
 def numbers(value: Any) -> Any:
     """An option as a value that can be a key: lists as tuples."""
     try:

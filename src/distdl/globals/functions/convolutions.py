@@ -10,7 +10,7 @@ from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, autocast_dtype, numbers
+from distdl.globals.functions.applying import apply, autocast_dtype, numbers, single
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.convolution import Convolution
@@ -57,7 +57,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
         def op() -> Convolution:
             name = func.__name__
-            sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(_single, key[:3]))
+            sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
             made = Convolution(
                 input._layout.partition, taken, produced, sliding, "zeros", groups, autocast_dtype(input)
             )
@@ -97,7 +97,7 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         key = (*map(numbers, (stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
 
         def op() -> TransposedConvolution:
-            geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(_single, key[:4]))
+            geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
             made = TransposedConvolution(
                 input._layout.partition, weight.shape[0], weight.shape[1] * groups, geometry, groups,
                 autocast=autocast_dtype(input),
@@ -108,8 +108,3 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
 
     return run(*args, **kwargs)
-
-
-def _single(value: Any) -> Any:
-    """A sequence of one number as that number, as torch takes it."""
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value

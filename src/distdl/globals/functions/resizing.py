@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, numbers
+from distdl.globals.functions.applying import apply, numbers, single
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
@@ -51,7 +51,7 @@ def _pooled(
 
     def op() -> Pooling:
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        sliding = PoolSliding.of(name, space, *map(_single, map(numbers, given.values())))
+        sliding = PoolSliding.of(name, space, *map(single, map(numbers, given.values())))
         made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
         made.check(name)
         return made
@@ -61,10 +61,6 @@ def _pooled(
 
 def _with_ceil(sliding: PoolSliding, ceil_mode: bool) -> PoolSliding:
     return PoolSliding(sliding.kernel, sliding.stride, sliding.padding, sliding.dilation, None, bool(ceil_mode))
-
-
-def _single(value: Any) -> Any:
-    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
 @handles(

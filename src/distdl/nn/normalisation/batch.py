@@ -12,8 +12,8 @@ from distdl.nn.normalisation.state import (
     Agreed,
     Number,
     Weights,
+    normalised,
     register_running,
-    reported,
     reset_running,
     running,
     running_layouts,
@@ -94,13 +94,7 @@ class DistributedBatchNorm(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        weights, kept = self._weights.of(self, x), running(self)
-        setup = self.agree(
-            x, *weights, extra=reported(self.training, kept, self._weights.unfit(self), self.eps, self.momentum)
-        )
-        moved = setup.move_in(x, *weights, *kept)
-        y: torch.Tensor = setup.move_out(setup.local(*moved))
-        return y
+        return normalised(self, x, running(self), self.momentum)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -6,7 +6,7 @@ import torch
 
 from distdl.nn.layer import Layer
 from distdl.nn.module import Option
-from distdl.nn.normalisation.state import Agreed, Number, Weights, reported
+from distdl.nn.normalisation.state import Agreed, Number, Weights, normalised
 from distdl.nn.parametrised import trained
 from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import GroupNorm
@@ -60,11 +60,7 @@ class DistributedGroupNorm(Layer):
         keep_sequential_keys(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self._weights.of(self, x)
-        setup = self.agree(x, *weights, extra=reported(self.training, (), self._weights.unfit(self), self.eps))
-        moved = setup.move_in(x, *weights)
-        y: torch.Tensor = setup.move_out(setup.local(*moved))
-        return y
+        return normalised(self, x)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -10,8 +10,8 @@ from distdl.nn.normalisation.state import (
     Agreed,
     Number,
     Weights,
+    normalised,
     register_running,
-    reported,
     reset_running,
     running,
     running_layouts,
@@ -83,13 +83,7 @@ class DistributedInstanceNorm(Layer):
         keep_sequential_keys(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, kept = self._weights.of(self, x), running(self)
-        setup = self.agree(
-            x, *weights, extra=reported(self.training, kept, self._weights.unfit(self), self.eps, self.momentum)
-        )
-        moved = setup.move_in(x, *weights, *kept)
-        y: torch.Tensor = setup.move_out(setup.local(*moved))
-        return y
+        return normalised(self, x, running(self), self.momentum)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

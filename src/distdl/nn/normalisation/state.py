@@ -201,6 +201,21 @@ def _number(bits: int) -> float | None:
     return None if number != number else number
 
 
+def normalised(module: Any, x: torch.Tensor, kept: Sequence[torch.Tensor] = (), *numbers: float | None) -> torch.Tensor:
+    """What a normalisation makes of this worker's block.
+
+    Args:
+        kept: the running statistics, if there are any.
+        numbers: the options that may change, beside eps.
+    """
+    weights = module._weights.of(module, x)
+    norms = module._weights.unfit(module)
+    setup = module.agree(x, *weights, extra=reported(module.training, kept, norms, module.eps, *numbers))
+    moved = setup.move_in(x, *weights, *kept)
+    y: torch.Tensor = setup.move_out(setup.local(*moved))
+    return y
+
+
 def register_running(module: Any, tracks: bool) -> None:
     """Give a module the running mean and variance of this worker's balanced block of channels, or None.
 
