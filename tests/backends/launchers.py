@@ -27,15 +27,27 @@ def python_path(**variables):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
 
 
+def ended(command, limit=100, **variables):
+    """A job that has come to its end, with what it printed.
+
+    Raises: TimeoutExpired if it does not end soon; on a busy machine it takes a minute to start.
+    """
+    return subprocess.run(command, capture_output=True, text=True, timeout=limit, env=python_path(**variables))
+
+
+def outcome(command, **variables):
+    """The exit status of a job, and all that it printed."""
+    done = ended(command, **variables)
+    return done.returncode, done.stdout + done.stderr
+
+
 def run_suites(backend, folder):
     """Run ``run_suites.py`` on four processes; what it printed."""
     script = str(FOLDER / "run_suites.py")
     started = [sys.executable, script, str(folder), backend]
     command = mpirun(4, script, str(folder)) if backend == "mpi" else started
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=python_path(DISTDL_TIMEOUT="60"), timeout=LIMIT
-        )
+        done = ended(command, LIMIT, DISTDL_TIMEOUT="60")
         return f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
     except subprocess.TimeoutExpired as error:
         return f"not ended after {LIMIT} s\n{error.stdout}\n{error.stderr}"

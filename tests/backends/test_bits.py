@@ -1,12 +1,11 @@
 """Sums in the order of workers leave the same bits in each run; a transport that adds up as things arrive does not."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from contract.bits import bits, late
-from launchers import FOLDER, mpirun, python_path
+from launchers import FOLDER, ended, mpirun
 
 import distdl
 
@@ -53,7 +52,7 @@ def test_20_runs_on_each_backend_leave_the_same_bits():
     script, found = FOLDER / "run_bits.py", {}
     for backend in ("threads", "gloo", "mpi"):
         command = mpirun(4, script) if backend == "mpi" else [sys.executable, script, backend]
-        ended = subprocess.run(command, capture_output=True, text=True, env=python_path(), timeout=900)
-        assert ended.returncode == 0, ended.stderr
-        found[backend] = json.loads(ended.stdout)
+        done = ended(command, 900)
+        assert done.returncode == 0, done.stderr
+        found[backend] = json.loads(done.stdout)
     assert found["gloo"] == found["threads"] and found["mpi"] == found["threads"]

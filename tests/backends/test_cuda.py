@@ -1,12 +1,10 @@
 """What needs a GPU: workers as threads on one device, and tensors of a device over transports that move host memory."""
 
-import subprocess
-
 import numpy as np
 import pytest
 import torch
 from cases import MAKERS
-from launchers import FOLDER, mpirun, python_path
+from launchers import FOLDER, ended, mpirun
 
 import distdl
 from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition, SumReduce
@@ -44,7 +42,7 @@ def test_gloo_stages_through_host_memory():
 @pytest.mark.timeout(120)
 def test_mpi_stages_through_host_memory():
     command = mpirun(2, FOLDER / "test_cuda.py")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path())
+    done = ended(command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

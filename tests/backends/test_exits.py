@@ -11,7 +11,7 @@ import time
 import exits
 import pytest
 import torch
-from launchers import FOLDER, mpirun, python_path
+from launchers import FOLDER, mpirun, outcome, python_path
 
 import distdl
 from distdl import environment
@@ -21,11 +21,6 @@ from distdl.transport.communicator import CommunicationError
 from distdl.workers import launchers
 
 SCRIPT = str(FOLDER / "exits.py")
-
-
-def run(command, **variables):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
-    return done.returncode, done.stdout + done.stderr
 
 
 # -- a worker that leaves while others wait
@@ -102,7 +97,7 @@ def test_gloo_processes_that_lose_another_say_why():
 @pytest.mark.timeout(120)
 def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
     begun = time.monotonic()
-    status, output = run(mpirun(3, SCRIPT, "leaves", "alone"), DISTDL_TIMEOUT="200")
+    status, output = outcome(mpirun(3, SCRIPT, "leaves", "alone"), DISTDL_TIMEOUT="200")
     assert status != 0 and time.monotonic() - begun < 100
     assert "waits in AllSumReduce (P_x: 3" in output and "for worker 1, which had come to the end" in output, output
     assert output.count("Traceback") == 1 and " of 3 on " in output.partition("Traceback")[0], output
@@ -111,7 +106,7 @@ def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
 @pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_mpi_prints_the_traceback_though_torch_distributed_has_a_hook_of_its_own():
-    status, output = run(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone"))
+    status, output = outcome(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone"))
     assert status != 0 and "KeyError: 'the reason'" in output and output.count("Traceback") == 1, output
 
 
@@ -128,7 +123,7 @@ def test_the_traceback_says_which_thread_raised():
 @pytest.mark.fault("threads")
 @pytest.mark.timeout(90)
 def test_a_thread_that_computes_on_does_not_abort_the_process():
-    status, output = run([sys.executable, SCRIPT, "computes_on", "threads"])
+    status, output = outcome([sys.executable, SCRIPT, "computes_on", "threads"])
     assert status == 1 and "terminate called" not in output, output
     assert "KeyError: 'the reason'\n(raised on worker 1 of 2)" in output, output
 
@@ -206,7 +201,7 @@ def test_the_grace_period_is_a_number(monkeypatch, text):
 @pytest.mark.timeout(120)
 def test_torchrun_restarts_a_job_and_it_ends_without_open_groups():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    status, output = run([*torchrun, "--max-restarts", "1", SCRIPT, "recovers", "alone"], DISTDL_TIMEOUT="20")
+    status, output = outcome([*torchrun, "--max-restarts", "1", SCRIPT, "recovers", "alone"], DISTDL_TIMEOUT="20")
     assert status == 0 and "KeyError: 'the reason'" in output, output
     assert "groups open at exit: 0" in output, output
 
@@ -235,7 +230,7 @@ def test_torchrun_is_told_of_the_error_and_takes_the_cause_for_the_first(monkeyp
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_path):
-    status, output = run([sys.executable, SCRIPT, "saves_when_asked", backend], EXITS_FOLDER=str(tmp_path))
+    status, output = outcome([sys.executable, SCRIPT, "saves_when_asked", backend], EXITS_FOLDER=str(tmp_path))
     assert status == 143, output
     saved = [json.loads((tmp_path / name).read_text()) for name in "01"]
     assert saved[0] == saved[1] and saved[0][0] == saved[0][1] < 10

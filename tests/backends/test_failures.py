@@ -1,13 +1,12 @@
 """No silent wait: a worker that fails, ends or makes another call is an error on the others, and soon."""
 
 import json
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from launchers import FOLDER, mpirun, python_path
+from launchers import FOLDER, mpirun, outcome
 
 import distdl
 from distdl.nn import AllSumReduce, Broadcast, Repartition
@@ -170,12 +169,6 @@ def test_the_callers_interruption_ends_the_workers():
 # -- processes: each scenario is one job, which has to end soon, with an exit status and a reason
 
 
-def run(command, **variables):
-    """Raises: TimeoutExpired if the job does not end soon, on a busy machine that takes a minute to start it."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
-    return done.returncode, done.stdout + done.stderr
-
-
 JOBS = {
     "gloo": lambda scenario: [sys.executable, str(SCENARIOS), scenario, "gloo"],
     "mpi": lambda scenario: mpirun(4, SCENARIOS, scenario),
@@ -186,7 +179,7 @@ JOBS = {
 @pytest.mark.timeout(120)
 def test_the_end_of_a_worker_ends_the_job():
     """(For gloo, below; for a worker that raises, in test_exits.)"""
-    status, output = run(JOBS["mpi"]("dies"), DISTDL_TIMEOUT="300")
+    status, output = outcome(JOBS["mpi"]("dies"), DISTDL_TIMEOUT="300")
     assert status != 0, output
 
 
@@ -194,7 +187,7 @@ def test_the_end_of_a_worker_ends_the_job():
 @pytest.mark.timeout(120)
 def test_a_wait_that_is_too_long_names_the_layer_and_the_absent_worker_to_all_that_wait():
     """(For gloo, in test_opening, where the store is stopped, too.)"""
-    status, output = run(JOBS["mpi"]("is_absent"), DISTDL_TIMEOUT="80")
+    status, output = outcome(JOBS["mpi"]("is_absent"), DISTDL_TIMEOUT="80")
     texts = sorted(text for one in told(output) for text in one)
     assert status != 0 and len(texts) == 3, output
     first = " waited longer than 3 s (DISTDL_TIMEOUT) in AllSumReduce (P_x: 4 on workers 0..3; P_y: "
@@ -212,7 +205,7 @@ def told(output):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", JOBS)
 def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refuses(backend):
-    status, output = run(JOBS[backend]("differs"), DISTDL_TIMEOUT="300")
+    status, output = outcome(JOBS[backend]("differs"), DISTDL_TIMEOUT="300")
     texts = told(output)
     assert len(texts) == 4, output
     assert backend == "gloo" or status != 0  # nobody takes the results of such a run for good ones
@@ -236,7 +229,7 @@ def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refu
 ])  # fmt: skip
 def test_mpi_ends_another_order_of_moves_or_shapes_long_before_the_limit_and_names_both(scenario, words, sides):
     """(For gloo, in test_opening.)"""
-    status, output = run(JOBS["mpi"](scenario), DISTDL_TIMEOUT="300")
+    status, output = outcome(JOBS["mpi"](scenario), DISTDL_TIMEOUT="300")
     texts = [text for one in told(output) for text in one]
     assert status != 0 and texts, output
     assert any(words in text for text in texts), output
@@ -246,7 +239,7 @@ def test_mpi_ends_another_order_of_moves_or_shapes_long_before_the_limit_and_nam
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(120)
 def test_gloo_names_the_lost_peer_again_and_again():
-    status, output = run(JOBS["gloo"]("outlives"), DISTDL_TIMEOUT="300")
+    status, output = outcome(JOBS["gloo"]("outlives"), DISTDL_TIMEOUT="300")
     texts = told(output)
     assert texts and status != 0, output
     for first, *later in texts:

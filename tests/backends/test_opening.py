@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import FOLDER, mpirun, python_path
+from launchers import FOLDER, ended, mpirun, python_path
 
 import distdl
 from distdl import CommunicationError
@@ -256,7 +256,7 @@ def test_gloo_ends_its_wait_where_the_process_that_keeps_the_store_is_stopped(tm
 
 def launch(scenario, folder, **variables):
     command = mpirun(3, SCRIPT, scenario, str(folder))
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
+    return ended(command, **variables)
 
 
 @pytest.mark.fault("mpi")

@@ -5,14 +5,13 @@ import functools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from launchers import FOLDER, python_path
+from launchers import FOLDER, ended
 
 import distdl
 from distdl import backends
@@ -256,7 +255,7 @@ def test_twelve_tenths_add_up_to_the_nearest_float():
 
 
 def output_of(command, **variables):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=python_path(**variables))
+    done = ended(command, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -348,13 +347,13 @@ def test_a_script_that_wants_more_workers_than_its_own_says_how_to_start_them(tm
         f"try:\n    distdl.world().{wanted}\nexcept ValueError as error:\n    print(error)\n" for wanted in WANTED
     ]
     script.write_text("".join(["import distdl\n", *attempts, f"distdl.world().{list(WANTED)[-1]}\n"]))
-    plain = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=python_path())
+    plain = ended([sys.executable, script], 60)
     printed = plain.stdout.splitlines()
     assert len(printed) == len(WANTED), plain.stdout + plain.stderr
     assert all(ALONE.format(n) in line for line, n in zip(printed, WANTED.values(), strict=True))
     assert plain.returncode == 1 and printed[-1] in plain.stderr
     run = [sys.executable, "-m", "distdl", "run", "-n", "2", script]
-    launched = subprocess.run(run, capture_output=True, text=True, timeout=60, env=python_path())
+    launched = ended(run, 60)
     assert "ValueError" in launched.stderr and launched.stdout and "started" not in launched.stdout + launched.stderr
 
 

@@ -1,11 +1,10 @@
 """A short form of the long training of `make soak`: threads are killed, and gloo processes go on."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launchers import python_path
+from launchers import ended
 
 
 @pytest.mark.fault("threads")
@@ -15,6 +14,6 @@ def test_processes_that_are_killed_go_on_to_the_same_weights(tmp_path):
     script = Path(__file__).parent / "soak.py"
     options = "--steps 200 --save 20 --kill 100 --backends threads,gloo --folder"
     command = [sys.executable, script, *options.split(), tmp_path]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, env=python_path())
-    assert ended.returncode == 0 and "200 steps, 1 kills survived" in ended.stdout, ended.stdout + ended.stderr
-    assert "gloo, 3 workers, sharded: to the end" in ended.stdout
+    done = ended(command, 110)
+    assert done.returncode == 0 and "200 steps, 1 kills survived" in done.stdout, done.stdout + done.stderr
+    assert "gloo, 3 workers, sharded: to the end" in done.stdout

@@ -3,13 +3,12 @@
 import functools
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cases import MAKERS
-from launchers import mpirun, python_path
+from launchers import ended, mpirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
@@ -34,7 +33,7 @@ def job(tmp_path_factory):
         command, names = JOBS[launcher]
         picture = folder / f"{launcher}.png"
         words = [f"{name}={picture}" if name == "vae_decode" else name for name in names]
-        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT, env=python_path())
+        done = ended([*command, *words], LIMIT)
         printed = dict(re.findall(r"^# (\w+)\n(.*?)(?=^# |\Z)", done.stdout, re.DOTALL | re.MULTILINE))
         return done, printed, picture
 

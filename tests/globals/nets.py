@@ -105,6 +105,82 @@ OPTIMISERS = {
 }
 
 
+def assert_trains_alike(model, sequential, optimiser, resets):
+    """Train two models with a schedule, clipped gradients and averaged weights; everything is the same at each step.
+
+    Args:
+        resets: for each step, whether gradients are set to None before it, or to 0.
+    """
+    models = (model, sequential)
+    decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averages = [torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=decay) for one in models]
+    optimisers = [OPTIMISERS[optimiser](one.parameters()) for one in models]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=6) for one in optimisers]
+    for step, set_to_none in enumerate(resets):
+        x, target = batch(step)
+        losses, norms = [], []
+        for one, steps, schedule, average in zip(models, optimisers, schedules, averages, strict=True):
+            steps.zero_grad(set_to_none=set_to_none)
+            loss = nn.functional.mse_loss(one(x), target)
+            loss.backward()
+            norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.5))
+            steps.step()
+            schedule.step()
+            average.update_parameters(one)
+            losses.append(loss)
+        assert_close(*losses)
+        assert_close(*norms)
+        assert_same_state(*models)
+    assert model.unused.weight.grad is None and model.frozen.grad is None
+    assert model.tied.weight is model.inner[0].weight
+    assert_same_state(*(one.module for one in averages))
+    for one in models:
+        one.eval()
+    with torch.no_grad():
+        x, _ = batch(9)
+        assert_close(model(x), sequential(x))
+        assert_close(averages[0](x), averages[1](x))
+
+
+def backward_thrice(model):
+    """Go through one graph twice, and then differentiate its gradients."""
+    x, target = batch(0)
+    loss = (model(x) - target).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    used = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    first = torch.autograd.grad(loss, used, create_graph=True)
+    sum(g.square().sum() for g in first).backward()
+
+
+def backward_of_parameters(model, by, x, target):
+    """Differentiate a loss of a :class:`Regularised` model, in which its parameters stand by themselves.
+
+    Args:
+        by: who adds the terms of the parameters, or ``alone`` for these terms without the others: with their gradients
+            taken by ``grad`` (``gradient``), or differentiated once more (``twice``).
+    Returns: the loss.
+    """
+    found = model(x, target=target)
+    loss = found["loss"]
+    if by == "result":
+        loss = loss + 0.1 * found["outputs"][1][0]
+    elif by == "outside":
+        loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
+    elif by in ("alone", "gradient", "twice"):
+        loss = found["outputs"][1][0]
+    if by == "gradient":
+        listed = list(model.parameters())
+        for p, g in zip(listed, torch.autograd.grad(loss, listed, allow_unused=True), strict=True):
+            p.grad = g
+    elif by == "twice":
+        first = torch.autograd.grad(loss, [model.conv.weight, model.gain], create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+    else:
+        loss.backward()
+    return loss
+
+
 class Regularised(nn.Module):
     """Its loss is made in its forward, and has terms in which there are only parameters."""
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import distdl
@@ -68,6 +69,25 @@ def assert_same(
             _compare(expected, found, f"{getattr(function, '__name__', function)} over {tuple(grid)}", tolerance)
 
     distdl.run_workers(work, workers)
+
+
+def assert_raises_the_same(function: Callable[[Any], Any], whole: torch.Tensor, text: bool = False) -> None:
+    """Run a function on a tensor whose dim 1 is split over two of three workers: it raises an error of torch's kind.
+
+    Args:
+        text: whether it has torch's text, too.
+    """
+
+    def work() -> None:
+        root, grid = distdl.world(), (1, 2, *[1] * (whole.dim() - 2))
+        x = distdl.distribute_tensor(whole, root[:2].reshape(grid))
+        with pytest.raises((RuntimeError, IndexError)) as ours:
+            function(x)
+        with pytest.raises(type(ours.value)) as theirs:
+            function(whole)
+        assert not text or str(ours.value) == str(theirs.value)
+
+    distdl.run_workers(work, 3)
 
 
 def _made(argument: Any, grid: Sequence[int] | None, root: Any) -> Any:

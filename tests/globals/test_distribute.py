@@ -12,6 +12,9 @@ from nets import (
     assert_close,
     assert_identical,
     assert_same_state,
+    assert_trains_alike,
+    backward_of_parameters,
+    backward_thrice,
     batch,
     network,
     partition,
@@ -30,38 +33,8 @@ def test_training(optimiser, set_to_none):
         for grid in GRIDS if set_to_none else GRIDS[:1]:
             sequential = network()
             model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
-            models = (model, sequential)
-            averages = [
-                torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-                for one in models
-            ]
-            optimisers = [OPTIMISERS[optimiser](one.parameters()) for one in models]
-            schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=6) for one in optimisers]
-            for step in range(5):
-                x, target = batch(step)
-                losses, norms = [], []
-                for one, steps, schedule, average in zip(models, optimisers, schedules, averages, strict=True):
-                    steps.zero_grad(set_to_none=set_to_none)
-                    loss = nn.functional.mse_loss(one(x), target)
-                    loss.backward()
-                    norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.5))
-                    steps.step()
-                    schedule.step()
-                    average.update_parameters(one)
-                    losses.append(loss)
-                assert_close(*losses)
-                assert_close(*norms)
-                assert_same_state(*models)
-            assert model.unused.weight.grad is None and model.frozen.grad is None
-            assert model.tied.weight is model.inner[0].weight
+            assert_trains_alike(model, sequential, optimiser, [set_to_none] * 5)
             assert_identical(model)
-            assert_same_state(*(one.module for one in averages))
-            for one in models:
-                one.eval()
-            with torch.no_grad():
-                x, _ = batch(9)
-                assert_close(model(x), sequential(x))
-                assert_close(averages[0](x), averages[1](x))
 
     run(work)
 
@@ -118,14 +91,7 @@ def test_a_backward_may_run_twice_and_be_differentiated():
         sequential = network()
         model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1, 1)), fallback="error")
         for one in (model, sequential):
-            x, target = batch(0)
-            loss = (one(x) - target).square().mean()
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-            used = [p for p in one.parameters() if p.requires_grad and p.grad is not None]
-            first = torch.autograd.grad(loss, used, create_graph=True)
-            penalty = sum(g.square().sum() for g in first)
-            penalty.backward()
+            backward_thrice(one)
         assert_same_state(model, sequential)
 
     run(work)
@@ -140,25 +106,7 @@ def test_losses_of_parameters(by):
         target = distdl.distribute_tensor(target, partition((2, 1, 2)))
         losses = []
         for one, wanted in ((model, target), (sequential, target.full_tensor())):
-            found = one(x, target=wanted)
-            loss = found["loss"]
-            if by == "result":
-                loss = loss + 0.1 * found["outputs"][1][0]
-            elif by == "outside":
-                loss = loss + 0.1 * sum(p.square().sum() for p in one.parameters())
-            elif by in ("alone", "gradient", "twice"):
-                loss = found["outputs"][1][0]
-            if by == "gradient":
-                listed = list(one.parameters())
-                for p, g in zip(listed, torch.autograd.grad(loss, listed, allow_unused=True), strict=True):
-                    p.grad = g
-            elif by == "twice":
-                used = [one.conv.weight, one.gain]
-                found = torch.autograd.grad(loss, used, create_graph=True)
-                sum(g.square().sum() for g in found).backward()
-            else:
-                loss.backward()
-            losses.append(loss.item())
+            losses.append(backward_of_parameters(one, by, x, wanted).item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
         assert_same_state(model, sequential)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import GRIDS, Global, assert_same, noise
+from same import GRIDS, Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
@@ -146,12 +146,4 @@ def test_order(function):
     ],
 )  # fmt: skip
 def test_torch_raises_the_same(function):
-    def work():
-        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2))
-        x = distdl.distribute_tensor(x2, P)
-        with pytest.raises((RuntimeError, IndexError)) as ours:
-            function(x)
-        with pytest.raises(type(ours.value)):
-            function(x2)
-
-    distdl.run_workers(work, 3)
+    assert_raises_the_same(function, x2)

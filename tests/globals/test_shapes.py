@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import GRIDS, Global, assert_same, noise
+from same import GRIDS, Global, assert_raises_the_same, assert_same, noise
 
 import distdl
 
@@ -149,13 +149,4 @@ def test_copies_along_dims():
     ],
 )  # fmt: skip
 def test_torch_raises_the_same(function):
-    def work():
-        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2, 1))
-        x = distdl.distribute_tensor(x3, P)
-        with pytest.raises((RuntimeError, IndexError)) as ours:
-            function(x)
-        with pytest.raises(type(ours.value)) as theirs:
-            function(x3)
-        assert str(ours.value) == str(theirs.value)
-
-    distdl.run_workers(work, 3)
+    assert_raises_the_same(function, x3, text=True)

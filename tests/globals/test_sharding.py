@@ -13,6 +13,9 @@ from nets import (
     Regularised,
     assert_close,
     assert_same_state,
+    assert_trains_alike,
+    backward_of_parameters,
+    backward_thrice,
     batch,
     network,
     partition,
@@ -37,37 +40,7 @@ def test_training(optimiser):
         for grid in GRIDS[:2]:
             sequential = network()
             model = sharded(sequential, grid)
-            models = (model, sequential)
-            averages = [
-                torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-                for one in models
-            ]
-            optimisers = [OPTIMISERS[optimiser](one.parameters()) for one in models]
-            schedules = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=6) for one in optimisers]
-            for step in range(4):
-                x, target = batch(step)
-                losses, norms = [], []
-                for one, steps, schedule, average in zip(models, optimisers, schedules, averages, strict=True):
-                    steps.zero_grad(set_to_none=step % 2 == 0)
-                    loss = nn.functional.mse_loss(one(x), target)
-                    loss.backward()
-                    norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.5))
-                    steps.step()
-                    schedule.step()
-                    average.update_parameters(one)
-                    losses.append(loss)
-                assert_close(*losses)
-                assert_close(*norms)
-                assert_same_state(*models)
-            assert model.unused.weight.grad is None and model.frozen.grad is None
-            assert model.tied.weight is model.inner[0].weight
-            assert_same_state(*(one.module for one in averages))
-            for one in models:
-                one.eval()
-            with torch.no_grad():
-                x, _ = batch(9)
-                assert_close(model(x), sequential(x))
-                assert_close(averages[0](x), averages[1](x))
+            assert_trains_alike(model, sequential, optimiser, [True, False, True, False])
 
     run(work)
 
@@ -200,20 +173,7 @@ def test_losses_of_parameters(by):
         model = sharded(sequential, (2, 1, 2))
         x, target = batch(0)
         for one in (model, sequential):
-            found = one(x, target=target)
-            loss = found["loss"]
-            if by == "result":
-                loss = loss + 0.1 * found["outputs"][1][0]
-            elif by == "outside":
-                loss = loss + 0.1 * sum(p.square().sum() for p in one.parameters())
-            elif by in ("alone", "twice"):
-                loss = found["outputs"][1][0]
-            if by == "twice":
-                used = [one.conv.weight, one.gain]
-                found = torch.autograd.grad(loss, used, create_graph=True)
-                sum(g.square().sum() for g in found).backward()
-            else:
-                loss.backward()
+            backward_of_parameters(one, by, x, target)
         assert_same_state(model, sequential)
 
     run(work)
@@ -224,13 +184,7 @@ def test_a_backward_may_run_twice_and_be_differentiated():
         sequential = network()
         model = sharded(sequential, (3, 1, 1))
         for one in (model, sequential):
-            x, target = batch(0)
-            loss = (one(x) - target).square().mean()
-            loss.backward(retain_graph=True)
-            loss.backward(retain_graph=True)
-            used = [p for p in one.parameters() if p.requires_grad and p.grad is not None]
-            first = torch.autograd.grad(loss, used, create_graph=True)
-            sum(g.square().sum() for g in first).backward()
+            backward_thrice(one)
         assert_same_state(model, sequential)
 
     run(work)

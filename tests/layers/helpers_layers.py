@@ -23,6 +23,18 @@ def noise(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def take_weights(layer, reference):
+    """Give a layer this worker's blocks of the weights of the sequential one."""
+    for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
+        layer.get_parameter(name).data = layout.block(parameter.data).clone()
+
+
+def penalty(network, x, power=2):
+    """A function of the gradient by x, so that its own derivatives are second ones."""
+    (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
+    return (dx**power).sum()
+
+
 def share(cases, number, of):
     """One of so many shares of the cases, which are mixed: those of the numbers 0 to ``of`` - 1 together are all."""
     return random.Random(0).sample(cases, len(cases))[number % of :: of]

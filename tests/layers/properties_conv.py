@@ -1,7 +1,7 @@
 """What the convolutions promise, as functions of a world of four workers."""
 
 import torch
-from helpers_layers import filled, noise
+from helpers_layers import filled, noise, penalty, take_weights
 
 from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConv1d, DistributedConv2d, DistributedConv3d
@@ -77,13 +77,8 @@ def channel_split(kind, P):
 def double_backward(kind, P):
     layer = DistributedConv1d(*partitions(kind, P), padding=1, **CHANNELS).double()
     reference = filled(torch.nn.Conv1d(padding=1, **CHANNELS))
-    for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-        layer.get_parameter(name).data = layout.block(parameter.data).clone()
+    take_weights(layer, reference)
     whole = noise(2, 4, 7).requires_grad_()
-
-    def penalty(network, x):
-        (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-        return (dx**2).sum()
 
     penalty(reference, whole).backward()
     owned = Layout.balanced(layer.P_x, whole.shape)

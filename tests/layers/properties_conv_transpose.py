@@ -7,7 +7,7 @@ parameters and returns "exact"; or that every worker raises the same ValueError,
 from functools import partial
 
 import torch
-from helpers_layers import filled, noise
+from helpers_layers import filled, noise, take_weights
 
 from distdl.geometry.boxes import runs
 from distdl.nn import DistributedConvTranspose1d, DistributedConvTranspose2d, DistributedConvTranspose3d
@@ -76,8 +76,7 @@ def channel_split(P, dims):
 
 def double_backward(P, dims):
     layer, reference = pair(dims, along_space(P, dims), (1, 2), 3, stride=2)
-    for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-        layer.get_parameter(name).data = layout.block(parameter.data).clone()
+    take_weights(layer, reference)
     whole = noise(1, 1, *[3] * dims).requires_grad_()
     owned = Layout.balanced(layer.P_x, whole.shape)
     x = owned.block(whole.detach()).clone().requires_grad_()

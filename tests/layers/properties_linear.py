@@ -1,7 +1,7 @@
 """What :class:`DistributedLinear` promises, as functions of a world of four workers."""
 
 import torch
-from helpers_layers import filled, noise
+from helpers_layers import filled, noise, penalty, take_weights
 
 from distdl.geometry.boxes import runs
 from distdl.nn import DistributedLinear
@@ -31,13 +31,8 @@ def batch_split(P):
 
 def double_backward(P):
     layer, reference = DistributedLinear(*grid(P), 7, 5).double(), filled(torch.nn.Linear(7, 5))
-    for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-        layer.get_parameter(name).data = layout.block(parameter.data).clone()
+    take_weights(layer, reference)
     whole = noise(3, 7).requires_grad_()
-
-    def penalty(network, x):
-        (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-        return (dx**2).sum()
 
     penalty(reference, whole).backward()
     owned = Layout.balanced(layer.P_x, whole.shape)

@@ -1,6 +1,7 @@
 """What the upsampling layer keeps of the sequential one, property by property, on a world of exactly 4 workers."""
 
 import torch
+from helpers_layers import noise, penalty
 from torch.nn import functional
 
 from distdl.geometry.boxes import runs
@@ -25,10 +26,6 @@ class Whole(torch.nn.Module):
 
 def both_corners(mode):
     return (False,) if "nearest" in mode else (False, True)
-
-
-def noise(*shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def compare(P_x, x, mode, space=None, factor=None, blocks=None):
@@ -82,10 +79,6 @@ def double_backward(mode):
         P_x, x = P.reshape(1, 1, 2, 2), noise(1, 2, 5, 4).requires_grad_()
         layer = DistributedUpsample(P_x, scale_factor=2, mode=mode)
         reference = Whole(scale_factor=2, mode=mode)
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(reference, x).backward()
         owned = Layout.balanced(P_x, x.shape)

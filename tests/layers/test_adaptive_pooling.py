@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, gathered, noise, on_workers
+from helpers_layers import every_worker_raises, gathered, noise, on_workers, penalty
 
 import distdl
 from distdl.geometry.boxes import runs
@@ -145,15 +145,11 @@ def test_double_backward_checkpoints_and_copies_with_idle_and_empty_workers(laye
         def checkpointed(x):
             return torch.utils.checkpoint.checkpoint(pool, x, use_reentrant=False)
 
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**3).sum()
-
-        penalty(reference(4), whole).backward()
+        penalty(reference(4), whole, 3).backward()
         for network in (pool, checkpointed):
             x = owned.block(whole.detach()).clone() if P.rank else torch.zeros(2, 0, dtype=torch.float64)
             x.requires_grad_()
-            penalty(network, x).backward()
+            penalty(network, x, 3).backward()
             assert x.grad.shape == x.shape
             assert not P.rank or torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10)
 

@@ -6,7 +6,7 @@ from typing import Required, get_args, get_origin, get_type_hints, is_typeddict
 import numpy as np
 import pytest
 import torch
-from helpers_layers import every_worker_raises, filled, noise, on_workers, share
+from helpers_layers import every_worker_raises, filled, noise, on_workers, penalty, share, take_weights
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -257,13 +257,8 @@ def test_double_backward(options, blocks):
     def main(P):
         reference = filled(torch.nn.Conv1d(1, 2, 3, **options))
         layer = DistributedConv1d(P.reshape(1, 1, 4), in_channels=1, out_channels=2, kernel_size=3, **options).double()
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, reference)
         whole = noise(2, 1, 7).requires_grad_()
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(reference, whole).backward()
         cells = slice(*runs(blocks)[P.rank])
@@ -287,8 +282,7 @@ def test_workers_without_gradients_of_their_own_take_part(cells, create_graph):
             team.reshape(1, 1, 3), in_channels=2, out_channels=2, kernel_size=3, padding=1
         ).double()
         reference, whole = filled(torch.nn.Conv1d(2, 2, 3, padding=1)), noise(1, 2, 3 * cells).requires_grad_()
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, reference)
         own = slice(cells * P.rank, cells * (P.rank + 1))
         (reference(whole) ** 3).sum().backward()
         for weights in (True, False):

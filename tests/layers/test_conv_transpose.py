@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers_layers import every_worker_raises, filled, noise, on_workers
+from helpers_layers import every_worker_raises, filled, noise, on_workers, penalty, take_weights
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -214,8 +214,7 @@ def test_it_is_the_adjoint_of_the_convolution_with_the_same_options():
 def test_the_extent_of_the_output_can_be_asked_for():
     def main(P):
         layer, whole = line(P, 3, 3, 1, 1, 0), reference(3, 3, 1, 1, 0)
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), whole.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, whole)
         x, mine = noise(2, 2, 5), slice(*balanced(5, 4)[P.rank])
         for size in ([13], [14], torch.Size([15]), (2, 3, 14), np.array([14]), None):
             expected = whole(x, None if size is None else list(size))
@@ -309,13 +308,8 @@ def test_a_kernel_no_longer_than_the_stride_needs_no_neighbour():
 def test_double_backward_and_checkpoint_with_empty_workers():
     def main(P):
         whole_layer, layer = reference(3, 2, 0, 1, 0, 1, 2), line(P, 3, 2, 0, 1, 0, in_channels=1, out_channels=2)
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), whole_layer.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, whole_layer)
         whole = noise(2, 1, 7).requires_grad_()
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(whole_layer, whole).backward()
         cells = slice(*runs([3, 0, 3, 1])[P.rank])
@@ -355,8 +349,7 @@ def test_gradients_may_be_wanted_on_some_workers_and_in_some_calls_only():
     def main(P):
         geometry = (3, 4, 1, 1, 3)
         layer, whole = line(P, *geometry), reference(*geometry)
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), whole.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, whole)
         everything = noise(1, 2, 5).requires_grad_()
         whole(everything).sum().backward()
         for wants in (set(), {2}, {0, 1, 2, 3}):
@@ -463,10 +456,6 @@ def test_large_blocks_stay_where_they_lie(distributed, sequential, options):
         expected = Layout.balanced(layer.P_x, whole.shape).block(whole.grad)
         assert x.grad is None or torch.allclose(x.grad, expected, rtol=1e-10)
         assert x.requires_grad == (x.grad is not None)
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         x, whole.grad = x.detach().requires_grad_(), None
         layer.zero_grad()

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, filled, noise, on_workers
+from helpers_layers import every_worker_raises, filled, noise, on_workers, penalty, take_weights
 
 import distdl
 from distdl.geometry.boxes import runs
@@ -135,13 +135,8 @@ def test_double_backward_matches_sequential():
         reference = filled(torch.nn.Linear(7, 5))
         P_w = P.reshape(2, 2)
         layer = DistributedLinear(P[1:3].reshape(1, 2), P[2:].reshape(1, 2), P_w, 7, 5).double()
-        for (name, layout), parameter in zip(layer.parameter_layouts.items(), reference.parameters(), strict=True):
-            layer.get_parameter(name).data = layout.block(parameter.data).clone()
+        take_weights(layer, reference)
         whole = noise(3, 7).requires_grad_()
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(reference, whole).backward()
         columns = runs([4, 3])[P.rank - 1] if P.rank in (1, 2) else (0, 0)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers, share
+from helpers_layers import every_worker_raises, noise, on_workers, penalty, share
 from properties_padding import Sequential
 from torch.nn import functional
 
@@ -81,10 +81,6 @@ def test_double_backward_checkpoint_and_no_gradient_on_some_workers(mode):
     def main(P):
         layer = DistributedPad(P.reshape(1, 3), (2, 1), mode)
         whole = noise(2, 5).requires_grad_()
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(Sequential((2, 1), mode), whole).backward()
         x = whole.detach()[:, slice(*runs([2, 0, 3])[P.rank])].clone().requires_grad_()

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, gathered, noise, on_workers, share
+from helpers_layers import every_worker_raises, gathered, noise, on_workers, penalty, share
 
 import distdl
 from distdl.geometry.boxes import runs
@@ -268,16 +268,12 @@ def test_double_backward_checkpoints_and_copies_with_idle_and_empty_workers(name
         def checkpointed(x):
             return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
 
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**3).sum()
-
-        penalty(reference, whole).backward()
+        penalty(reference, whole, 3).backward()
         owned = Layout.of(P[1:].reshape(1, 1, 4), [runs([2]), runs([1]), runs([3, 0, 5, 1])])
         for network in (layer, checkpointed):
             x = owned.block(whole.detach()).clone() if P.rank else torch.zeros(2, 0, dtype=torch.float64)
             x.requires_grad_()
-            penalty(network, x).backward()
+            penalty(network, x, 3).backward()
             assert x.grad.shape == x.shape
             assert not P.rank or torch.allclose(x.grad, owned.block(whole.grad), rtol=1e-10)
 

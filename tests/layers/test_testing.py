@@ -2,15 +2,11 @@
 
 import pytest
 import torch
+from helpers_layers import every_worker_raises, noise
 from torch import nn
 
-import distdl
 from distdl.nn import DistributedLinear, Repartition
 from distdl.testing import assert_adjoint, assert_matches_sequential
-
-
-def noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 class Off(torch.autograd.Function):
@@ -47,15 +43,7 @@ class Wrong(nn.Module):
 
 def raised(function):
     """What a checker raises on four workers: the same text on each."""
-
-    def work():
-        with pytest.raises(AssertionError) as error:
-            function(distdl.world())
-        return str(error.value)
-
-    texts = distdl.run_workers(work)
-    assert texts == texts[:1] * 4
-    return texts[0]
+    return every_worker_raises(4, function, AssertionError)
 
 
 def linear(P):

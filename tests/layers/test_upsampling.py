@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from helpers_layers import every_worker_raises, noise, on_workers
+from helpers_layers import every_worker_raises, noise, on_workers, penalty
 from properties_upsampling import Whole, both_corners
 from torch.utils.checkpoint import checkpoint
 
@@ -153,10 +153,6 @@ def test_double_backward_copies_containers_and_checkpoints():
         options = [{"scale_factor": 1.5}, {"size": (2, 1, 5), "mode": "nearest"}, {"size": (2, 1, 9), "mode": "linear"}]
         plain = torch.nn.Sequential(*[DistributedUpsample(line, **one) for one in options])
         whole = noise(2, 1, 7).requires_grad_()
-
-        def penalty(network, x):
-            (dx,) = torch.autograd.grad((network(x) ** 3).sum(), x, create_graph=True)
-            return (dx**2).sum()
 
         penalty(torch.nn.Sequential(*[Whole(**one) for one in options]), whole).backward()
         cells = slice(*(*runs([3, 0, 3, 1]), (0, 0))[P.rank])

@@ -2,8 +2,9 @@
 
 import resnet
 import torch
+from helpers_layers import filled, noise
 from mpi4py import MPI
-from mpi_layers import noise, part, same
+from mpi_layers import part
 from mpi_movements import own, refused_everywhere
 from mpi_networks import agree, trains_like_sequential
 from torch.nn.functional import interpolate
@@ -25,7 +26,7 @@ def check_batch_norm():
     for ranks, shape, extents in cases:
         P_x = own(P, ranks, shape)
         x = noise(*extents)
-        sequential = same((torch.nn.BatchNorm1d if len(extents) < 4 else torch.nn.BatchNorm2d)(extents[1]))
+        sequential = filled((torch.nn.BatchNorm1d if len(extents) < 4 else torch.nn.BatchNorm2d)(extents[1]))
         layer = dnn.DistributedBatchNorm(P_x, num_features=extents[1]).double()
         wanted = [p.reshape([1, -1] + [1] * (len(extents) - 2)) for p in sequential.parameters()]
         stores = P_x.active and not P_x.index[0] and not P_x.index[2:].any()
@@ -132,12 +133,12 @@ def check_transposed_convolutions():
     torch_options = {name: value for name, value in options.items() if "channels" not in name and name != "kernel_size"}
     P_x = own(P, [2, 0, 3], [1, 1, 3])
     layer = dnn.DistributedConvTranspose1d(P_x, **options, groups=2).double()
-    sequential = same(torch.nn.ConvTranspose1d(4, 6, 3, groups=2, **torch_options))
+    sequential = filled(torch.nn.ConvTranspose1d(4, 6, 3, groups=2, **torch_options))
     assert_matches_sequential(layer, sequential, noise(2, 4, 8))
     for parameter in layer.parameters():
         assert parameter.grad is not None and bool(parameter.numel()) == (P.rank == 2)
     P_c, P_y, P_w = own(P, [1, 3], [1, 2, 1]), own(P, [2, 0], [1, 2, 1]), own(P, range(4), [2, 2, 1])
     layer = dnn.DistributedConvTranspose1d(P_c, P_y, P_w, **options).double()
-    assert_matches_sequential(layer, same(torch.nn.ConvTranspose1d(4, 6, 3, **torch_options)), noise(2, 4, 8))
+    assert_matches_sequential(layer, filled(torch.nn.ConvTranspose1d(4, 6, 3, **torch_options)), noise(2, 4, 8))
     y = layer(part(P_c, noise(2, 4, 8)) if P_c.active else zero_volume_tensor(2))
     assert P_y.active == bool(y.numel()) and all(isinstance(p, torch.nn.Parameter) for p in (layer.weight, layer.bias))

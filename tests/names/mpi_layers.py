@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from helpers_layers import filled, noise
 from mpi4py import MPI
 from mpi_movements import own, refused_everywhere
 
@@ -10,17 +11,6 @@ from distdl.backends.mpi.partition import MPIPartition
 from distdl.testing import assert_matches_sequential
 from distdl.utilities.slicing import assemble_slices, compute_start_index, compute_stop_index, compute_subshape
 from distdl.utilities.torch import zero_volume_tensor
-
-
-def noise(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same(module):
-    """A module in float64 with the same parameters on every worker."""
-    for number, parameter in enumerate(module.double().parameters()):
-        parameter.data = noise(*parameter.shape, seed=number)
-    return module
 
 
 def part(P_x, whole):
@@ -35,7 +25,7 @@ def check_linear():
     P = MPIPartition(MPI.COMM_WORLD)
     P_x, P_y, P_w = own(P, [1, 3], [1, 2]), own(P, [2, 0], [1, 2]), own(P, [0, 1, 2, 3], [2, 2])
     layer = dnn.DistributedLinear(P_x, P_y, P_w, np.int64(5), 7).double()
-    assert_matches_sequential(layer, same(torch.nn.Linear(5, 7)), noise(4, 5))
+    assert_matches_sequential(layer, filled(torch.nn.Linear(5, 7)), noise(4, 5))
     assert layer.sublinear.weight.shape == tuple(compute_subshape(P_w.shape, P_w.index, [7, 5]))
     if P_w.index[-1] == 0:
         assert layer.sublinear.bias.shape == tuple(compute_subshape(2, P_w.index[0], 7).ravel())
@@ -48,7 +38,7 @@ def check_linear():
 def check_feature_convolutions():
     P = MPIPartition(MPI.COMM_WORLD)
     P_x = own(P, [2, 0, 3], [1, 1, 3])
-    sequential = same(torch.nn.Conv1d(4, 6, 3, 2, 1, 2, 2))
+    sequential = filled(torch.nn.Conv1d(4, 6, 3, 2, 1, 2, 2))
     layer = dnn.DistributedFeatureConv1d(P_x, 4, 6, [3], [2], [1], dilation=[2], groups=2).double()
     assert_matches_sequential(layer, sequential, noise(2, 4, 17))
     layer.zero_grad()
@@ -70,7 +60,7 @@ def check_channel_convolutions():
     P_x, P_y = own(P, [1, 3], [1, 2, 1]), own(P, [2, 0], [1, 2, 1])
     P_w = own(P, [0, 1, 2, 3], [2, 2, 1])
     layer = dnn.DistributedChannelConv1d(P_x, P_y, P_w, 5, 3, 3, padding=1).double()
-    assert_matches_sequential(layer, same(torch.nn.Conv1d(5, 3, 3, padding=1)), noise(2, 5, 9))
+    assert_matches_sequential(layer, filled(torch.nn.Conv1d(5, 3, 3, padding=1)), noise(2, 5, 9))
     assert layer.stores_bias == (P_w.index[1] == 0)
     assert layer.conv_layer.weight.shape == (*compute_subshape([2, 2], P_w.index[:2], [3, 5]), 3)
     if layer.stores_bias:
@@ -86,14 +76,14 @@ def check_general_convolutions():
     P = MPIPartition(MPI.COMM_WORLD)
     P_x, P_y, P_w = own(P, [3, 1], [1, 1, 2]), own(P, [1, 3, 2, 0], [1, 2, 2]), own(P, [2, 1, 0, 3], [2, 1, 2])
     layer = dnn.DistributedGeneralConv1d(P_x, P_y, P_w, 3, 5, 3, 2, 1, "zeros", 1, 1, True).double()
-    assert_matches_sequential(layer, same(torch.nn.Conv1d(3, 5, 3, 2, 1)), noise(2, 3, 11))
+    assert_matches_sequential(layer, filled(torch.nn.Conv1d(3, 5, 3, 2, 1)), noise(2, 3, 11))
     assert layer.weight.grad is not None and layer.bias.grad is not None
     stored = P_w.index[2] == 0
     assert bool(layer.weight.numel()) == bool(layer.bias.numel()) == layer.stores_bias == stored
     # partitions of which each leaves some of the others' workers out
     P_x, P_w = own(P, [1, 2], [1, 1, 2]), own(P, [3, 0], [1, 1, 2])
     layer = dnn.DistributedGeneralConv1d(P_x, P_x, P_w, 3, 5, 3).double()
-    assert_matches_sequential(layer, same(torch.nn.Conv1d(3, 5, 3)), noise(2, 3, 11))
+    assert_matches_sequential(layer, filled(torch.nn.Conv1d(3, 5, 3)), noise(2, 3, 11))
     assert layer.stores_bias == (P.rank == 3)
 
 

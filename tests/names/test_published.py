@@ -3,13 +3,12 @@
 import ast
 import importlib
 import inspect
-import subprocess
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launchers import mpirun, python_path
+from launchers import ended, mpirun
 from mpi4py import MPI
 from published import ROWS as FIRST
 from published_further import FURTHER
@@ -121,7 +120,7 @@ def test_every_behaviour_has_a_test_and_every_check_belongs_to_a_name():
 @pytest.mark.timeout(180)
 def test_all_checks_under_mpi():
     command = mpirun(4, FOLDER / "run_names.py", *CHECKS)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=python_path(DISTDL_TIMEOUT="20"))
+    done = ended(command, 170, DISTDL_TIMEOUT="20")
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [name for module in CHECKS for name in functions_of(FOLDER / f"{module}.py") if name[:6] == "check_"]
     assert done.stdout.split() == expected and {path.stem for path in FOLDER.glob("mpi_*.py")} == set(CHECKS)
