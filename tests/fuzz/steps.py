@@ -92,7 +92,7 @@ WINDOWS = [
 NUMBERS = (0.5, -1.25, 2, 3.0)
 
 
-def named(x: torch.Tensor, name: str) -> str:
+def named(name: str) -> str:
     space = "torch" if hasattr(torch, name) else "functional"
     return f"{space}.{name}"
 
@@ -108,7 +108,7 @@ def unary(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
         return Step(
             pick.of("Tensor.float", "Tensor.double", "Tensor.detach", "Tensor.clone", "Tensor.contiguous"), (ref,)
         )
-    return Step(named(x, pick.of(*UNARY)), (ref,))
+    return Step(named(pick.of(*UNARY)), (ref,))
 
 
 def _beside(pick: Pick, x: torch.Tensor) -> Any:

@@ -54,7 +54,7 @@ def programs(draw: st.DrawFn, wrong: bool = False) -> Program:
     for number in range(count):
         step = None
         for _ in range(3):
-            step = step or _step(pick, draw)
+            step = step or _step(pick)
         if step is None:
             continue
         if number == at:
@@ -75,7 +75,7 @@ def programs(draw: st.DrawFn, wrong: bool = False) -> Program:
     return replace(program, twice=twice_differentiable(program)) if draw(st.integers(0, 4)) == 4 else program
 
 
-def _step(pick: Pick, draw: st.DrawFn) -> Step | None:
+def _step(pick: Pick) -> Step | None:
     ref = pick.tensor()
     assert ref is not None
     return pick.of(*FAMILIES)(pick, ref, pick.value(ref))

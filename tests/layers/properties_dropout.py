@@ -74,7 +74,7 @@ def indices(*shape, rows=7):
     return torch.randint(0, rows, shape, generator=torch.Generator().manual_seed(2))
 
 
-def embeds(P, x_grid, work, **options):
+def embeds(P, x_grid, work):
     """Over a grid of the indices, and rows x columns of work, on the workers of P in order."""
     rows, columns = work
     size = torch.tensor(x_grid).prod().item()

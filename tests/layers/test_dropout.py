@@ -33,7 +33,7 @@ def assembled(P, owned, block):
     return whole
 
 
-def global_masks(P, grid, blocks, shape, kinds, calls=2, seed=5):
+def global_masks(P, grid, blocks, shape, kinds, calls=2):
     """What the layers make of ones, the gradients too: one global tensor for each call."""
     team = P[: torch.tensor(grid).prod().item()].reshape(*grid)
     owned = Layout.balanced(team, shape) if blocks is None else Layout.of(team, blocks)

@@ -110,7 +110,7 @@ def test_all_that_the_project_names_is_pinned_once():
     assert problems == [] and {"torch", "numpy", "mpi4py", "pytest"} <= named <= set(pins)
 
 
-def test_the_audit_finds_what_is_wrong(tmp_path):
+def test_the_audit_finds_what_is_wrong():
     pins, problems = audit.read_lock("numpy==1\nNumPy==2  # again\ntorch>=2\n# a comment\n")
     assert pins == {"numpy": "1"} and len(problems) == 2 and "twice" in problems[0] and "'torch>=2'" in problems[1]
     installed, absent = audit.closure(["pytest", "no-such-package"])

@@ -149,8 +149,8 @@ def _check(found: Any) -> None:
                 raise ValueError(f"the blocks of {key} do not tile its {list(whole)}: {boxes}")
         elif not isinstance(one, metadata.BytesStorageMetadata):
             raise ValueError(f"{key} is a {type(one).__name__}")
-    for info in found.storage_data.values():
-        name = info.relative_path
+    for place in found.storage_data.values():
+        name = place.relative_path
         if not isinstance(name, str) or name in (".", "..") or pathlib.PurePath(name).name != name:
             raise ValueError(f"{name!r} is no file of the directory")
     for key, path in (found.planner_data or {}).items():

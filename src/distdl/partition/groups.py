@@ -80,8 +80,8 @@ def check_spread(
             )
 
 
-def source_of(few: IntArray, many: IntArray, target: Sequence[int]) -> int:
-    """The worker in ``few`` that feeds the worker at index ``target`` of ``many``."""
+def source_of(few: IntArray, target: Sequence[int]) -> int:
+    """The worker in ``few`` that feeds the worker at index ``target`` of the larger partition."""
     index = target[len(target) - few.ndim :]
     return int(few[tuple(0 if n == 1 else i for n, i in zip(few.shape, index, strict=True))])
 
@@ -139,7 +139,7 @@ def teams_of(
     if worker is None:
         return [(int(few[at]), targets_of(few, many, at)) for at in np.ndindex(few.shape)], []
     led = [(worker, targets_of(few, many, at)) for at in np.argwhere(few == worker).tolist()]
-    sources = [source_of(few, many, at) for at in np.argwhere(many == worker).tolist()]
+    sources = [source_of(few, at) for at in np.argwhere(many == worker).tolist()]
     fed = [(s, targets_of(few, many, at)) for s in sources for at in np.argwhere(few == s).tolist()]
     return led, fed
 

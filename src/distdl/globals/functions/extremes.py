@@ -67,7 +67,7 @@ def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 @handles("argmax argmin", "torch Tensor")
-def place_ofextreme_over(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def place_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first place of the largest element, or of the smallest; of all elements, counted as in the flat tensor."""
 
     def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:

@@ -106,7 +106,7 @@ def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())])
 
 
-def _meta(func: Any, x: Any, dim: int, index: Any, *rest: Any) -> None:
+def _meta(func: Any, x: Any, dim: int, index: Any) -> None:
     """Let torch check the shapes."""
     if tuple(x.shape) and tuple(index.shape):
         blank = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (x, index)]

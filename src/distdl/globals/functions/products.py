@@ -78,7 +78,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run_on(operator: Any, a: Any, b: Any) -> Any:
         checked(operator, [a, b])
-        if operator in (torch.inner,) and a.dim() and b.dim():
+        if operator is torch.inner and a.dim() and b.dim():
             i, j = batch_labels(a, 1, "i"), batch_labels(b, 1, "j")
             return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
         if operator is torch.inner:
