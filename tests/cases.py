@@ -131,6 +131,14 @@ def random_runs(rng: np.random.Generator, extent: int, parts: int) -> Any:
     return runs(np.diff([0, *cuts, extent]).tolist())
 
 
+def joined(owned: Layout, xs: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The global tensor whose blocks the workers have."""
+    whole = torch.zeros(owned.extents).double()
+    for w in owned:
+        whole[slices(owned[w])] = xs[w]
+    return whole
+
+
 def make_repartition(P: Partition, rng: np.random.Generator) -> Case:
     dims = int(rng.integers(1, 4))
     P_x, P_y = random_grid(P, rng, dims), random_grid(P, rng, dims)
@@ -142,9 +150,7 @@ def make_repartition(P: Partition, rng: np.random.Generator) -> Case:
     xs = {w: whole[slices(owned[w])] for w in owned}
 
     def expected(xs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        tensor = torch.zeros(extents).double()
-        for w in owned:
-            tensor[slices(owned[w])] = xs[w]
+        tensor = joined(owned, xs)
         split = [balanced(n, p) for n, p in zip(extents, P_y.workers.shape, strict=True)]
         return {
             int(P_y.workers[at]): tensor[tuple(slice(*split[d][i]) for d, i in enumerate(at))]
@@ -212,9 +218,7 @@ def make_all_gather(P: Partition, rng: np.random.Generator) -> Case:
     xs = {w: whole[slices(owned[w])] for w in owned}
 
     def expected(xs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        tensor = torch.zeros(extents).double()
-        for w in owned:
-            tensor[slices(owned[w])] = xs[w]
+        tensor = joined(owned, xs)
         cut = {w: tuple(slice(None) if d in axes else s for d, s in enumerate(slices(owned[w]))) for w in owned}
         return {w: tensor[cut[w]] for w in owned}
 
