@@ -31,6 +31,11 @@ class GlobalTensor(torch.Tensor):
         layout: which box of the tensor each worker holds. Each cell is held by exactly one worker; boxes may be empty.
     """
 
+    # (of those of torch's methods that we call ourselves, torch says that they give some tensor)
+    masked_fill: Callable[..., GlobalTensor]
+    movedim: Callable[..., GlobalTensor]
+    to: Callable[..., GlobalTensor]
+
     _layout: KnownLayout
     _block: torch.Tensor
     _context: Context
@@ -38,11 +43,6 @@ class GlobalTensor(torch.Tensor):
     _copies: list[Any]  # what would be views of this tensor, but for cells that had to move: weak references
     _outdated: str  # why this tensor does not have the values that it should
     _known: Any  # what all workers know of its values: bounds.Known
-
-    # (of those of torch's methods that we call ourselves, torch says that they give some tensor)
-    masked_fill: Callable[..., GlobalTensor]
-    movedim: Callable[..., GlobalTensor]
-    to: Callable[..., GlobalTensor]
 
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
@@ -236,8 +236,9 @@ def note_written(x: GlobalTensor, name: str) -> None:
     if base is not None and base() is not None:
         base()._outdated = (
             f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to "
-            f"other workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
-            f"before it"
+            "other "
+            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
+            "before it"
         )
 
 
