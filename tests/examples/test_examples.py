@@ -84,10 +84,10 @@ def test_the_readme_example_runs_as_it_stands(tmp_path, capsys):
 def printed_examples():
     """The examples of the documentation that stand above what they print, except those that a command starts."""
     docs = EXAMPLES.parent / "docs"
+    example = re.compile(r"(<!-- run: .*-->\n)?```python\n((?:(?!```)[\s\S])*)```\n\n```text\n([\s\S]*?)```")
     for page in sorted(docs.rglob("*.md")):
-        found = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page.read_text(), re.DOTALL)
-        for number, (code, output) in enumerate(found):
-            if page.stem != "launching":
+        for number, (command, code, output) in enumerate(example.findall(page.read_text())):
+            if not command:
                 yield pytest.param(code, output, id=f"{page.relative_to(docs)}-{number}")
 
 
