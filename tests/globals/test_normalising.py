@@ -4,6 +4,7 @@ import pytest
 import torch
 from same import GRIDS, WORKERS, Global, assert_same, noise
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 
@@ -57,3 +58,53 @@ def test_empty_blocks_and_second_derivatives():
     assert_same(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), Global(x4), w, b, twice=True, tolerance=1e-10)
     assert_same(lambda x: F.batch_norm(x * 10 + 1000, None, None, None, None, True), Global(x5), tolerance=1e-9)
     assert_same(lambda x, w, b: F.layer_norm(x, (6,), w, b), Global(x2), w, b, twice=True, tolerance=1e-10)
+
+
+def test_infinite_cells_and_squares_that_overflow_are_those_of_torch():
+    x = noise(4, 6).float()
+    x[0, 1], x[1, 4], x[2, 0] = 1e25, float("inf"), float("nan")
+    for shape in ((6,), (2, 3)):
+        scale = noise(*shape).float()
+        same = Global(x.view(4, *shape) if len(shape) > 1 else x)
+        assert_same(lambda x, s=shape: F.rms_norm(x, s), same, tolerance=1e-5)
+        assert_same(lambda x, w, s=shape: F.rms_norm(x, s, w), same, scale, tolerance=1e-5)
+    long = noise(2, 9000).float().abs()
+    assert_same(lambda x: F.rms_norm(x, (9000,)), Global(long), tolerance=2e-6)
+    large = noise(3, 4, 6).float()
+    large[2, 3, 0] = float("inf")
+    for norm in (F.instance_norm, lambda x: F.group_norm(x, 2), lambda x: F.layer_norm(x, (6,))):
+        assert_same(norm, Global(large), tolerance=1e-5)
+    large[0, 1] *= 1e25
+    assert_same(lambda x: F.batch_norm(x, None, None, training=True), Global(large), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.InstanceNorm1d, torch.nn.BatchNorm1d])
+def test_checkpoint_updates_running_statistics_as_often_as_torch(kind):
+    x = noise(4, 6, 5) + 3
+
+    def after(x):
+        """Running means after the forward, its derivative, and the derivative of that."""
+        norm, found = kind(6, affine=False, momentum=0.5, track_running_stats=True, dtype=x.dtype), []
+
+        def noted():
+            found.append(norm.running_mean.clone())
+
+        y = checkpoint(lambda x: norm(x).pow(3), x, use_reentrant=False)
+        noted()
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        noted()
+        (dx * dx).sum().backward()
+        noted()
+        return torch.stack(found)
+
+    alone = after(x.clone().requires_grad_())
+
+    def work():
+        root = distdl.world()
+        for grid in ((1, 1, 2), (2, 1, 1), (1, 2, 1), (1, 1, 1)):
+            P = root.create_partition_inclusive(range(int(torch.Size(grid).numel())))
+            P = P.create_cartesian_topology_partition(grid)
+            found = after(distdl.distribute_tensor(x, P).requires_grad_())
+            assert torch.allclose(found, alone, rtol=0, atol=1e-12), grid
+
+    distdl.run_workers(work, 3)

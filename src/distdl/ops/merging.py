@@ -96,23 +96,23 @@ class Merge(Function):
 def merged(states: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
     """The state of several entries, with their kinds in dim 1; no derivative is asked of it.
 
-    By plain sums and products alone, so that a mean has the same bits wherever it stands in a tensor.
+    By plain sums and products alone, so that a mean has the same bits wherever it stands in a tensor; and without a
+    difference of squares or variances, which would be nan of two that overflow.
     """
-    for share, weight in _levels(counts, states.dim(), states.device):
+    for keep, share, weight in _levels(counts, states.dim(), states.device):
         half, odd = share.shape[0], states.shape[0] % 2
         a, b = states[:half], states[half : 2 * half]
-        apart = b - a
-        found = (apart * share).add_(a)
+        found = (a * keep).add_(b * share)
         if states.shape[1] == 2:
-            delta = apart[:, :1]
+            delta = b[:, :1] - a[:, :1]
             found[:, 1:].add_((delta * delta).mul_(weight))
         states = torch.cat([found, states[-1:]]) if odd else found
     return states[0]
 
 
 @lru_cache(maxsize=256)
-def _levels(counts: tuple[int, ...], dims: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each level of the tree, and each pair on it, the second's share of the cells, and the product of both.
+def _levels(counts: tuple[int, ...], dims: int, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """For each level of the tree, and each pair on it, the shares of both in the cells, and their product.
 
     Args:
         dims: how many dims they get; pairs are the first.
@@ -123,8 +123,7 @@ def _levels(counts: tuple[int, ...], dims: int, device: torch.device) -> list[tu
         while len(n) > 1:
             half = len(n) // 2
             a, b, odd = n.split([half, half, len(n) - 2 * half])
-            share = b / (a + b)
-            weight = share * (a / (a + b))
-            levels.append((share.view(-1, *ones).to(device), weight.view(-1, *ones).to(device)))
+            keep, share = a / (a + b), b / (a + b)
+            levels.append(tuple(one.view(-1, *ones).to(device) for one in (keep, share, keep * share)))
             n = torch.cat([a + b, odd])
     return levels

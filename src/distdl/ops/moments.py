@@ -4,8 +4,8 @@ Each worker measures its block. What it measures are *entries*, one for each mea
 variance of its cells. How many cells there are follows from the layout and does not travel. The workers that need a
 mean gather its entries and merge them, all in the same balanced order:
 
-.. math:: s = \frac{n_b}{n_a + n_b}, \quad \delta = \mu_b - \mu_a, \quad \mu = \mu_a + s \delta, \quad
-          v = v_a + s (v_b - v_a) + s (1 - s) \delta^2
+.. math:: s = \frac{n_b}{n_a + n_b}, \quad \delta = \mu_b - \mu_a, \quad \mu = (1 - s) \mu_a + s \mu_b, \quad
+          v = (1 - s) v_a + s v_b + s (1 - s) \delta^2
 
 So all get the same bits, and no square of a mean is subtracted from a mean of squares. Entries are float64: beside a
 mean of 1e6 they keep the digits of a variance of 1.

@@ -20,6 +20,7 @@ _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
 _MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
+_PIECE = 1 << 12  # cells whose squares are added up in their own dtype
 _LONG = 32  # cells of a row that is measured by itself, not together with those of other samples
 _FAR = 1024.0  # times the variance of all cells: a square of a mean that costs digits
 _NEAR = 64.0  # times the variance of a block's own cells: one that costs none
@@ -102,8 +103,10 @@ class Rows(NamedTuple):
         A mean is far if it is large beside the deviation: the kernels of the CPU multiply before they subtract it, so
         it has to be subtracted before. If none is far here, none is among all cells.
         """
+        if not self.centred:
+            return self._squares(x), False
         found = self.measured(x)
-        if not self.centred or not x.is_cpu:
+        if not x.is_cpu:
             return found, False
         mean, variance = found.unbind()
         if not torch.addcmul(variance, mean, mean, value=-1 / self.far).amin().item() < 0:
@@ -113,8 +116,28 @@ class Rows(NamedTuple):
         found[0].add_(centre)  # (the kernels round means to the dtype of x)
         return found, True
 
+    def _squares(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of the squares of this block's cells, of each mean, in float64.
+
+        An inf among them, or a sum that overflows, makes it inf, and not nan: then cells that are finite become 0, as
+        in torch. A long row is summed piece by piece, for a sum in sequence loses digits.
+        """
+        _, rows, cells = self.extents
+        lines, whole = x.view(rows, cells), cells - cells % _PIECE
+        found: torch.Tensor
+        if cells <= _PIECE:
+            found = torch.linalg.vector_norm(lines, dim=1).double().square_()
+        else:
+            pieces = lines[:, :whole].unflatten(1, (-1, _PIECE)), lines[:, whole:].unsqueeze(1)
+            found = torch.cat([torch.linalg.vector_norm(one, dim=2).double() for one in pieces], 1).square_().sum(1)
+        found = found.div_(cells).view(self.leading)
+        dims = [dim for dim, n in enumerate(self.own) if n == 1 and self.leading[dim] != 1]
+        if dims:
+            found = found.mean(dims, keepdim=True)
+        return found.view(1, -1)
+
     def measured(self, x: torch.Tensor) -> torch.Tensor:
-        """The same, whether or not a mean is far."""
+        """What this block has of each mean and variance, in float64, whether or not a mean is far."""
         batch, rows, cells = self.extents
         if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
             shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_MEASURED // cells, 1)
@@ -127,17 +150,13 @@ class Rows(NamedTuple):
         else:
             shape = (1, *self.leading)
             found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
-        if not self.centred:
-            found = found[1:].addcmul_(found[:1], found[:1])
         dims = [dim for dim, n in enumerate((1, *self.own)) if n == 1 and shape[dim] != 1]
-        if dims and self.centred:
+        if dims:
             mean, variance = found.unbind()
             centre = mean.mean(dims, keepdim=True)
             mean.sub_(centre)
             found = torch.stack([centre, variance.addcmul_(mean, mean).mean(dims, keepdim=True)])
-        elif dims:
-            found = found.mean([dim + 1 for dim in dims], keepdim=True)
-        return found.view(2 if self.centred else 1, -1)
+        return found.view(2, -1)
 
     def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """x less a value for each row."""
