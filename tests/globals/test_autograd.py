@@ -325,6 +325,21 @@ def test_a_function_of_a_users_own_never_loses_a_gradient(use):
         USES[use](_Double.apply(split(x35).requires_grad_()))
 
 
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_second_derivatives_of_what_runs_on_one_worker():
+    """All workers go through the same exchanges, also those that do not compute it."""
+
+    def second(x):
+        x, w = x.requires_grad_(), torch.ones(4, dtype=x.dtype, requires_grad=True)
+        dx, dw = torch.autograd.grad(torch.linalg.pinv(x * w).sum(), [x, w], create_graph=True)
+        ((dx * dx).sum() + (dw * dw).sum()).backward()
+        return x.grad, w.grad
+
+    for one, alone in zip(second(split(noise(4, 4, 4))), second(noise(4, 4, 4)), strict=True):
+        torch.testing.assert_close(one.full_tensor() if isinstance(one, GlobalTensor) else one, alone)
+
+
 @on_workers
 def test_nothing_passes_by_the_table():
     x = split(x35)

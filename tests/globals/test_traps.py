@@ -241,3 +241,23 @@ def test_what_returns_its_argument_has_written_nothing():
     y = x.view(15).contiguous().double() + 0
     assert_close(y, x35.view(15))
     assert_close(x * 2, x35 * 2)
+
+
+@pytest.mark.parametrize("written", [
+    lambda x, part, moved, view: (x.to_local().mul_(2), moved),
+    lambda x, part, moved, view: (moved.to_local().zero_(), x),
+    lambda x, part, moved, view: (part.mul_(2), moved),
+    lambda x, part, moved, view: (x.mul_(2), view),
+    lambda x, part, moved, view: (view.mul_(2), x),
+    lambda x, part, moved, view: (view.mul_(2), part),
+])  # fmt: skip
+@on_workers
+def test_a_view_whose_cells_have_moved_is_never_used_with_old_values(written):
+    """Whatever was written: the tensor, a part of it, the view, or a block of one of them."""
+    x = split(noise(4, 6), 1, 3) * 1
+    part = x[:2]
+    moved, view = x.view(6, 4), part.view(-1)
+    assert_close(moved + 0, noise(4, 6).view(6, 4))
+    _, stale = written(x, part, moved, view)
+    with pytest.raises(RuntimeError, match="has written in place"):
+        stale.sum()

@@ -174,10 +174,10 @@ def _spread(
     written = description["written"]
     if value is None:
         value = torch.zeros(owned.local, dtype=DTYPES[description["dtype"]], device=beside[0].device)
-    if description["gradient"]:  # on every worker through the same operators, whatever this result depends on
-        for one in beside:
-            if one.requires_grad:
-                value = value + zeros_on(one, ()).to(value.dtype)
+    wanted = [zeros_on(one, ()).to(value.dtype) for one in beside if one.requires_grad]
+    if description["gradient"] and wanted:
+        # on every worker through the same operators, whatever this result depends on, and so its derivatives do, too
+        value = value + (sum(wanted[1:], wanted[0]).exp() - 1)
     target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
     if owned.rulers:
         block = moved_block(value, owned, target, name)

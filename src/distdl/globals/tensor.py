@@ -39,9 +39,8 @@ class GlobalTensor(torch.Tensor):
     _layout: KnownLayout
     _block: torch.Tensor
     _context: Context
-    _moved_from: Any  # where the cells of a view had to move: a weak reference to what it is a view of
-    _copies: list[Any]  # what would be views of this tensor, but for cells that had to move: weak references
-    _outdated: str  # why this tensor does not have the values that it should
+    _view_of: GlobalTensor  # what it is a view of
+    _ties: list[_Tie]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 
     @staticmethod
@@ -214,10 +213,92 @@ def note_requires(x: GlobalTensor) -> None:
         _raw_requires(x, x._block.requires_grad)  # for check_usable
 
 
+class _Tie:
+    """A tensor, and one that in torch would be a view of it, and has cells of its own, because they had to move.
+
+    What is written into one of them does not reach the other, which is an error as soon as that is used. Who writes
+    into a block (``x.to_local().zero_()``) tells nobody, but torch counts the writes.
+    """
+
+    __slots__ = ("_base", "_base_writes", "_copy", "_copy_writes", "_why_base", "_why_copy")
+
+    def __init__(self, base: GlobalTensor, copy: GlobalTensor) -> None:
+        self._base, self._base_writes = weakref.ref(base), _writes(base)
+        self._copy, self._copy_writes = weakref.ref(copy), _writes(copy)
+        self._why_base = self._why_copy = ""
+
+    def holds(self) -> bool:
+        """Whether both are still there."""
+        return self._base() is not None and self._copy() is not None
+
+    def base_of(self, x: GlobalTensor) -> GlobalTensor | None:
+        """What a tensor should be a view of, if it is the one that should."""
+        return self._base() if x is self._copy() else None
+
+    def written(self, x: GlobalTensor, name: str) -> None:
+        """Take note of a function that has written one of them."""
+        if x is self._copy():
+            self._why_base = (
+                f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved "
+                f"to other workers, so this tensor does not have the new values. Use the result of {name} instead, or "
+                "a clone before it"
+            )
+        else:
+            self._why_copy = (
+                f"{name} has written in place into the tensor of which this one would be a view in torch; the cells of "
+                "this one had moved to other workers before, so it does not have the new values. Take it again behind "
+                f"{name}, or write into a clone"
+            )
+
+    def check(self, x: GlobalTensor) -> None:
+        """Check that the other one has not been written.
+
+        Raises: RuntimeError.
+        """
+        base, copy = self._base(), self._copy()
+        if x is copy:
+            if not self._why_copy and base is not None and _writes(base) != self._base_writes:
+                self.written(base, "a function of a block (to_local)")
+            why = self._why_copy
+        else:
+            if not self._why_base and copy is not None and _writes(copy) != self._copy_writes:
+                self.written(copy, "a function of a block (to_local)")
+            why = self._why_base
+        if why:
+            raise RuntimeError(why)
+
+
+def _writes(x: GlobalTensor) -> int:
+    """How often the memory of a block has been written; in inference mode, torch does not count."""
+    return 0 if x._block.is_inference() else x._block._version
+
+
 def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:
     """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move."""
-    y._moved_from = weakref.ref(x)
-    x._copies = [*(one for one in x.__dict__.get("_copies", ()) if one() is not None), weakref.ref(y)]
+    for base in reversed(_lies_in(x)):
+        _tie(base, y)
+
+
+def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
+    """Take note of a view of x, which has ties: if x should be a view of another tensor, so should y."""
+    for tie in x._ties:
+        base = tie.base_of(x)
+        if base is not None:
+            _tie(base, y)
+
+
+def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
+    """A tensor, what it is a view of, what that is a view of, and so on."""
+    found = [x]
+    while "_view_of" in found[-1].__dict__:
+        found.append(found[-1]._view_of)
+    return found
+
+
+def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:
+    tie = _Tie(base, copy)
+    for one in (base, copy):
+        one._ties = [*(other for other in one.__dict__.get("_ties", ()) if other.holds()), tie]
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
@@ -225,21 +306,10 @@ def note_written(x: GlobalTensor, name: str) -> None:
     note_requires(x)
     if "_known" in x.__dict__:
         x._known.written()
-    for copy in x.__dict__.pop("_copies", ()):
-        if copy() is not None:
-            copy()._outdated = (
-                f"{name} has written in place into the tensor of which this one would be a view in torch; the cells of "
-                f"this one had moved to other workers before, so it does not have the new values. Take it again behind "
-                f"{name}, or write into a clone"
-            )
-    base = x.__dict__.get("_moved_from")
-    if base is not None and base() is not None:
-        base()._outdated = (
-            f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved to "
-            "other "
-            f"workers, so this tensor does not have the new values. Use the result of {name} instead, or a clone "
-            "before it"
-        )
+    if "_ties" in x.__dict__ or "_view_of" in x.__dict__:
+        for one in _lies_in(x):
+            for tie in one.__dict__.get("_ties", ()):
+                tie.written(one, name)
 
 
 def check_usable(x: GlobalTensor) -> None:
@@ -259,5 +329,5 @@ def check_usable(x: GlobalTensor) -> None:
                 f"tensor; it computes on the whole tensor, but its gradient would be lost. If it works element by "
                 f"element, call distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
             )
-    if "_outdated" in x.__dict__:
-        raise RuntimeError(x._outdated)
+    for tie in x.__dict__.get("_ties", ()):
+        tie.check(x)

@@ -23,6 +23,7 @@ from distdl.transport.whereabouts import Whereabouts, disorder
 _PATIENCE = 1.0  # seconds after which a waiting worker writes that it waits
 _ANSWER = 1.5 * _PATIENCE  # seconds in which those that wait are sure to have written it
 _MOMENT = 0.3  # seconds between a failure that closes connections and its first words
+_TRIES = 3  # failures in a row, after which it looks no more
 _LIMIT = 2 * _ANSWER + _MOMENT + 1  # seconds of all that a failing worker asks
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)
 
@@ -49,6 +50,7 @@ class Watch:
         self._wait: _Wait | None = None
         self._written: _Wait | None = None
         self._next = 0.0
+        self._ended: Exception | None = None  # by what it does not look any more
         self._bell = threading.Event()
         threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
 
@@ -91,6 +93,8 @@ class Watch:
                 return f"{tell({})}; worker {first} had failed before"
             return store.get(f"told/{first}").decode()
         text = tell(self._waiting(others, _ANSWER if late else 0))
+        if self._ended is not None:
+            text = f"{text}; nobody looked for calls that differ, since that failed on this worker: {self._ended!r}"
         store.set(f"told/{me}", text)
         return text
 
@@ -110,19 +114,26 @@ class Watch:
         return {worker: Whereabouts.decode(message) for worker, message in written.items() if message}
 
     def _look(self) -> None:
-        key = f"waits/{self._rank}"
-        try:
-            while True:
-                self._bell.wait(_PATIENCE / 2)
-                self._bell.clear()
-                wait = self._wait
-                if wait is not None and time.monotonic() - wait.begun >= _PATIENCE:
-                    self._write(key, wait)
-                elif self._written is not None:
-                    self._written = None
-                    self._store.set(key, "")
-        except RuntimeError:  # the store went away together with the worker that kept it
-            return
+        key, failures = f"waits/{self._rank}", 0
+        while True:
+            self._bell.wait(_PATIENCE / 2)
+            self._bell.clear()
+            try:
+                self._look_once(key)
+                failures = 0
+            except Exception as error:  # (the worker may have changed what is read here; or the store has gone)
+                failures += 1
+                if failures == _TRIES:
+                    self._ended = error
+                    return
+
+    def _look_once(self, key: str) -> None:
+        wait = self._wait
+        if wait is not None and time.monotonic() - wait.begun >= _PATIENCE:
+            self._write(key, wait)
+        elif self._written is not None:
+            self._store.set(key, "")
+            self._written = None
 
     def _write(self, key: str, wait: _Wait) -> None:
         """Write that this worker waits; if it has, compare its calls with those of the workers that it waits for."""
@@ -130,11 +141,11 @@ class Watch:
         if wait is not self._written:
             own = Whereabouts.of(wait.comm, wait.comm.groups())
             if wait is self._wait:  # else it has gone on meanwhile, and they may be of no moment
-                self._written, self._next = wait, waited
                 self._store.set(key, own.encode())
+                self._written, self._next = wait, waited
         elif wait.awaited and waited >= self._next:
-            self._next = 2 * waited
             texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
+            self._next = 2 * waited
             if any(texts) and wait is self._wait:
                 me = str(self._rank)
                 if self._store.compare_set("failed", "", me).decode() == me:

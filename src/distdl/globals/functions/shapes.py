@@ -16,7 +16,7 @@ from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.table import TABLE, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_copied
+from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
 Intervals = tuple[Interval, ...]
 
@@ -57,8 +57,10 @@ def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: boo
         share_bounds(x, y, came)
     if came:
         note_copied(x, y)
-    elif "_moved_from" in x.__dict__ and (base := x._moved_from()) is not None:  # a view of what should have been one
-        note_copied(base, y)
+        return y
+    y._view_of = x
+    if "_ties" in x.__dict__:
+        note_view(x, y)
     return y
 
 
