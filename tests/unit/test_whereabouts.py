@@ -1,9 +1,14 @@
 """What workers that wait tell each other of their calls, and when that shows that they wait in vain."""
 
+import time
+
 import pytest
+import torch.distributed as dist
 
 from distdl.testing import Silent
+from distdl.transport import watch
 from distdl.transport.label import Label
+from distdl.transport.watch import Watch
 from distdl.transport.whereabouts import Whereabouts, disorder
 
 GROUP = (0, 2, 3)
@@ -71,3 +76,32 @@ def test_calls_before_a_release_and_groups_of_others_are_not_compared():
     assert disorder(comm, other) and not disorder(after(1, A), other)
     comm.generation += 1
     assert not disorder(comm, other)
+
+
+class Failing(Silent):
+    """A communicator whose groups change while they are read, so often."""
+
+    def __init__(self, times):
+        super().__init__(0, 2)
+        self.times = times
+
+    def groups(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise ValueError("changed meanwhile")
+        return super().groups()
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_watch_that_fails_once_goes_on_and_one_that_always_fails_says_so(times, monkeypatch):
+    monkeypatch.setattr(watch, "_PATIENCE", 0.02)
+    store = dist.HashStore()
+    looking, comm = Watch(store, 0), Failing(times)
+    looking.begin(comm, (1,))
+    until = time.monotonic() + 10
+    while looking._ended is None if times > 1 else not store.check(["waits/0"]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    told = looking.first_failure((), True, lambda others: "worker 0 waits")
+    assert told.startswith("worker 0 waits")
+    assert ("nobody looked" in told and "ValueError('changed meanwhile')" in told) == (times > 1)
