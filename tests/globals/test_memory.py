@@ -101,3 +101,33 @@ def test_a_worker_needs_its_share_of_a_unet(shape, grid):
         assert own <= 1.15 * most, f"worker {root.rank} needs {own} bytes, {own / most:.3f} of {most:.0f}"
 
     distdl.run_workers(work, 5)
+
+
+@pytest.mark.parametrize("pool", [
+    lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 3, 1, 1, False, False),
+    lambda x: F.adaptive_avg_pool2d(x, 48),
+])  # fmt: skip
+def test_averages_save_no_cells(pool):
+    """And their values and derivatives are torch's, in either order in memory."""
+    x = _noise(1, 4, 96, 96).double()
+
+    def work():
+        root, saved = distdl.world(), []
+        P = root[:2].reshape(1, 1, 2, 1)
+
+        def derivatives(x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one.nbytes) or one, lambda one: one):
+                y = pool(x)
+            (dx,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+            return y, dx, torch.autograd.grad((dx * dx).sum(), x)[0]
+
+        for order in (torch.contiguous_format, torch.channels_last):
+            alone = derivatives(x.clone(memory_format=order).requires_grad_())
+            block = distdl.distribute_tensor(x, P).to_local().clone(memory_format=order)
+            saved.clear()
+            found = derivatives(distdl.GlobalTensor.from_local(block, P).requires_grad_())
+            assert sum(saved) <= 48 * 96 * 8, f"{sum(saved)} bytes"  # (divisors of the places in space; x has 147,456)
+            for ours, theirs in zip(found, alone, strict=True):
+                torch.testing.assert_close(ours.full_tensor(), theirs)
+
+    distdl.run_workers(work, 3)

@@ -25,6 +25,7 @@ from torch.nn import functional
 from distdl.exchange import Together
 from distdl.geometry.boxes import Interval, Shape, balanced, runs, shape
 from distdl.geometry.windows import adaptive
+from distdl.ops.averaging import Adaptive, average
 from distdl.ops.pooling import choose, in_space
 from distdl.ops.segments import Segments, along
 from distdl.ops.setup import Setup, Site, same
@@ -103,10 +104,8 @@ class AdaptiveAverage:
 
     def _whole(self, x: torch.Tensor, outputs: Shape) -> torch.Tensor:
         """torch's own operator, for a block that has the windows that torch gives it."""
-        outputs = _planar(x, outputs)
-        pool: Any = functional.adaptive_avg_pool2d if len(outputs) == 2 else functional.adaptive_avg_pool3d
-        y: torch.Tensor = pool(x, outputs)
-        return y
+        how = Adaptive(_planar(x, outputs))
+        return how.pool(x) if prod(how.outputs) == 1 else average(x, how)  # (of one mean, torch saves nothing)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from distdl.exchange import Together
 from distdl.geometry.boxes import Box, Shape, shape
 from distdl.geometry.windows import PoolSliding
+from distdl.ops.averaging import Sliding, average
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
 from distdl.plan.planners import copy
@@ -365,5 +366,4 @@ def planar(kernel: Shape, stride: Shape, padding: Shape, dilation: Shape = (1,))
 
 def _average(x: torch.Tensor, sliding: PoolSliding, padding: Shape, divisor: int) -> torch.Tensor:
     kernel, stride, padding, _ = planar(sliding.kernel, sliding.stride, padding)
-    pool = functional.avg_pool2d if len(kernel) == 2 else functional.avg_pool3d
-    return pool(x, kernel, stride, padding, divisor_override=divisor)
+    return average(x, Sliding(kernel, stride, padding, divisor))
