@@ -75,3 +75,28 @@ def test_workers_that_do_the_same_compute_the_same(monkeypatch):
 
     plain = x35.clone().requires_grad_()
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_weights_that_entered_once_more_on_one_worker_are_told_apart_in_backward(monkeypatch, debug):
+    """A forward that sends nothing, which the others have not made: its node is counted, and the counts are named."""
+    monkeypatch.setenv("DISTDL_DEBUG", debug)
+    told = {}
+
+    def work():
+        me, x = distdl.world().comm.rank, split(x35)
+        layer = distdl.distribute(torch.nn.Linear(5, 5, dtype=torch.float64), x.layout.partition)
+        if me == 0:
+            layer(x)
+        y = layer(x).sum()
+        try:
+            y.backward()
+        except distdl.CommunicationError as error:
+            told[me] = str(error)
+            raise
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, 3)
+    assert told[0] == told[1] == told[2]
+    for text in ("recorded node 2, gradients of replicated", "recorded node 1, gradients of replicated"):
+        assert f"in the backward of {text}" in told[0]

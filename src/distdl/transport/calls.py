@@ -25,10 +25,10 @@ class Calls:
         log: the last ones, each as the label of its layer; in front of one that is a derivative, its source: what the
             history was when the exchange began of which it is.
         layers: how many layers of these workers have been built.
-        silent: how many nodes exchange in their backward only.
+        silent: how many nodes were recorded that exchange in their backward only.
     """
 
-    __slots__ = ("history", "layers", "log", "number", "silent")
+    __slots__ = ("_passed", "history", "layers", "log", "number", "silent")
 
     def __init__(self) -> None:
         self.number = 0
@@ -36,11 +36,14 @@ class Calls:
         self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
         self.layers = 0
         self.silent = 0
+        self._passed: deque[int] = deque(maxlen=_REMEMBERED)  # the sources of the last of them
 
     def pass_by(self) -> int:
         """Count a node that exchanges in its backward only. Returns the source of that exchange."""
         self.silent += 1
-        return (self.history ^ self.silent * _FIFTH) & LARGEST or 1
+        source = (self.history ^ self.silent * _FIFTH) & LARGEST or 1
+        self._passed.append(source)
+        return source
 
     def derive(self, source: int) -> None:
         """Note that the next exchange is a derivative."""
@@ -69,7 +72,7 @@ class Calls:
     def recent(self) -> dict[int, str]:
         """What the last exchanges were, by their numbers."""
         past = self._unwound()
-        return {n: _told(label.numbered, past.sources.get(n), past.numbers) for n, label in sorted(past.labels.items())}
+        return {n: self._told(label.numbered, n, past) for n, label in sorted(past.labels.items())}
 
     def histories(self) -> dict[int, int]:
         """What the history was after each of the last exchanges, by their numbers, the last one first."""
@@ -77,8 +80,7 @@ class Calls:
 
     def coming(self, name: str) -> str:
         """What the next exchange is, one of a layer of this name."""
-        past = self._unwound()
-        return _told(name, past.sources.get(self.number + 1), past.numbers)
+        return self._told(name, self.number + 1, self._unwound())
 
     def _unwound(self) -> _Past:
         past = _Past({}, {}, {}, {})
@@ -93,6 +95,18 @@ class Calls:
                 past.sources[number + 1] = entry
                 history ^= entry
         return past
+
+    def _told(self, name: str, number: int, past: _Past) -> str:
+        """An exchange of a layer of this name; of which one, or of which recorded node, if it is a derivative."""
+        source = past.sources.get(number)
+        if source is None:
+            return name
+        of, passed = past.numbers.get(source), list(self._passed)
+        if of is not None:
+            return f"the backward of exchange {of}, {name}"
+        if source in passed:
+            return f"the backward of recorded node {self.silent - passed[::-1].index(source)}, {name}"
+        return f"the backward of an earlier exchange, {name}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         return self
@@ -110,13 +124,6 @@ class _Past(NamedTuple):
     sources: dict[int, int]
     histories: dict[int, int]
     numbers: dict[int, int]
-
-
-def _told(name: str, source: int | None, numbers: dict[int, int]) -> str:
-    if source is None:
-        return name
-    number = numbers.get(source)
-    return f"the backward of {'an earlier exchange' if number is None else f'exchange {number}'}, {name}"
 
 
 class Begun:
