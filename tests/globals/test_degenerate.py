@@ -63,3 +63,27 @@ def test_what_has_no_value():
             with pytest.raises(RuntimeError) as found:
                 function(x)
             assert str(found.value)[:40] == str(expected.value)[:40]
+
+
+def test_layer_norms_of_one_dim_of_which_a_worker_has_one_cell_or_none():
+    row, weight = Global(torch.arange(5.0, dtype=torch.float64) ** 2), torch.linspace(0, 1, 5, dtype=torch.float64)
+    assert_same(lambda x, w: (F.layer_norm(x, (5,)), F.rms_norm(x, (5,), w)), row, weight, twice=True, tolerance=1e-9)
+
+
+REFUSED = {
+    "odd halves": (lambda x: F.glu(x), torch.ones(2, 3)),
+    "averages of integers": (lambda x: F.adaptive_avg_pool1d(x, 1), torch.ones(2, 3, 4, dtype=torch.int64)),
+    "the place of the largest truth": (lambda x: x.argmax(), torch.ones(3, 2, dtype=torch.bool)),
+    "complex numbers in order": (lambda x: x.sort(0), torch.ones(3, 2, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@on_workers
+def test_what_torch_refuses_is_refused_where_there_are_no_cells_too(what):
+    function, x = REFUSED[what]
+    with pytest.raises(RuntimeError) as theirs:
+        function(x)
+    with pytest.raises(RuntimeError) as ours:
+        function(split(x))
+    assert str(ours.value) == str(theirs.value)

@@ -120,11 +120,13 @@ def test_numbers_without_dims():
         lambda x: (x.sum(), x.mean(), x.amax(), x.prod(), x.norm(), x.softmax(0), x.cumsum(0), x.any(), x.argmax()),
         Global(torch.tensor(2.5, dtype=torch.float64)),
     )
+    assert_same(lambda x: x.flip(0), Global(torch.tensor(2.5, dtype=torch.float64)))
 
 
 def test_complex_numbers():
     z = torch.complex(noise(4, 5), noise(4, 5, seed=1))
     assert_same(lambda x: (x.norm(), x.norm(dim=1), x.var(0), x.sum(1), x.prod(), x.cumsum(1)), Global(z))
+    assert_same(lambda x: (x.logsumexp(0), x.logsumexp(1, True), x.logsumexp((0, 1))), Global(z))
 
 
 def test_second_derivatives():

@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         means = tuple(1 if dim in merged else n for dim, n in enumerate(cells))
         far = max(_FAR * prod(cells) / max(prod(means) * count, 1), _NEAR)
         varying = [dim for dim, n in enumerate(row) if n > 1]
-        if merged and merged[0] == 0 and 1 not in merged and varying in ([], [1]):
+        if len(cells) > 1 and merged and merged[0] == 0 and 1 not in merged and varying in ([], [1]):
             batch, channels, *space = cells
             return cls((batch, channels, prod(space)), (channels,), (channels,), (channels,), False, centred, far)
         kept = min(merged, default=len(cells))

@@ -168,8 +168,8 @@ def _by_moments(
     def prepare(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor], Tensors]:
         return *given.beside(_block(x, others, dtype, work), others), others[given.number :]
 
-    batch, _, *space = moments.gathered
-    noted = None if arrangement.kept is None else (batch, arrangement.kept, *space)
+    gathered = moments.gathered
+    noted = None if arrangement.kept is None else (gathered[0], arrangement.kept, *gathered[2:])
 
     def note(means: torch.Tensor, kept: Tensors) -> None:
         if noted is not None and moments.count and means.shape[1]:

@@ -92,10 +92,15 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("logsumexp", "torch Tensor special")
 def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any, keepdim: bool = False) -> Any:
-        x = input if input.is_floating_point() else input.to(torch.get_default_dtype())
+        x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
         dims, layout = dims_of(x, dim), x._layout
         if not prod(x.shape[one] for one in dims):
             return total(x, dims, keepdim) - inf
+        if x.is_complex() and split_along(layout, dims):
+            top = x.real.detach().amax(dims, True)
+            top = top.masked_fill(top.isinf(), 0)
+            y = (x - top).exp().sum(dims, True).log() + top
+            return y if keepdim else without_dims(y, dims)
         target = reduced_layout(layout, dims)
         if split_along(layout, dims):
             top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)

@@ -166,6 +166,8 @@ def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
     if not x.numel():
         raise IndexError(f"arg{name}(): Expected reduction dim to be specified for input.numel() == 0.")
     layout, block = x._layout, block_of(x)
+    if x.dtype is torch.bool or x.is_complex():
+        getattr(torch, "arg" + name)(torch.zeros(1, dtype=x.dtype))  # (for torch's error, on every worker)
     target = reduced_layout(layout, dims)
     if not dims:
         return GlobalTensor._of(block.new_zeros(block.shape, dtype=torch.int64), layout)

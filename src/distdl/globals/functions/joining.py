@@ -217,7 +217,7 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     given = {"fliplr": [1], "flipud": [0]}.get(func.__name__, rest)
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = list(given[0])
-    dims = tuple(dim % x.dim() for dim in given)
+    dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
     layout, context = _of(x)
 
     def make() -> KnownLayout:

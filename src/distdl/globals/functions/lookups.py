@@ -11,6 +11,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, weight_of
 from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -68,6 +69,7 @@ def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @handles("glu", "functional")
 def glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: int = -1) -> Any:
+        shape_of(func, input, (dim,), {})  # (for torch's error)
         first, gate = input.chunk(2, dim)
         return first * gate.sigmoid()
 

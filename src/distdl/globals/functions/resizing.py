@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,20 @@ def _pooled(
         sliding = PoolSliding.of(name, space, *map(single, map(numbers, given.values())))
         made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
         made.check(name)
-        return made
+        accepted: Pooling = _accepting(made, made.least, input)
+        return accepted
 
     return _batched(space, input, lambda x: apply(op, key, x, name))
+
+
+def _accepting(op: Any, least: Sequence[int], x: GlobalTensor) -> Any:
+    """A pooling, of which torch's operator takes tensors of this dtype.
+
+    Raises: what torch raises, on every worker, if it does not.
+    """
+    if not x._block.is_meta:
+        op.sample(torch.zeros(tuple(least), dtype=x.dtype, device=x.device))
+    return op
 
 
 def _with_ceil(sliding: PoolSliding, ceil_mode: bool) -> PoolSliding:
@@ -113,10 +124,7 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
 def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, output_size: Any) -> Any:
-        extents = _extents(_space_of(func), output_size)
-        return _batched(
-            len(extents), input, lambda x: apply(lambda: AdaptiveAverage(extents), extents, x, func.__name__)
-        )
+        return _adaptive(func, input, AdaptiveAverage(_extents(_space_of(func), output_size)))
 
     return run(*args, **kwargs)
 
@@ -130,14 +138,14 @@ def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     def run(input: Any, output_size: Any, return_indices: bool = False) -> Any:
         # (torch.adaptive_max_pool1d always gives both)
         indices = return_indices or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
-        extents = _extents(_space_of(func), output_size)
-        return _batched(
-            len(extents),
-            input,
-            lambda x: apply(lambda: AdaptiveMaximum(extents, indices), (extents, indices), x, func.__name__),
-        )
+        return _adaptive(func, input, AdaptiveMaximum(_extents(_space_of(func), output_size), indices))
 
     return run(*args, **kwargs)
+
+
+def _adaptive(func: Any, input: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:
+    space = len(op.extents)
+    return _batched(space, input, lambda x: apply(lambda: _accepting(op, (1,) * (space + 2), x), op, x, func.__name__))
 
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
