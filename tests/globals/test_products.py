@@ -115,3 +115,19 @@ def test_shapes_that_do_not_fit_raise_on_every_worker():
             torch.matmul(x, noise(5, 4))
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, w: torch.einsum("bik,bjk->bij", x, x), lambda x, w: torch.einsum("bik,bik->bi", x, x),
+    lambda x, w: F.linear(x, w, w[:, 0]), lambda x, w: torch.baddbmm(x[..., :2], x, w.T.expand(3, 4, 5)[..., :2]),
+    lambda x, w: F.bilinear(x, x, w[:, None] * w[:, :, None]), lambda x, w: F.prelu(x, w[:4, 0]), torch.matmul,
+])  # fmt: skip
+def test_autocast_casts_as_torch_does_also_where_there_are_no_cells(function):
+    def cast(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(x, w.T if function is torch.matmul else w)
+            return y, y + 1, y.sum().float()
+
+    x, w = noise(3, 4, 4).float(), noise(5, 4).float()
+    assert_same(cast, Global(x), w, tolerance=0.05)
+    assert_same(cast, Global(x), w, grids=[(1, 1, 4)], tolerance=0.05)

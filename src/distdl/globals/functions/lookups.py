@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import as_global, weight_of
+from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
@@ -57,6 +57,9 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             weight = weight.reshape(-1, *[1] * (input.dim() - 2))
         elif weight.numel() == 1:
             weight = weight.reshape(())
+        cast = autocast_dtype(input._block)
+        if cast is not None and input.dtype is not torch.float64:
+            input, weight = input.to(cast), weight.to(cast)
         return elementwise(_prelu, (input, weight), {})
 
     return run(*args, **kwargs)

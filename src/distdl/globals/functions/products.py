@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.spreading import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import entered
@@ -56,9 +57,14 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             lead = batch_labels(input, 1)
             y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
-        return y if bias is None else y + bias
+        return y if bias is None else y + _cast_like(bias, y)
 
     return run(*args, **kwargs)
+
+
+def _cast_like(x: torch.Tensor, product: GlobalTensor) -> torch.Tensor:
+    """What is added to a product: under autocast, torch casts it as the operands of the product."""
+    return x if x.dtype is product.dtype or autocast_dtype(product._block) is None else x.to(product.dtype)
 
 
 def batch_labels(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable, ...]:
@@ -126,6 +132,7 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             product = product * alpha
         if beta == 0:
             return product  # (what is added is not read, then, not even where it is nan)
+        input = _cast_like(input, product)
         return product + (input if beta == 1 else input * beta)
 
     return run(*args, **kwargs)
@@ -144,12 +151,19 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         checked(functional.bilinear, [input1, input2, weight])
         lead = batch_labels(input1, 1)
         y = contract(
-            lambda a, b, w: torch.einsum("...i,oij,...j->...o", a, w, b), [input1, input2, weight],
+            _bilinear, [input1, input2, weight],
             [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
         )  # fmt: skip
         return y if bias is None else y + bias
 
     return run(*args, **kwargs)
+
+
+def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if autocast_dtype(a) is None:
+        return torch.einsum("...i,oij,...j->...o", a, weight, b)
+    with torch.autocast(a.device.type, enabled=False):  # (torch casts nothing for it)
+        return torch.einsum("...i,oij,...j->...o", a, weight, b)
 
 
 @handles("tensordot", "torch")

@@ -17,6 +17,7 @@ import torch
 
 from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.operands import block_of, moved_block
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -191,6 +192,7 @@ class Work:
         extents: dict[Hashable, int] | None = None,
     ) -> None:
         self.context = context
+        self._dtypes: dict[Hashable, torch.dtype] = {}
         extents = dict(extents or {})
         for one, own in zip(described, labels, strict=True):
             shape = one.extents if isinstance(one, KnownLayout) else one
@@ -266,7 +268,27 @@ class Work:
         """Apply a function to the parts of its operands."""
         parts = self.parts(operands, name)
         y = local(func, self.partial, *zip(parts, (need.least for need in self.needs), strict=True))
+        cast = autocast_dtype(parts[0])
+        if cast is not None:
+            y = y.to(self._cast_result(func, operands, name, cast))
         return self.finish(y, name)
+
+    def _cast_result(
+        self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str, cast: torch.dtype
+    ) -> torch.dtype:
+        """The dtype of the result under autocast, the same on every worker.
+
+        torch makes products of single cells by other functions, which it casts otherwise. So the function is tried
+        once, on as many cells as tell a single one from several.
+        """
+        key = (name, cast, *(one.dtype for one in operands))
+        if key not in self._dtypes:
+            shapes = [[max(min(n, 2), 1) for n in one.shape] for one in operands]
+            with torch.no_grad():
+                given = zip(shapes, operands, strict=True)
+                few = (torch.zeros(shape, dtype=one.dtype, device=one.device) for shape, one in given)
+                self._dtypes[key] = func(*few).dtype
+        return self._dtypes[key]
 
     def finish(self, y: torch.Tensor, name: str) -> GlobalTensor:
         """The result of what workers have computed."""
