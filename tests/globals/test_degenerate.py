@@ -74,6 +74,7 @@ REFUSED = {
     "odd halves": (lambda x: F.glu(x), torch.ones(2, 3)),
     "averages of integers": (lambda x: F.adaptive_avg_pool1d(x, 1), torch.ones(2, 3, 4, dtype=torch.int64)),
     "the place of the largest truth": (lambda x: x.argmax(), torch.ones(3, 2, dtype=torch.bool)),
+    "an index of other dims": (lambda x: x.scatter(1, torch.ones(3, dtype=torch.int64), 2.0), torch.ones(3, 2)),
     "complex numbers in order": (lambda x: x.sort(0), torch.ones(3, 2, dtype=torch.complex64)),
 }
 

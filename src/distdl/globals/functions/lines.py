@@ -11,9 +11,9 @@ from distdl.globals.adopting import adopt, split_beside
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.shapes import expanded, shape_of, whole_along
+from distdl.globals.functions.shapes import expanded, frozen, shape_of, whole_along
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.replicas import entered
+from distdl.globals.replicas import entered, map_tensors
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
@@ -146,6 +146,7 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if not input.dim():
             return TABLE[None](func, args, kwargs)
         name = func.__name__.removesuffix("_")
+        _check_scattered(getattr(torch.Tensor, name), input, dim, index, src, *rest, **more)
         _check_lines(input, dim, index)
         y = whole_along(input, [dim % input.dim()], name)
         lines = _along(y._layout, dim % input.dim(), index.shape)
@@ -164,6 +165,18 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     y: GlobalTensor = run(*args, **kwargs)
     return y
+
+
+def _check_scattered(func: Any, x: GlobalTensor, dim: int, *rest: Any, **more: Any) -> None:
+    """Let torch check shapes and dtypes. Raises on every worker what torch raises."""
+    described = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else frozen(one) for one in rest]
+
+    def check() -> bool:
+        blank = map_tensors(rest, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+        func(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim, *blank, **more)
+        return True
+
+    x._context.keep(("scattered", func, x.shape, x.dtype, dim, *described, frozen(more)), check)
 
 
 @handles("index_add index_add_ index_copy index_copy_ index_fill index_fill_", "torch Tensor")
