@@ -76,8 +76,9 @@ def public_names() -> dict[str, Any]:
         for module in WHOLE:
             values = vars(import_module(module)).items()
             found |= {f"{module}.{name}": value for name, value in values if _is_defined_in(value, module)}
-        others = {name: loaded for name, loaded in sys.modules.items() if not name.startswith(("mpi4py", "distdl"))}
-    sys.modules.update(others)  # (some modules of torch cannot be imported twice)
+        mocked = ("mpi4py", "distdl.backends.mpi")
+        others = {name: loaded for name, loaded in sys.modules.items() if not name.startswith(mocked)}
+    sys.modules.update(others)  # (imported twice, classes would be two, and some modules of torch cannot be)
     return _once({path: value for path, value in found.items() if _has_an_entry(path, value)})
 
 

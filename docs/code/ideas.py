@@ -3,7 +3,7 @@
 import torch
 
 import distdl
-from distdl.geometry.boxes import runs
+from distdl.geometry import runs
 from distdl.nn import Repartition
 from distdl.partition.layout import Layout
 from distdl.plan import Move

@@ -8,7 +8,6 @@ import torch
 
 import distdl
 from distdl.agreement import Headers
-from distdl.geometry.boxes import shift
 from distdl.nn.layer import Layer
 from distdl.nn.primitive import Movement
 from distdl.partition import Layout, Partition
@@ -35,7 +34,7 @@ def roll(owned: Layout, dim: int, by: int, me: int | None = None) -> Plan:
 
 def _moved(owned: Layout, dim: int, offset: int) -> Layout:
     intervals = list(owned.intervals)
-    intervals[dim] = shift(intervals[dim], [offset] * len(intervals[dim]))
+    intervals[dim] = tuple((start + offset, stop + offset) for start, stop in intervals[dim])
     return Layout.of(owned.partition, intervals)
 
 

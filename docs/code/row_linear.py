@@ -8,11 +8,10 @@ import torch
 from torch.nn import functional
 
 import distdl
-from distdl.nn import Module, SumReduce
+from distdl.nn import Module, SumReduce, local
 from distdl.nn.layer import blank_shape
 from distdl.nn.placement import uniform_parameter
 from distdl.partition import Layout, Partition
-from distdl.tensors.connection import local
 
 
 # [layer]

@@ -7,7 +7,7 @@ import torch
 from row_linear import DistributedRowLinear
 
 import distdl
-from distdl.geometry.boxes import runs, shape
+from distdl.geometry import runs
 from distdl.nn.placement import parameter_layouts
 from distdl.ops import Site
 from distdl.partition import Layout, Signature
@@ -75,7 +75,7 @@ def test_the_parameters_of_the_setup_go_to_all_workers_of_their_channels(me):
     stored = Layout.balanced(P[:, :, :1], (1, 3, 1))
     owned = Layout.of(P, [runs([2]), runs([2, 1]), runs([1, 6])])
     tensors = [
-        Signature(layout, torch.float32, Derivatives(), shape(layout[me]) if me in layout.partition else (0,))
+        Signature(layout, torch.float32, Derivatives(), layout.shapes[me] if me in layout.partition else (0,))
         for layout in (owned, stored, stored)
     ]
     setup = affine_agreed.Affine(dim=1).setup(Site(P, (0, 1, 2, 3), Label("DistributedAffine")), *tensors)

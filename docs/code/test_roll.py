@@ -5,7 +5,7 @@ import torch
 from roll import Roll, roll
 
 import distdl
-from distdl.geometry.boxes import runs
+from distdl.geometry import runs
 from distdl.partition.layout import Layout
 from distdl.testing import Counting, Silent, assert_adjoint, assert_matches_sequential
 

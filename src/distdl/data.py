@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
-from distdl.geometry.boxes import balanced
+from distdl.environment.arguments import check_fields
+from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
@@ -107,7 +108,15 @@ class Blocks:
     """
 
     block: torch.Tensor
-    shape: tuple[int, ...]
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block.dim() != len(self.shape):
+            raise ValueError(
+                f"Blocks needs a block with a dim for each of the batch; the batch is {dims(self.shape) or '0-d'} and "
+                f"the block {dims(self.block.shape) or '0-d'}"
+            )
 
     def as_global(self, P: Partition) -> GlobalTensor:
         """The global tensor of the batch. No message is sent: every worker knows the shape."""

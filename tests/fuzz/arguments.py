@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from inspect import Parameter, signature
 from typing import Any, get_args, get_type_hints
 
+import authors
 import numpy as np
 import torch
 
@@ -15,6 +16,11 @@ from distdl import nn
 from distdl.partition import Layout, Partition
 
 Right = Callable[[Partition], dict[str, Any]]
+
+NO_ARGUMENTS = "takes no arguments: a call with one is a TypeError of Python or torch"
+ABSTRACT = "cannot be made: a TypeError says so"
+ANY_VALUE = "takes any value: the text of an error; what it returns; what the agreement then refuses on all workers"
+ELSEWHERE = "needs a job of processes, the main thread, or MPI"
 
 HUGE = 2**62
 NO_NUMBER = ("a", None, [], {}, object(), 1j)
@@ -325,23 +331,16 @@ FUNCTIONS: dict[str, Right] = {
     "distdl.utilities.torch.distdl_padding_to_torch_padding": lambda P: {"pad": ((1, 1), (2, 2))},
     "distdl.utilities.torch.zero_volume_tensor": lambda P: {"b": 2},
 }
-RIGHT = {**layers(), **FUNCTIONS}
-NOT_CALLED = {  # patterns of names, and why they are not called with wrong values here
-    r"distdl\.(agreement|exchange|ops|plan|tensors|transport|partition|nn\.layer|nn\.primitive|geometry)\..*": (
-        "for authors of layers, movements and back-ends: their arguments are values that the library makes"
+RIGHT = {**layers(), **FUNCTIONS, **authors.RIGHT}
+NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of them
+    NO_ARGUMENTS: (
+        r"distdl\.(fixed_shapes|backends\.(chosen|names)|backends\.mpi\.buffer\.MPIBufferManager)",
+        r"distdl\.environment\.(chosen_backend|cuda_aware_mpi|debug|grace|recycled_memory|timeout)",
+        r"distdl\.nn\.(DistributedLossBase|Module|Option|repeat_calls|mixins\..*)",
     ),
-    r"distdl\.nn\.(Module|Option|local|repeat_calls|ZeroVolumeCorrectorFunction|mixins\..*)": (
-        "for authors of layers, too"
-    ),
-    r"distdl\.nn\.DistributedLossBase": "the common class of the losses, each of which is called",
-    r"distdl\.(CommunicationError|GlobalTensor|fixed_shapes|backends\.(Backend|Job|chosen|job|names))": (
-        "take no arguments of users"
-    ),
-    r"distdl\.environment\..*": "read variables, each of which has its tests (tests/unit/test_environment.py)",
-    r"distdl\.backends\.mpi\..*": "need MPI, and are called in the job of tests/names",
-    r"distdl\.on_terminate": "needs the main thread (tests/backends/test_exits.py)",
-    r"distdl\.workers\.footprint\.Footprint": "is made by what measures memory",
-    r"distdl\.data\.Blocks": "is made by a dataset",
+    ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),
+    ANY_VALUE: (r"distdl\.CommunicationError", r"distdl\.ops\.setup\.same", r"distdl\.nn\.layer\.given"),
+    ELSEWHERE: (r"distdl\.backends\.job", r"distdl\.on_terminate", r"distdl\.backends\.mpi\.partition\..*"),
 }
 ALONE = ("distdl.run_workers",)  # which no worker of a world calls
 
@@ -352,13 +351,27 @@ def wrong(name: str, function: Callable[..., Any], right: dict[str, Any]) -> Ite
     Raises: KeyError for an argument that no kind is known for.
     """
     for argument in arguments_of(function, right):
-        kind = SPECIAL.get((name, argument)) or SPECIAL.get(("", argument)) or KIND[argument]
-        for value in VALUES[kind]:
+        for value in values_for(name, argument):
             if (name, argument) in ALLOWED and value in ALLOWED[name, argument]:
                 continue
             if value is None and signature(function).parameters.get(argument, Parameter).default is None:
                 continue
-            yield argument, value
+            yield argument, (value,) if argument.startswith("*") else value
+
+
+def values_for(name: str, argument: str) -> tuple[Any, ...]:
+    """What is wrong for an argument."""
+    if name in authors.RIGHT:
+        return authors.values_for(name, argument)
+    return VALUES[SPECIAL.get((name, argument)) or SPECIAL.get(("", argument)) or KIND[argument]]
+
+
+def call(function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call a function by names. Where a name begins with a star, all arguments before it are passed by their places."""
+    behind = [value for name, value in given.items() if name.startswith("*")]
+    if not behind:
+        return function(**given)
+    return function(*[value for name, value in given.items() if not name.startswith("*")], *behind[0])
 
 
 def arguments_of(function: Callable[..., Any], right: dict[str, Any]) -> list[str]:
@@ -413,8 +426,5 @@ SPECIAL: dict[tuple[str, str], str] = {
 ALLOWED: dict[tuple[str, str], tuple[Any, ...]] = {
     ("distdl.backends.register", "name"): ("nonsense",),
     ("distdl.nn.utils.weight_norm", "dim"): (None,),
-    ("distdl.suggest", "input_shape"): ({},),
-    ("distdl.summary", "input_shape"): ({},),
-    ("distdl.summary", "P"): ({},),
     **{(f"distdl.nn.DistributedAdaptive{kind}Pool1d", "output_size"): ((None,),) for kind in ("Avg", "Max")},
 }

@@ -8,6 +8,7 @@ from io import StringIO
 import numpy as np
 import torch
 from mpi4py import MPI
+from mpi_movements import refused_everywhere
 
 import distdl
 from distdl.backends.mpi.buffer import MPIBufferManager
@@ -35,6 +36,18 @@ def check_the_world_is_one_duplicate_however_it_is_opened():
     assert P == again == distdl.world("mpi") and hash(P) == hash(again)
     assert distdl.world() is distdl.world("mpi") and distdl.world("mpi").comm is P.comm
     assert P.rank == MPI.COMM_WORLD.rank and P.size == MPI.COMM_WORLD.size == 4
+
+
+def check_wrong_arguments_are_refused_everywhere():
+    comm, no_link = distdl.world().comm, (3, "a", (1, 2), 2.5, torch.zeros(2))
+    for wrong in no_link:
+        for name in ("comm", "group", "root"):
+            refused_everywhere(lambda name=name, wrong=wrong: MPIPartition(**{name: wrong}), TypeError)
+        refused_everywhere(lambda wrong=wrong: MPICartesianPartition(wrong, [[0, 1]]), TypeError)
+    for wrong in (None, "a", [2.5], [None], {"a": 1}):
+        refused_everywhere(lambda wrong=wrong: MPICartesianPartition(comm, wrong), TypeError)
+    for wrong in ([4], [-7], [2**62], [0, 0]):
+        refused_everywhere(lambda wrong=wrong: MPICartesianPartition(comm, wrong), ValueError)
 
 
 def check_children_keep_their_kind_and_mpi_objects():

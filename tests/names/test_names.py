@@ -41,6 +41,19 @@ def test_buffer_manager():
     assert len(manager.request_buffers(1, np.float64)) == 1
 
 
+@pytest.mark.parametrize("wrong", ["a", None, 2.5, object(), -7])
+def test_buffers_refuse_wrong_numbers(wrong):
+    buffer, shape = MPIExpandableBuffer(np.float32, 3), wrong if wrong is None else (wrong,)
+    calls = [(buffer.expand, wrong), (buffer.get_view, shape), (buffer.allocate_view, shape)]
+    calls.append((lambda count: MPIBufferManager().request_buffers(count, np.float32), wrong))
+    for call, value in calls:
+        with pytest.raises((ValueError, TypeError), match=r"MPI\w*\.\w+ needs \w+ to be a (whole number|sequence)"):
+            call(value)
+    with pytest.raises(ValueError, match="a buffer needs at most"):
+        buffer.expand(2**62)
+    assert buffer.capacity == 3 and not buffer.views
+
+
 def test_layers_check_their_buffer_manager():
     P = distdl.world().reshape(1, 1)
     halo = np.zeros((2, 2), dtype=int)

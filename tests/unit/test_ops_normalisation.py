@@ -135,6 +135,16 @@ def test_running_statistics_everywhere(kind, grid, split, momentum):
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+class Followed:
+    """A movement whose tensors are followed by others."""
+
+    def __init__(self, moves, others):
+        self.moves, self.others, self.operators = moves, others, moves.operators
+
+    def __call__(self, *tensors):
+        return self.moves(*tensors, *self.others)
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_with_running_statistics_a_normalisation_is_affine(split):
     """Evaluated, it is a matrix; a worker keeps the statistics of its balanced block of channels."""
@@ -147,8 +157,7 @@ def test_with_running_statistics_a_normalisation_is_affine(split):
             setup = BatchNorm(6, training=False).setup(here, *signatures)
             start, stop = balanced(6, 2)[here.partition.index_of(here.me)[1]]
             kept = mean[start:stop], variance[start:stop], torch.tensor(1)
-            move_in = setup.move_in
-            return type(setup)(lambda *tensors: move_in(*tensors, *kept), setup.local, setup.move_out, setup.results)
+            return type(setup)(Followed(setup.move_in, kept), setup.local, setup.move_out, setup.results)
 
     grid = (2, 2, 1)
     case = Case(5, Evaluated(), work(grid), places(grid, split, [1], 2), lambda x, w, b: functional.batch_norm(

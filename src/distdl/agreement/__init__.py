@@ -1,6 +1,8 @@
 """What workers agree on before they plan."""
 
-from distdl.agreement.agreement import Agreement, Decision, can_be_read, fixed_shapes
+from distdl.agreement.agreement import Agreement as Agreement
+from distdl.agreement.agreement import can_be_read as can_be_read
+from distdl.agreement.agreement import fixed_shapes
 from distdl.agreement.header import Headers
 
-__all__ = ["Agreement", "Decision", "Headers", "can_be_read", "fixed_shapes"]
+__all__ = ["Headers", "fixed_shapes"]

@@ -235,7 +235,7 @@ class Agreement(Generic[Outcome]):
         self._check(message, mode, problem)
         agreed = self._agreed.pop(mode, None)
         together = received[FIELDS:].astype(bool).reshape(-1, 3).tolist()
-        agreed_derivatives = tuple(Derivatives(*together[i]) for i in range(len(structure[0])))
+        agreed_derivatives = tuple(Derivatives._make(together[i]) for i in range(len(structure[0])))
         rows = self._gather(structure, message.dims) if message.changed or agreed is None else agreed.rows
         outcome = self._outcome(rows, structure, message.dims, agreed_derivatives)
         decision = Decision(outcome, agreed_derivatives)

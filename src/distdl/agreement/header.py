@@ -10,13 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from distdl.agreement.rows import Rows
-from distdl.geometry.boxes import Shape, shape
+from distdl.environment.arguments import check_fields
+from distdl.environment.types import Count
+from distdl.geometry.boxes import MOST, Shape, shape
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
 from distdl.partition.layout import Layout, Lookup
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import DTYPES
-from distdl.transport.communicator import Group
+from distdl.transport.communicator import Group, check_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +35,14 @@ class Headers:
 
     members: Group
     rows: Rows
-    tensors: int
-    dims: int
+    tensors: Count
+    dims: Count
     derivatives: tuple[Derivatives, ...] = ()
     own: tuple[Shape, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_group(self.members, MOST + 1, "Headers")
 
     def _columns(self, tensor: int) -> int:
         return tensor * (2 + self.dims)

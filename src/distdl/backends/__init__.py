@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from distdl.environment import chosen_backend
+from distdl.environment.arguments import checks_fields
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import Job, job
 
@@ -27,6 +28,7 @@ BACKENDS = tuple(_OWN)
 Work = Callable[[Communicator], Any]
 
 
+@checks_fields
 class Backend(NamedTuple):
     """What is registered under a name; see :func:`register`."""
 

@@ -9,6 +9,9 @@ import math
 import os
 from typing import NoReturn
 
+from distdl.environment.arguments import checks_arguments
+from distdl.environment.types import Count
+
 DEFAULT_TIMEOUT = 600.0
 LONGEST_TIMEOUT = 2_000_000  # seconds; gloo counts milliseconds in 32 bits
 LARGEST_MEMORY = 1 << 40  # MiB
@@ -63,8 +66,14 @@ def cuda_aware_mpi() -> bool | None:
     return _flag("DISTDL_CUDA_AWARE_MPI")
 
 
-def whole(name: str, default: int, largest: int = (1 << 31) - 1, unit: str = "") -> int:
-    """A variable that is a whole number from 0 to ``largest``."""
+@checks_arguments
+def whole(name: str, default: Count, largest: Count = (1 << 31) - 1, unit: str = "") -> int:
+    """A variable that is a whole number from 0 to ``largest``.
+
+    Raises: ValueError if it is something else, or the default is.
+    """
+    if default > largest:
+        raise ValueError(f"whole needs a default of {name} from 0 to {largest}; got {default}")
     text = os.environ.get(name)
     if text is None:
         return default

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distdl.environment.arguments import checks_arguments
 from distdl.exchange.nodes import move_all
 from distdl.exchange.operator import Operator
 from distdl.exchange.packing import Tensors
@@ -22,6 +23,7 @@ class Together:
         first: those that the first tensor passes.
     """
 
+    @checks_arguments
     def __init__(self, *operators: Operator) -> None:
         self.operators = operators
         self.first = operators[:1]
@@ -59,6 +61,7 @@ class Step(Protocol):
 class Chain:
     """Steps one after the other: each takes what the one before it returns."""
 
+    @checks_arguments
     def __init__(self, *steps: Step) -> None:
         self.steps = steps
         self.first = tuple(op for step in steps for op in getattr(step, "first", step.operators))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distdl.environment.arguments import checks_arguments, known
 from distdl.exchange import watching
 from distdl.exchange.nodes import Apply, ApplyPacked, Stay, anchor_beside, are_bare, execute_together
 from distdl.exchange.packing import Packing, Tensors
@@ -19,7 +20,7 @@ from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkp
 from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.memory import is_channels_last, readable
 from distdl.transport.calls import LARGEST, LAST_TAG, Begun
-from distdl.transport.communicator import Communicator, Group, Pending
+from distdl.transport.communicator import Communicator, Group, Pending, check_group
 from distdl.transport.label import Label
 
 _PROGRAMS_KEPT = 8
@@ -52,6 +53,7 @@ class Operator:
         calls: what the members have exchanged so far.
     """
 
+    @checks_arguments
     def __init__(
         self,
         plan: Plan,
@@ -67,6 +69,7 @@ class Operator:
         lends: bool = False,
         reuses: bool = False,
     ) -> None:
+        check_group(members, comm.size, "an Operator")
         self.plan, self.comm, self.members, self.label = plan, comm, members, label
         self.dtype, self.derivatives = dtype, derivatives
         self.inputs, self.outputs = tuple(map(tuple, inputs)), tuple(map(tuple, outputs))
@@ -95,7 +98,7 @@ class Operator:
         """The operator where nothing moves. It returns its tensors as they are."""
         vector = shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
         own = {comm.rank: vector}
-        plan = Plan(own, own, (Move(comm.rank, whole(vector), comm.rank, whole(vector)),))
+        plan = known(Plan, own, own, (known(Move, comm.rank, whole(vector), comm.rank, whole(vector)),))
         return cls(plan, comm, members, label, dtype, derivatives, shapes, shapes, still=True)
 
     @cached_property

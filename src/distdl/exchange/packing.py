@@ -40,7 +40,13 @@ class Packing:
     """
 
     def __init__(self, shapes: Sequence[Shape], planned: Shape | None) -> None:
-        own = shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
+        cells = sum(map(prod, shapes))
+        if planned is not None and prod(planned) != cells:
+            raise ValueError(
+                f"an Operator needs tensors of as many elements as its plan moves; they are of the shapes "
+                f"{list(map(list, shapes))}, and the plan has {list(planned)} for this worker"
+            )
+        own = shapes[0] if len(shapes) == 1 else (cells,)
         self.shape = own if planned is None else planned
         self.plain = tuple(shapes) == (self.shape,)
         # (torch stacks numbers and takes them apart in half the time of what holds for any shapes)

@@ -7,9 +7,11 @@ about workers, tensors or messages.
 from collections.abc import Sequence
 from math import prod
 
+from distdl.environment.types import Count
+
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
-Shape = tuple[int, ...]
+Shape = tuple[Count, ...]
 
 MOST = 2**31 - 1  # cells that a dim, a kernel or a padding may have: what torch's operators count
 
@@ -26,7 +28,7 @@ def balanced(extent: int, parts: int) -> tuple[Interval, ...]:
     return runs([short + (part < longer) for part in range(parts)])
 
 
-def runs(lengths: Sequence[int]) -> tuple[Interval, ...]:
+def runs(lengths: Sequence[Count]) -> tuple[Interval, ...]:
     """Lay runs of the given lengths end to end, from 0.
 
     >>> runs([3, 0, 2])

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from distdl import environment
+from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
 from distdl.globals import debug
@@ -21,7 +22,7 @@ from distdl.plan.planners import copy
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.draws import Draws
 from distdl.transport import Communicator, Label
-from distdl.transport.communicator import Group
+from distdl.transport.communicator import Group, LongGroup
 
 T = TypeVar("T")
 
@@ -102,7 +103,7 @@ class Context:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.me = comm.rank
-        self.everyone: Group = tuple(range(comm.size))
+        self.everyone: Group = LongGroup(range(comm.size))
         self._layouts: WeakValueDictionary[Any, KnownLayout] = WeakValueDictionary()  # (masks make ever new ones)
         self._kept: dict[Hashable, Any] = {}
         self._told: dict[Hashable, Any] = {}
@@ -142,7 +143,7 @@ class Context:
         if found is None:
             if not partition.cartesian:
                 partition = self.grid(partition, partition.workers.shape)
-            found = self._layouts[key] = KnownLayout(partition, tuple(map(Ruler, key[2])), self)
+            found = self._layouts[key] = known(KnownLayout, partition, tuple(map(Ruler, key[2])), self)
         return found
 
     def known(self, layout: Layout) -> KnownLayout:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
@@ -98,6 +99,11 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
             f"partition {P} has axes; got {listed}"
         )
     (rank,), (code,) = ranks, codes
+    if axes is not None and len(axes) != rank:
+        raise ValueError(
+            f"GlobalTensor.from_local needs axes= to name an axis, or None, for each dim of the blocks; these have "
+            f"{rank} dims, and the axes are {tuple(axes)}"
+        )
     grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
     shapes = torch.tensor([told[worker][0] for worker in members], dtype=torch.int64)
     layout = context.known(Layout.tiled(grid, shapes.reshape(*grid.workers.shape, rank).numpy(), "the tensor"))
@@ -148,6 +154,7 @@ def _split(
     context: Context, P: Partition, extents: Sequence[int], what: str, axes: Sequence[int | None] | None
 ) -> KnownLayout:
     if axes is not None:
+        _check_axes(axes, what)
         if len(axes) != len(extents):
             raise ValueError(
                 f"{what} needs axes= to name an axis for each dim of the tensor; that is {dims(extents)} and the axes "
@@ -162,8 +169,16 @@ def _split(
     return context.balanced(P, extents)
 
 
+def _check_axes(axes: Any, what: str) -> None:
+    if not judge(Sequence[int | None])(axes):
+        raise TypeError(
+            f"{what} needs axes= to be a sequence, for each dim an axis of the partition or None; got {axes!r}"
+        )
+
+
 def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
     """The workers of a partition that hold a tensor split along these axes: those at place 0 of the others."""
+    _check_axes(axes, what)
     named = [axis for axis in axes if axis is not None]
     count = P.workers.ndim
     if any(not -count <= axis < count for axis in named) or len({axis % count for axis in named}) < len(named):

@@ -43,6 +43,11 @@ class GlobalTensor(torch.Tensor):
     _ties: list[_Tie]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 
+    def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
+        raise TypeError(
+            "a global tensor is made by distdl.distribute_tensor(x, P) or GlobalTensor.from_local(block, P)"
+        )
+
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
         """The global tensor of which this worker has this block."""

@@ -1,5 +1,6 @@
 """The distributed modules: data movement primitives, and the layers that are built on them."""
 
+from distdl.environment.arguments import checks_arguments
 from distdl.nn import init, loss, mixins, utils
 from distdl.nn.all_gather import AllGather
 from distdl.nn.all_sum_reduce import AllSumReduce
@@ -76,7 +77,7 @@ from distdl.nn.repartition import Repartition
 from distdl.nn.sum_reduce import SumReduce
 from distdl.nn.transpose import DistributedTranspose
 from distdl.nn.upsampling import DistributedUpsample
-from distdl.tensors.connection import local
+from distdl.tensors import connection
 from distdl.tensors.repeats import repeat_calls
 
 __all__ = [
@@ -153,3 +154,5 @@ __all__ = [
     "repeat_calls",
     "utils",
 ]
+
+local = checks_arguments(connection.local)  # (ours call it where it stands)

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from distdl.agreement import Agreement, Headers
+from distdl.environment.arguments import check_fields
 from distdl.exchange import Together
 from distdl.nn.module import Module
 from distdl.ops import Op, Setup, Site
 from distdl.ops.setup import blank_shape as blank_shape
 from distdl.ops.setup import same
 from distdl.partition import Layout, Partition, Signature
+from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import outside
 from distdl.transport import Label
 
@@ -57,6 +59,9 @@ class Application:
     work: Partition
     configure: Callable[[Any, Headers], Op] | None = None
     names: tuple[str, ...] = ("x", "weight", "bias")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def read(self) -> Sequence[Partition]:
@@ -122,6 +127,7 @@ class Layer(Module):
         label: the name, and the layer's path in its model once the model has named it (see ``distdl.name_layers``).
     """
 
+    @checks_arguments
     def __init__(
         self,
         name: str,

@@ -105,7 +105,7 @@ def _magnitudes(layout: Layout, kept: int) -> Layout:
     """The layout of the factors of ``weight_norm``, along one dim of the parameter."""
     at = tuple(slice(None) if dim == kept else slice(0, 1) for dim in range(len(layout.rulers)))
     intervals = [along if dim == kept else [(0, 1)] for dim, along in enumerate(layout.intervals)]
-    return Layout.of(layout.partition[at], intervals)
+    return Layout.along(layout.partition[at], intervals)
 
 
 def _norms(owner: torch.nn.Module, name: str) -> Iterator[tuple[int, int]]:

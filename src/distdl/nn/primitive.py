@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from distdl.agreement import Headers
+from distdl.environment.arguments import check_fields
 from distdl.exchange import Together
 from distdl.ops import Setup, Site
 from distdl.ops.setup import blank_shape, same
@@ -44,6 +45,9 @@ class Movement:
     plan: Callable[[Headers, int], Plan]
     preserve_batch: bool = True
     adds: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def name(self, kind: str) -> str:
         """The name of a primitive of this kind, for people to read."""

@@ -74,7 +74,7 @@ def _scattered(P_x: Partition, axes: Sequence[int], sizes: Mapping[int, tuple[in
     first = tuple(slice(0, 1) if axis in axes else slice(None) for axis in range(workers.ndim))
     headers.check_equal(workers, workers[first], "ReduceScatter")
     kept = Layout.tiled(P_x.reshape(workers.shape)[first], shapes[first])
-    return Layout.of(
+    return Layout.along(
         P_x,
         [
             _blocks(axis, kept.extents[axis], workers.shape[axis], sizes.get(axis)) if axis in axes else ruler.intervals

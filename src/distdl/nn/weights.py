@@ -93,8 +93,8 @@ def weights_on(
     """The blocks of a weight (outputs x inputs x taps) over out x in, and of a bias (outputs) where in is 0."""
     out, inner = stored.workers.shape
     intervals = [balanced(outputs, out), balanced(inputs, inner), *[[(0, tap)] for tap in taps]]
-    weight = Layout.of(stored.reshape(out, inner, *[1] * len(taps)), intervals)
-    return Weights(weight, Layout.of(stored[:, :1].reshape(out), intervals[:1]) if bias else None, path)
+    weight = Layout.along(stored.reshape(out, inner, *[1] * len(taps)), intervals)
+    return Weights(weight, Layout.along(stored[:, :1].reshape(out), intervals[:1]) if bias else None, path)
 
 
 def own_work(name: str, space: int, groups: int, P_x: Partition) -> Partition:

@@ -68,7 +68,7 @@ class AdaptiveAverage:
             touched[dim] = tuple(
                 adaptive(block, computed.extents[dim], owned.extents[dim]) for block in owned.intervals[dim]
             )
-        parts = Layout.of(owned.partition, touched)
+        parts = Layout.along(owned.partition, touched)
         own, wide = shape(parts.box_of(me)), torch.float32 if x.dtype in HALVES else x.dtype
         moves = parts.intervals != computed.intervals
         reduced, whole = [], not moves and 0 not in own
@@ -279,12 +279,12 @@ def _computed(name: str, owned: Layout, asked: tuple[int | None, ...]) -> Layout
         raise ValueError(f"{name} needs an input that is not empty in space; its shape is {dims(owned.extents)}")
     counts = [extent if n is None else n for extent, n in zip(owned.extents[2:], asked, strict=True)]
     spans = [balanced(n, places) for n, places in zip(counts, owned.partition.workers.shape[2:], strict=True)]
-    return Layout.of(owned.partition, [*owned.intervals[:2], *spans])
+    return Layout.along(owned.partition, [*owned.intervals[:2], *spans])
 
 
 def _with(layout: Layout, dim: int, intervals: Sequence[Interval]) -> Layout:
     """The layout with other intervals along one dim."""
-    return Layout.of(layout.partition, [*layout.intervals[:dim], intervals, *layout.intervals[dim + 1 :]])
+    return Layout.along(layout.partition, [*layout.intervals[:dim], intervals, *layout.intervals[dim + 1 :]])
 
 
 def _parts_of(block: Interval, extent: int, count: int) -> tuple[list[Interval], bool]:

@@ -127,7 +127,7 @@ class CrossEntropy:
         # along classes in the midst of these
         each, parts = 1 + self.probabilities, len(own)
         sent, needed = (
-            Layout.of(P.reshape(1, *P.workers.shape), [[(0, each)], batch, along, *space])
+            Layout.along(P.reshape(1, *P.workers.shape), [[(0, each)], batch, along, *space])
             for P, along in ((owned.partition, balanced(parts, parts)), (places.first_of_each, [(0, parts)]))
         )
         inputs = [without_classes(places.local)] * each

@@ -129,7 +129,7 @@ class Contraction:
         site, x, weight, (outputs,) = self.site, self.x, self.weight, by_windows.results
         if not stays(site, [one for one in (x, weight, self.bias) if one is not None], outputs):
             return by_windows
-        windows = Layout.of(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
+        windows = Layout.along(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
         fetch, _ = self._fetch_and_spread()
         everywhere = weight.layout.is_everywhere
         parameters = None if everywhere else self._parameters()
@@ -175,7 +175,7 @@ class Contraction:
         batch, (out, inner), space = self._axes
         spreads = out > 1 and not self.gathers
         at = owned.partition if spreads else self.work.reshape(*batch, out * inner, *space)
-        needed = Layout.of(at, border.fetched(self.reads, owned.extents))
+        needed = Layout.along(at, border.fetched(self.reads, owned.extents))
         found = needed.shapes[me] if me in at else self._blank
         keeps_format = not spreads and self._in_place  # collectives would copy what is not contiguous
         if owned.intervals == needed.intervals and array_equal(owned.partition.workers, at.workers):
@@ -222,7 +222,7 @@ class Contraction:
 
     @property
     def _computed(self) -> Layout:
-        return Layout.of(self.target, self.computes)
+        return Layout.along(self.target, self.computes)
 
     @property
     def _in_place(self) -> bool:

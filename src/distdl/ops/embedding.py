@@ -58,7 +58,7 @@ class Embedding:
             stored = table.layout.partition.reshape(*[1] * len(axes), len(rows), len(columns))
         along_both = x.layout.partition.reshape(*axes, 1, 1)
         along_rows = self.target.reshape(*axes, 1, len(columns))
-        computed = Layout.of(self.target, [*x.layout.intervals, columns])
+        computed = Layout.along(self.target, [*x.layout.intervals, columns])
         result, mine = blank, (0, 0)
         if me in work:
             *places, row, column = work.index_of(me)

@@ -45,8 +45,8 @@ class Interpolation:
         along = self.mode.along(owned.extents, results, x.dtype)
         outputs = [balanced(n, places) for n, places in zip(results[2:], P.workers.shape[2:], strict=True)]
         inputs = [reading(spans, one.ends) for spans, one in zip(outputs, along[2:], strict=True)]
-        needed = Layout.of(P, [*owned.intervals[:2], *inputs])
-        computed = Layout.of(P, [*owned.intervals[:2], *outputs])
+        needed = Layout.along(P, [*owned.intervals[:2], *inputs])
+        computed = Layout.along(P, [*owned.intervals[:2], *outputs])
         if needed.intervals == owned.intervals:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:

@@ -127,7 +127,7 @@ class Moments:
 
     def _layout(self, intervals: Sequence[Sequence[Interval]]) -> Layout:
         places = self.partition.reshape(1, *self.partition.workers.shape)
-        return Layout.of(places, [[(0, self._kinds)], *intervals])
+        return Layout.along(places, [[(0, self._kinds)], *intervals])
 
     @property
     def _kinds(self) -> int:

@@ -74,13 +74,13 @@ class Padding:
             before, behind = border.widths[dim]
             computed[dim] = balanced(owned.extents[dim] + before + behind, len(owned.intervals[dim]))
             windows[dim] = tuple((start - before, stop - before) for start, stop in computed[dim])
-        needed = Layout.of(owned.partition, border.fetched(windows, owned.extents))
+        needed = Layout.along(owned.partition, border.fetched(windows, owned.extents))
         plan = copy(owned, needed, me, border.repeats(owned.extents))
         fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], keeps_format=True)
-        filling = Filling.of(border, Layout.of(owned.partition, windows).box_of(me), owned.extents)
+        filling = Filling.of(border, Layout.along(owned.partition, windows).box_of(me), owned.extents)
 
         def fill(cells: torch.Tensor) -> torch.Tensor:
             # (not by local: around no cells, there may be cells of the value)
             return no_view(filling.fill(cells, self.value))
 
-        return Setup(Together(fetch), fill, same, (Layout.of(owned.partition, computed),))
+        return Setup(Together(fetch), fill, same, (Layout.along(owned.partition, computed),))

@@ -287,14 +287,14 @@ class Pooling:
             [(max(start, 0), min(stop, extent)) for start, stop in along]
             for along, extent in zip(windows, extents, strict=True)
         ]
-        needed = Layout.of(P, [*owned.intervals[:2], *inside])
-        computed = Layout.of(P, [*owned.intervals[:2], *outputs])
+        needed = Layout.along(P, [*owned.intervals[:2], *inside])
+        computed = Layout.along(P, [*owned.intervals[:2], *outputs])
         if needed.intervals == owned.intervals:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:
             plan = copy(owned, needed, me)
             fetch = site.operator(plan, x.dtype, x.derivatives, [x.local], keeps_format=True, lends=True)
-        window = Layout.of(P, [*owned.intervals[:2], *windows]).box_of(me)
+        window = Layout.along(P, [*owned.intervals[:2], *windows]).box_of(me)
         cells = Cells.of(self.sliding, window, needed.box_of(me), computed.box_of(me), extents)
         reduce = self.reduction.over(self.sliding, cells, self.result)
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from distdl.environment.arguments import check_fields, checks_arguments, checks_fields
+from distdl.environment.types import Count
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Shape, slices, whole
 from distdl.ops.keeping import Place, keeping
@@ -19,10 +21,11 @@ from distdl.partition.layout import Layout
 from distdl.partition.signature import Signature
 from distdl.plan import Plan
 from distdl.tensors.derivatives import Derivatives
-from distdl.transport.communicator import Communicator, Group
+from distdl.transport.communicator import Communicator, Group, check_group
 from distdl.transport.label import Label
 
 
+@checks_fields
 class Site(NamedTuple):
     """Where an operation is carried out, by whom, and in whose name.
 
@@ -35,6 +38,9 @@ class Site(NamedTuple):
     partition: Partition
     members: Group
     label: Label
+
+    def _check(self) -> None:
+        check_group(self.members, self.comm.size, "a Site")
 
     @property
     def comm(self) -> Communicator:
@@ -104,7 +110,10 @@ class Setup:
     local: Callable[..., Any]
     move_out: Callable[..., Any]
     results: tuple[Layout, ...] = ()
-    _places: dict[Any, Place | None] = field(default_factory=dict)
+    _places: dict[Any, Place | None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """The three steps. Of a window, what is saved for backward is its margins (see ``distdl.ops.keeping``)."""
@@ -180,7 +189,8 @@ class Parts:
         return [one[part] if part else one for one in tensors]
 
 
-def blank_shape(x: Sequence[int], preserve_batch: bool = True) -> tuple[int, ...]:
+@checks_arguments
+def blank_shape(x: Sequence[Count], preserve_batch: bool = True) -> tuple[int, ...]:
     """Shape of the tensor of zero volume that a worker without output returns for an input of the given shape."""
     return (x[0], 0) if preserve_batch and len(x) else (0,)
 

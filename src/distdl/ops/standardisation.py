@@ -357,7 +357,7 @@ def _rows_plan(
 def _over(P: Partition, blocks: Mapping[int, Sequence[Interval]], rows: int = 0) -> Layout:
     """A row over the workers of P: split in the dims in which it varies; or, in dim 0, several rows."""
     along = [blocks.get(dim, [(0, 1)] * places) for dim, places in enumerate(P.workers.shape)]
-    return Layout.of(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.of(P, along)
+    return Layout.along(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.along(P, along)
 
 
 def _check(op: Normalisation, label: Label, x: Signature, weights: Sequence[Signature]) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from distdl.environment.arguments import checks_arguments
+from distdl.environment.types import judge
 from distdl.transport.communicator import Group as Group
 from distdl.transport.communicator import IntArray as IntArray
 from distdl.transport.communicator import LongGroup
 
 
+@checks_arguments
 def dims(shape: Sequence[int]) -> str:
     """A shape for people: ``2x3x2``."""
     return "x".join(str(int(extent)) for extent in shape)
@@ -33,6 +36,16 @@ def describe(workers: IntArray) -> str:
     return f"{dims(workers.shape)} on workers {names}{', ..' if listed.size > 16 else ''}"
 
 
+def whole_numbers(values: ArrayLike, what: str) -> IntArray:
+    """An array of whole numbers.
+
+    Raises: TypeError for anything else.
+    """
+    if not judge(ArrayLike)(values):
+        raise TypeError(f"{what} needs whole numbers; got {values!r}")
+    return np.asarray(values, dtype=np.int64)
+
+
 def topology(workers: IntArray, shape: ArrayLike, how_to_start: Callable[[int], str] = lambda workers: "") -> IntArray:
     """The workers, row-major, over a grid of this shape, one entry of which may be -1.
 
@@ -40,7 +53,7 @@ def topology(workers: IntArray, shape: ArrayLike, how_to_start: Callable[[int], 
         how_to_start: what the error adds where there are too few workers; see :meth:`Communicator.how_to_start`.
     Raises: ValueError unless the grid has as many places as there are workers.
     """
-    extents = [int(extent) for extent in np.atleast_1d(np.asarray(shape, dtype=np.int64))]
+    extents: list[int] = whole_numbers(shape, "a topology").reshape(-1).tolist()
     known = prod(extent for extent in extents if extent != -1)
     if extents.count(-1) == 1 and known > 0 and workers.size % known == 0:
         extents[extents.index(-1)] = workers.size // known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from distdl.environment.arguments import check_fields, known
+from distdl.environment.types import Count
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, meet, runs, shape, slices
-from distdl.partition.groups import IntArray
+from distdl.partition.arguments import checks_arguments
+from distdl.partition.groups import IntArray, dims
 from distdl.partition.partition import Partition
 
 
@@ -70,17 +73,42 @@ class Layout(Mapping[int, Box]):
     partition: Partition
     rulers: tuple[Ruler, ...]
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+        places = tuple(len(ruler.intervals) for ruler in self.rulers)
+        if places != self.partition.workers.shape:
+            raise ValueError(
+                f"a layout needs intervals along each axis of its partition, one for each place; it has "
+                f"{list(places)} intervals for {self.partition}"
+            )
+
     @classmethod
+    @checks_arguments
     def of(cls, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> Layout:
         """The layout with these intervals along each dim, one interval for each place of the partition's axis."""
         return cls(partition, tuple(Ruler(tuple(along)) for along in intervals))
 
     @classmethod
-    def balanced(cls, partition: Partition, extents: Sequence[int]) -> Layout:
-        """The layout that splits a tensor of the given global shape as evenly as possible, longer blocks first."""
-        return cls.of(partition, [balanced(n, p) for n, p in zip(extents, partition.workers.shape, strict=True)])
+    def along(cls, partition: Partition, intervals: Iterable[Iterable[Interval]]) -> Layout:
+        """The same, of intervals that are known to be right: the library makes thousands."""
+        return known(cls, partition, tuple(Ruler(tuple(along)) for along in intervals))
 
     @classmethod
+    @checks_arguments
+    def balanced(cls, partition: Partition, extents: Sequence[Count]) -> Layout:
+        """The layout that splits a tensor of the given global shape as evenly as possible, longer blocks first.
+
+        Raises: ValueError unless the tensor has one dim for each axis.
+        """
+        if len(extents) != partition.workers.ndim:
+            raise ValueError(
+                f"Layout.balanced needs a tensor with one dim for each axis of the partition; the tensor is "
+                f"{dims(extents) or '0-d'} and the partition {partition}"
+            )
+        return cls.along(partition, [balanced(n, p) for n, p in zip(extents, partition.workers.shape, strict=True)])
+
+    @classmethod
+    @checks_arguments
     def tiled(cls, partition: Partition, shapes: IntArray, what: str = "x") -> Layout:
         """The layout whose blocks have the shapes that the workers report, laid side by side.
 
@@ -88,6 +116,11 @@ class Layout(Mapping[int, Box]):
             shapes: local shapes, an array of shape ``partition.workers.shape + (dim,)``, in elements.
         Raises: ValueError if the blocks form no grid: two workers at one place of an axis differ along its dim.
         """
+        if shapes.shape != (*partition.workers.shape, partition.workers.ndim):
+            raise ValueError(
+                f"Layout.tiled needs an extent along each axis for each worker of {partition}, an array of "
+                f"{dims((*partition.workers.shape, partition.workers.ndim))}; got one of {dims(shapes.shape) or '0-d'}"
+            )
         intervals = []
         for dim, places in enumerate(partition.workers.shape):
             extents = np.moveaxis(shapes[..., dim], dim, 0).reshape(places, -1)
@@ -101,10 +134,11 @@ class Layout(Mapping[int, Box]):
                     f"{extents[place, other]} elements"
                 )
             intervals.append(runs(extents[:, 0].tolist()))
-        return cls.of(partition, intervals)
+        return cls.along(partition, intervals)
 
     @classmethod
-    def everywhere(cls, P: Partition, extents: Sequence[int]) -> Layout:
+    @checks_arguments
+    def everywhere(cls, P: Partition, extents: Sequence[Count]) -> Layout:
         """The layout in which every worker of P has the whole tensor, of at least one dim: as many copies of it."""
         workers = P.workers.size
         whole = [[(0, extent)] * (workers if dim == 0 else 1) for dim, extent in enumerate(extents)]
@@ -141,7 +175,7 @@ class Layout(Mapping[int, Box]):
         """The layout in which every worker has the whole extent of the given dims, and its own range of the others."""
         whole = [[(0, extent)] * len(ruler.intervals) for ruler, extent in zip(self.rulers, self.extents, strict=True)]
         kept = [ruler.intervals for ruler in self.rulers]
-        return Layout.of(self.partition, [whole[dim] if dim in axes else kept[dim] for dim in range(len(kept))])
+        return Layout.along(self.partition, [whole[dim] if dim in axes else kept[dim] for dim in range(len(kept))])
 
     def block(self, tensor: Any) -> Any:
         """This worker's block of a tensor (or array) of the global shape; an empty one where it has none. A view."""

@@ -24,6 +24,7 @@ from distdl.partition.groups import (
     root_first,
     teams_of,
     topology,
+    whole_numbers,
 )
 from distdl.partition.sharing import broadcast_value, gather_values, reduce_values
 from distdl.transport.communicator import Communicator, Group
@@ -48,7 +49,9 @@ class Partition:
 
     def __init__(self, comm: Communicator, workers: ArrayLike | None = None) -> None:
         _check_communicator(comm)
-        self._settle(comm, np.arange(comm.size) if workers is None else np.asarray(workers, dtype=np.int64).reshape(-1))
+        self._settle(
+            comm, np.arange(comm.size) if workers is None else whole_numbers(workers, "a partition").reshape(-1)
+        )
         self._is_root = workers is None
 
     def _settle(self, comm: Communicator, workers: IntArray) -> None:
@@ -172,7 +175,7 @@ class Partition:
 
     def create_partition_inclusive(self, ranks: ArrayLike) -> Any:
         """The unstructured partition of these members, given by their ranks in this partition, in the order given."""
-        places = np.asarray(ranks, dtype=np.int64).reshape(-1)
+        places = whole_numbers(ranks, "create_partition_inclusive").reshape(-1)
         if places.size and not 0 <= places.min() <= places.max() < self.workers.size:
             how = self.comm.how_to_start(int(places.max()) + 1) if places.max() >= self.comm.size else ""
             raise ValueError(f"ranks must be from 0 to {self.workers.size - 1} in {self}; got {places.tolist()}{how}")
@@ -311,7 +314,7 @@ class CartesianPartition(Partition):
 
     def __init__(self, comm: Communicator, workers: ArrayLike) -> None:
         _check_communicator(comm)
-        self._settle(comm, np.asarray(workers, dtype=np.int64))
+        self._settle(comm, whole_numbers(workers, "a partition"))
 
     @property
     def shape(self) -> IntArray:

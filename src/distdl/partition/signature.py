@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from distdl.environment.arguments import check_fields
 from distdl.geometry.boxes import Shape
 from distdl.partition.layout import Layout
 from distdl.tensors.derivatives import Derivatives
@@ -26,3 +27,6 @@ class Signature:
     dtype: torch.dtype
     derivatives: Derivatives
     local: Shape
+
+    def __post_init__(self) -> None:
+        check_fields(self)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
 import numpy as np
 
+from distdl.environment.arguments import check_fields, known
+from distdl.environment.types import Count
 from distdl.geometry.boxes import Box, Shape, around, hull, meet, shape, slices, volume, whole
 from distdl.partition.groups import IntArray, root_first
 from distdl.transport.communicator import Group
@@ -33,16 +35,23 @@ class Move:
     """One term of a plan: ``y[dst]`` on worker ``target`` gains ``x[src]`` of worker ``source``.
 
     Boxes are in cells of the local tensors and have equal shapes.
+
+    Raises: ValueError for boxes of different shapes, or with cells before the first.
     """
 
-    source: int
+    source: Count
     src: Box
-    target: int
+    target: Count
     dst: Box
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if shape(self.src) != shape(self.dst) or any(start < 0 for start, _ in self.src + self.dst):
+            raise ValueError(f"a Move needs two boxes of one shape, whose cells count from 0; got {self!r}")
 
     @property
     def T(self) -> Move:
-        return Move(self.target, self.dst, self.source, self.src)
+        return known(Move, self.target, self.dst, self.source, self.src)
 
     def __repr__(self) -> str:
         return f"{self.source}{_show(self.src)} -> {self.target}{_show(self.dst)}"
@@ -83,11 +92,11 @@ class Team:
         box = whole(self.shape)
         for member in self.members.ravel().tolist():
             if pattern is Pattern.BROADCAST:
-                yield Move(self.root, box, member, box)
+                yield known(Move, self.root, box, member, box)
             elif pattern is Pattern.SUM:
-                yield Move(member, box, self.root, box)
+                yield known(Move, member, box, self.root, box)
             else:
-                yield from (Move(other, box, member, box) for other in self.members.ravel().tolist())
+                yield from (known(Move, other, box, member, box) for other in self.members.ravel().tolist())
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,7 @@ class Plan:
         moves: the terms (pattern MOVES), in an order that fixes the order of sums.
         pattern, teams: the other way to write terms.
         T: the adjoint plan.
+    Raises: ValueError for a move of cells that x or y does not have, where the plan has its shape.
     """
 
     inputs: Shapes
@@ -151,13 +161,23 @@ class Plan:
     moves: tuple[Move, ...] = ()
     pattern: Pattern = Pattern.MOVES
     teams: tuple[Team, ...] = ()
-    _schedules: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for move in self.moves:
+            _check_inside("x", self.inputs.get(move.source), move.source, move.src, move)
+            _check_inside("y", self.outputs.get(move.target), move.target, move.dst, move)
 
     @cached_property
     def T(self) -> Plan:
-        transposed = Plan(self.outputs, self.inputs, tuple(move.T for move in self.moves), self.pattern.T, self.teams)
+        moves = tuple(move.T for move in self.moves)
+        transposed = known(Plan, self.outputs, self.inputs, moves, self.pattern.T, self.teams)
         transposed.__dict__["T"] = self
         return transposed
+
+    @cached_property
+    def _schedules(self) -> dict[int, Schedule]:
+        return {}
 
     def all_moves(self) -> Iterator[Move]:
         """Every term as a move, whatever the pattern."""
@@ -237,6 +257,16 @@ class Plan:
         rows += [repr(move) for move in self.moves]
         rows += [f"{team.root}: {', '.join(map(str, team.members.ravel().tolist()))}" for team in self.teams]
         return "\n  ".join(rows)
+
+
+def _check_inside(name: str, extents: Shape | None, worker: int, box: Box, move: Move) -> None:
+    if extents is None:
+        return
+    if len(box) != len(extents) or any(stop > extent for (_, stop), extent in zip(box, extents, strict=True)):
+        raise ValueError(
+            f"a Plan needs moves of cells that its tensors have; {name} on worker {worker} is of the shape "
+            f"{list(extents)}, and a move is {move!r}"
+        )
 
 
 def _unwritten(written: Collection[Box], frame: Box) -> list[Box]:

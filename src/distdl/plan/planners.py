@@ -7,20 +7,22 @@ touches and not the size of the partition. Without, it has the moves of all work
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 
 import numpy as np
 
+from distdl.environment.arguments import known
 from distdl.geometry.boxes import Box, Interval, Shape, meet, shape, shift, within
 from distdl.geometry.edges import around, rims
 from distdl.partition import Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import IntArray, check_axes, check_spread, line_of, teams_of
 from distdl.partition.layout import Layout, Ruler
 from distdl.plan.plan import Move, Pattern, Plan, Shapes, Team
 
 
+@checks_arguments
 def copy(
     owned: Layout, needed: Layout, me: int | None = None, repeats: Mapping[int, Interval] = MappingProxyType({})
 ) -> Plan:
@@ -36,15 +38,28 @@ def copy(
         needed: one box for each target worker; boxes may overlap and may reach beyond the tensor.
         repeats: for each dim along which the tensor repeats, the cells that do. (Circular padding.)
     Returns: a plan with one move for each pair of workers that share cells, and for each way in which they do.
+    Raises: ValueError if the two differ in their number of dims, for a dim that does not exist, or for no worker.
     Source: Hewett & Grady, arXiv:2006.03108 (there: scatter, gather, generalised halo exchange).
     """
+    if len(owned.rulers) != len(needed.rulers):
+        raise ValueError(
+            f"copy needs two layouts of one number of dims; owned has {len(owned.rulers)}, over {owned.partition}, and "
+            f"needed has {len(needed.rulers)}, over {needed.partition}"
+        )
+    if repeats and not all(0 <= dim < len(owned.rulers) and i <= j for dim, (i, j) in repeats.items()):
+        raise ValueError(
+            f"copy needs repeats to say, for dims from 0 to {len(owned.rulers) - 1}, from where to where the tensor "
+            f"repeats; got {dict(repeats)}"
+        )
+    _check_worker(me, owned.partition)
     turns = _turns(owned.extents, repeats)
     if me is None:
         moves = tuple(move for target in needed for move in _arrivals(owned, needed[target], target, turns))
-        return Plan({w: shape(owned[w]) for w in owned}, {w: shape(needed[w]) for w in needed}, moves)
+        return known(Plan, {w: shape(owned[w]) for w in owned}, {w: shape(needed[w]) for w in needed}, moves)
     arriving = _arrivals(owned, needed[me], me, turns) if me in needed.partition else iter(())
     leaving = _departures(needed, owned[me], me, turns) if me in owned.partition else iter(())
-    return Plan(
+    return known(
+        Plan,
         {me: shape(owned[me])} if me in owned.partition else {},
         {me: shape(needed[me])} if me in needed.partition else {},
         (*(move for move in arriving if move.source != me), *leaving),
@@ -66,7 +81,8 @@ def edges(owned: Layout, windows: Layout, dim: int, me: int | None = None) -> Pl
     sides = around(blocks, windows.rulers[dim].intervals)
     ends = rims(blocks, *sides)
     before, behind = (
-        Layout(owned.partition, (*owned.rulers[:dim], Ruler(tuple(side)), *windows.rulers[dim + 1 :])) for side in sides
+        known(Layout, owned.partition, (*owned.rulers[:dim], Ruler(tuple(side)), *windows.rulers[dim + 1 :]))
+        for side in sides
     )
 
     def at(worker: int) -> int:
@@ -82,10 +98,10 @@ def edges(owned: Layout, windows: Layout, dim: int, me: int | None = None) -> Pl
         return tuple(stop - start if other == dim else 0 for other in range(len(owned.rulers)))
 
     first, second = copy(owned, before, me), copy(owned, behind, me)
-    moves = [replace(move, src=to_rim(move, among_first=False)) for move in first.moves]
+    moves = [known(Move, m.source, to_rim(m, among_first=False), m.target, m.dst) for m in first.moves]
     moves += [
-        replace(move, src=to_rim(move, among_first=True), dst=shift(move.dst, beyond(move.target)))
-        for move in second.moves
+        known(Move, m.source, to_rim(m, among_first=True), m.target, shift(m.dst, beyond(m.target)))
+        for m in second.moves
     ]
     inputs = {
         worker: tuple(ends[at(worker)].size if other == dim else n for other, n in enumerate(extents))
@@ -95,7 +111,7 @@ def edges(owned: Layout, windows: Layout, dim: int, me: int | None = None) -> Pl
         worker: tuple(n + second.outputs[worker][dim] if other == dim else n for other, n in enumerate(extents))
         for worker, extents in first.outputs.items()
     }
-    return Plan(inputs, outputs, tuple(moves))
+    return known(Plan, inputs, outputs, tuple(moves))
 
 
 Turns = tuple[tuple[Shape, Box], ...]
@@ -112,7 +128,7 @@ def _arrivals(owned: Layout, box: Box, target: int, turns: Turns) -> Iterator[Mo
     for offsets, cells in turns:
         window = shift(box, offsets)
         for source, own, shared in owned.meeting(meet(window, cells)):
-            yield Move(source, within(shared, own), target, within(shared, window))
+            yield known(Move, source, within(shared, own), target, within(shared, window))
 
 
 def _departures(needed: Layout, own: Box, source: int, turns: Turns) -> Iterator[Move]:
@@ -120,9 +136,10 @@ def _departures(needed: Layout, own: Box, source: int, turns: Turns) -> Iterator
         back = tuple(-by for by in offsets)
         frame = shift(own, back)
         for target, window, shared in needed.meeting(shift(meet(own, cells), back)):
-            yield Move(source, within(shared, frame), target, within(shared, window))
+            yield known(Move, source, within(shared, frame), target, within(shared, window))
 
 
+@checks_arguments
 def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = None) -> Plan:
     r"""Plan the copy of each worker's tensor in ``P_x`` to the workers of ``P_y`` that match it.
 
@@ -132,19 +149,37 @@ def broadcast(P_x: Partition, P_y: Partition, shapes: Shapes, me: int | None = N
         P_x, P_y: partitions of one world; every axis of P_x is 1 or equals P_y's (aligned at the last axis).
         shapes: local shape of x on each worker of P_x, in elements. Shapes may differ between workers.
     Returns: a plan whose output on worker t has the shape of x on worker s(t).
-    Raises: ValueError, the same on every worker, if an axis does not match.
+    Raises: ValueError, the same on every worker, if an axis does not match, a shape is missing, or for no worker.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
     check_spread(P_x.workers.shape, P_y.workers.shape)
+    _check_worker(me, P_x)
     led, fed = teams_of(P_x.workers, P_y.workers, me)
-    outputs = {t: tuple(shapes[s]) for s, members in led + fed for t in _own(members, me)}
     teams = dict(led + fed)
-    return Plan(
-        {s: tuple(shapes[s]) for s, _ in led},
+    moving = {s: _shape_of(s, shapes, "broadcast") for s in teams}
+    outputs = {t: moving[s] for s, members in led + fed for t in _own(members, me)}
+    return known(
+        Plan,
+        {s: moving[s] for s, _ in led},
         outputs,
-        pattern=Pattern.BROADCAST,
-        teams=tuple(Team(s, members, tuple(shapes[s])) for s, members in teams.items()),
+        (),
+        Pattern.BROADCAST,
+        tuple(Team(s, members, moving[s]) for s, members in teams.items()),
     )
+
+
+def _shape_of(worker: int, shapes: Shapes, what: str) -> Shape:
+    try:
+        return tuple(shapes[worker])
+    except KeyError:
+        raise ValueError(
+            f"{what} needs the shape of x on worker {worker}; shapes has those of {list(shapes)}"
+        ) from None
+
+
+def _check_worker(me: int | None, P: Partition) -> None:
+    if me is not None and not 0 <= me < P.comm.size:
+        raise ValueError(f"a plan is made for a worker from 0 to {P.comm.size - 1}, or for all (None); got me={me}")
 
 
 def _own(workers: IntArray, me: int | None) -> list[int]:
@@ -155,6 +190,7 @@ def _own(workers: IntArray, me: int | None) -> list[int]:
     return listed
 
 
+@checks_arguments
 def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None = None) -> Plan:
     r"""Plan the sum of the tensors along axes of a partition, the result being left on every worker that contributes.
 
@@ -164,18 +200,19 @@ def all_sum(P_x: Partition, axes: Sequence[int], shapes: Shapes, me: int | None 
     Args:
         axes: partition axes to sum along; none of them: a copy.
         shapes: local shape of x on each worker, in elements; equal along the axes.
-    Raises: ValueError for axes that do not exist.
+    Raises: ValueError for axes that do not exist, if a shape is missing, or for no worker.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
     reduced = check_axes(axes, P_x.workers.ndim, "an all-sum")
+    _check_worker(me, P_x)
     if me is None:
         starts = [range(1) if axis in reduced else range(n) for axis, n in enumerate(P_x.workers.shape)]
         lines = [line_of(P_x.workers, reduced, at) for at in np.ndindex(*map(len, starts))]
     else:
         lines = [line_of(P_x.workers, reduced, P_x.index_of(me))] if me in P_x else []
-    local = {w: tuple(shapes[w]) for line in lines for w in _own(line, me)}
+    local = {w: _shape_of(w, shapes, "all_sum") for line in lines for w in _own(line, me)}
     teams = [Team(int(line.flat[0]), line, tuple(shapes[int(line.flat[0])])) for line in lines]
-    return Plan(local, local, pattern=Pattern.ALL_SUM, teams=tuple(teams))
+    return known(Plan, local, local, (), Pattern.ALL_SUM, tuple(teams))
 
 
 def padded_halo(P_x: Partition, shapes: IntArray, halos: IntArray, me: int | None = None) -> Plan:
@@ -201,14 +238,14 @@ def padded_halo(P_x: Partition, shapes: IntArray, halos: IntArray, me: int | Non
     owned = Layout.tiled(P_x, bulks, "x without its halo")
     before = [_per_place(P_x, halos[..., dim, 0], dim) for dim in range(P_x.workers.ndim)]
     behind = [_per_place(P_x, halos[..., dim, 1], dim) for dim in range(P_x.workers.ndim)]
-    needed = Layout.of(P_x, [_widen(*one) for one in zip(owned.rulers, before, behind, strict=True)])
+    needed = Layout.along(P_x, [_widen(*one) for one in zip(owned.rulers, before, behind, strict=True)])
     plan = copy(owned, needed, me)
 
     def origin(worker: int) -> Shape:
         return tuple(before[dim][place] for dim, place in enumerate(P_x.index_of(worker)))
 
-    moves = tuple(replace(move, src=shift(move.src, origin(move.source))) for move in plan.moves)
-    return Plan(plan.outputs, plan.outputs, moves)
+    moves = tuple(known(Move, m.source, shift(m.src, origin(m.source)), m.target, m.dst) for m in plan.moves)
+    return known(Plan, plan.outputs, plan.outputs, moves)
 
 
 def _widen(ruler: Ruler, before: list[int], behind: list[int]) -> list[Interval]:

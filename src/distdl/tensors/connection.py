@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl.environment.types import Count
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
 
@@ -138,8 +139,8 @@ class _Tied(Function):
 
 def local(
     operator: Callable[..., torch.Tensor],
-    shape: Sequence[int],
-    *operands: tuple[torch.Tensor | None, Sequence[int]],
+    shape: Sequence[Count],
+    *operands: tuple[torch.Tensor | None, Sequence[Count]],
 ) -> torch.Tensor:
     """Apply a torch operator to this worker's blocks, also where there is nothing to compute.
 

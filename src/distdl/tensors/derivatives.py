@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from distdl.environment.arguments import checks_fields
 
+
+@checks_fields
 class Derivatives(NamedTuple):
     """What tensors carry along for differentiation, on any member.
 
@@ -31,10 +34,10 @@ class Derivatives(NamedTuple):
         """
         tangent = forward_ad.unpack_dual(tensor).tangent
         gradient = mode and tensor.requires_grad
-        return cls(gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad)
+        return cls._make((gradient, tangent is not None, mode and tangent is not None and tangent.requires_grad))
 
     def __or__(self, other: Derivatives) -> Derivatives:
-        return Derivatives(*map(operator.or_, self, other))
+        return Derivatives._make(map(operator.or_, self, other))
 
 
 NONE = Derivatives()

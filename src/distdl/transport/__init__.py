@@ -1,5 +1,10 @@
-"""What a back-end sees: the communicator, and the messages and memory that go through it."""
+"""What a back-end sees: the communicator, and the messages and memory that go through it.
 
+The functions that are handed on here check their arguments; the modules themselves trust those who call them.
+"""
+
+from distdl.environment.arguments import checks_arguments
+from distdl.transport import communicator
 from distdl.transport.communicator import (
     SMALL_SUM,
     Addressed,
@@ -11,22 +16,13 @@ from distdl.transport.communicator import (
     Pending,
     Prepared,
     View,
-    as_bytes,
-    begin_with,
-    contiguous,
-    deliver,
-    empty,
-    fold_into,
-    name_workers,
-    wait_all,
 )
 from distdl.transport.label import Label
-from distdl.transport.recording import Call, Recording
+from distdl.transport.recording import Recording as Recording
 
 __all__ = [
     "SMALL_SUM",
     "Addressed",
-    "Call",
     "CommunicationError",
     "Communicator",
     "Group",
@@ -35,14 +31,8 @@ __all__ = [
     "Message",
     "Pending",
     "Prepared",
-    "Recording",
     "View",
     "as_bytes",
-    "begin_with",
-    "contiguous",
-    "deliver",
-    "empty",
-    "fold_into",
-    "name_workers",
-    "wait_all",
 ]
+
+as_bytes = checks_arguments(communicator.as_bytes)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl import environment
+from distdl.environment.arguments import checks_arguments
 from distdl.geometry.boxes import balanced
 from distdl.tensors.memory import empty as empty
 from distdl.transport.calls import Calls as Calls
@@ -53,6 +54,17 @@ class LongGroup(tuple[int, ...]):
         return self._hash
 
 
+def check_group(members: Group, size: int, what: str) -> None:
+    """Check that a group has different workers of a world of this size. (One of a partition has: :class:`LongGroup`.)
+
+    Raises: ValueError that names what needs the group.
+    """
+    if type(members) is LongGroup or not members:
+        return
+    if not 0 <= min(members) <= max(members) < size or len(set(members)) < len(members):
+        raise ValueError(f"{what} needs different members from 0 to {size - 1}; got {members}")
+
+
 class Pending:
     """Messages under way. Tensors may be touched again only after :meth:`wait`.
 
@@ -62,6 +74,8 @@ class Pending:
     __slots__ = ("_finish",)
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        if finish is not None and not callable(finish):
+            raise TypeError(f"a Pending needs finish to be a function or None; got {finish!r}")
         self._finish = finish
 
     def wait(self) -> None:
@@ -108,6 +122,7 @@ class Prepared:
 
     __slots__ = ("receives", "sends")
 
+    @checks_arguments
     def __init__(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> None:
         self.sends = sends
         self.receives = receives
@@ -341,7 +356,14 @@ def deliver(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as a vector of bytes, which shares it."""
+    """The memory of a contiguous tensor as a vector of bytes, which shares it.
+
+    Raises: ValueError if it is not contiguous.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"as_bytes needs a contiguous tensor; got one of shape {list(tensor.shape)} with strides {tensor.stride()}"
+        )
     # (a tensor of one element counts as contiguous whatever its strides, hence as_strided)
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

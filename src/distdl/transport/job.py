@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from distdl import environment
+from distdl.environment.arguments import checks_arguments, checks_fields
+from distdl.environment.types import Count
 from distdl.transport.communicator import CommunicationError
 from distdl.transport.stores import connect
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@checks_fields
 class Job(NamedTuple):
     """A worker's place in its job, and a store that all workers of it share.
 
@@ -27,11 +30,15 @@ class Job(NamedTuple):
         host: the address at which workers listen for each other, if all are on this machine; None: any of it.
     """
 
-    rank: int
-    size: int
-    local_rank: int
+    rank: Count
+    size: Count
+    local_rank: Count
     store: dist.Store
     host: str | None = None
+
+    def _check(self) -> None:
+        if self.rank >= self.size:
+            raise ValueError(f"a Job needs a rank from 0 to {self.size - 1}, as there are {self.size}; got {self.rank}")
 
 
 _joined: Job | None = None
@@ -44,6 +51,7 @@ def join(job: Job) -> None:
     _joined = job
 
 
+@checks_arguments
 def job(backend: str) -> Job:
     """The job that this process was started in. Collective: each call gives a store with no entries in it.
 

@@ -7,6 +7,9 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from distdl.environment.arguments import checks_arguments
+from distdl.environment.types import Count
+
 MARKS = 1 << 27  # how many marks there are (Python computes faster with what stays below 2 to the 30)
 
 
@@ -29,7 +32,8 @@ class Label:
 
     __slots__ = ("__weakref__", "_copies", "_copy", "mark", "name", "number", "path")
 
-    def __init__(self, name: str, number: int | None = None, detail: object = ()) -> None:
+    @checks_arguments
+    def __init__(self, name: str, number: Count | None = None, detail: object = ()) -> None:
         self.name = name
         self.number = number
         self.path = ""

@@ -8,9 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+from distdl.environment.arguments import checks_fields
+from distdl.environment.types import Count
+
 Index = tuple[slice, ...]
 
 
+@checks_fields
 class View(NamedTuple):
     """A region of one of several tensors, which are there only when an exchange begins.
 
@@ -27,19 +31,23 @@ class View(NamedTuple):
         whole: whether the region is all of the tensor.
     """
 
-    tensor: int
+    tensor: Count
     offset: int
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     whole: bool
+
+    def _check(self) -> None:
+        if len(self.shape) != len(self.strides):
+            raise ValueError(f"a View needs a stride for each dim; got shape {self.shape} and strides {self.strides}")
 
     @classmethod
     def of(cls, tensor: int, laid: torch.Tensor, index: Index = ()) -> View:
         """The region at an index (none stands for all) of a tensor that will be laid out as the given one is."""
         part = laid[index] if index else laid
         offset = (int(part.storage_offset()) - int(laid.storage_offset())) * laid.element_size()
-        return cls(tensor, offset, tuple(part.shape), part.stride(), laid.dtype, not index)
+        return cls._make((tensor, offset, tuple(part.shape), part.stride(), laid.dtype, not index))
 
     @property
     def nbytes(self) -> int:

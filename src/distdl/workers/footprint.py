@@ -9,6 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from distdl.environment.arguments import checks_arguments
+
 
 class Footprint(TorchDispatchMode):
     """Counts the memory of all tensors that torch's operators meet on this worker's thread, while it is open.
@@ -31,6 +33,7 @@ class Footprint(TorchDispatchMode):
 
     _owners: ClassVar[dict[int, tuple[StorageWeakRef, Footprint]]] = {}  # of all threads
 
+    @checks_arguments
     def __init__(self, meta: bool = False) -> None:
         super().__init__()
         self.peak = 0

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from distdl.environment.arguments import checks_arguments
 from distdl.workers.worlds import world
 
 _caught: set[int] = set()  # the signals that only leave a mark
 _asked = threading.Event()  # the mark
+_DEAF = (signal.SIGKILL, signal.SIGSTOP)
 
 
+@checks_arguments
 def on_terminate(function: Callable[[], Any], signals: Sequence[int] = (signal.SIGTERM,)) -> Callable[[], None]:
     """Call a function on every worker, at the same step, when the job is asked to end: ``check = on_terminate(save)``.
 
@@ -27,9 +30,13 @@ def on_terminate(function: Callable[[], Any], signals: Sequence[int] = (signal.S
     Args:
         function: takes no arguments, for example ``lambda: distdl.save(path, network)``.
         signals: which ones ask the job to end.
-    Raises: RuntimeError where signals cannot be caught: in a thread that is neither the main one nor a worker of a
-        ``run_workers`` that the main one has called. Such a worker can catch SIGTERM only.
+    Raises: ValueError for a number that is no signal, or that of one that cannot be caught; RuntimeError where signals
+        cannot be caught: in a thread that is neither the main one nor a worker of a ``run_workers`` that the main one
+        has called. Such a worker can catch SIGTERM only.
     """
+    wrong = [number for number in signals if number not in signal.valid_signals() or number in _DEAF]
+    if wrong or not signals:
+        raise ValueError(f"on_terminate needs signals that can be caught, at least one; got {list(signals)}")
     main = threading.current_thread() is threading.main_thread()
     ours = [number for number in signals if signal.getsignal(number) is _mark]
     if not main and len(ours) < len(signals):

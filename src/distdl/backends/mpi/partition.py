@@ -27,6 +27,9 @@ class MPIPartition(Partition):
     """
 
     def __init__(self, comm: Any = MPI.COMM_NULL, group: Any = MPI.GROUP_NULL, root: Any = None) -> None:
+        for name, given, kind in (("comm", comm, MPI.Comm), ("group", group, MPI.Group), ("root", root, MPI.Comm)):
+            if not isinstance(given, kind) and (name, given) != ("root", None):
+                raise TypeError(f"MPIPartition needs {name} to be an mpi4py {kind.__name__}; got {given!r}")
         if comm == MPI.COMM_NULL:
             super().__init__(MPICommunicator.over(MPI.COMM_SELF), np.empty(0))
         else:

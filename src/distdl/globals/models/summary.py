@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distdl.environment.types import Count, judge
 from distdl.globals.models.copies import Parameters
 from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
 from distdl.partition import Partition
@@ -190,7 +191,7 @@ class Suggestions(tuple[Suggestion, ...]):
 @checks_arguments
 def summary(
     model: torch.nn.Module,
-    P: Partition | Shape,
+    P: Partition | Sequence[Count],
     input_shape: Any,
     *,
     worker: int | None = None,
@@ -286,7 +287,7 @@ def _tried(
     )
 
 
-def _workers(P: Partition | Shape) -> tuple[Any, int, int]:
+def _workers(P: Partition | Sequence[int]) -> tuple[Any, int, int]:
     """The workers as an array, how many there are in their world, and the number of this one."""
     if isinstance(P, Partition):
         return P.workers, P.comm.size, P.comm.rank
@@ -295,10 +296,9 @@ def _workers(P: Partition | Shape) -> tuple[Any, int, int]:
 
 
 def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    listed = [given] if isinstance(given, torch.Tensor) or all(isinstance(n, int) for n in given) else list(given)
-    for one in listed:
-        if not isinstance(one, torch.Tensor) and not all(isinstance(n, int) and n >= 0 for n in one):
-            raise ValueError(f"input_shape needs whole numbers, at least 0, or tensors; got {given!r}")
+    listed = [given] if isinstance(given, torch.Tensor) or judge(Sequence[int])(given) else given
+    if not judge(Sequence[torch.Tensor | Sequence[Count]])(listed):
+        raise ValueError(f"input_shape needs whole numbers, at least 0, or tensors; got {given!r}")
     if dtype is None:
         parameters = (one.dtype for one in model.parameters() if one.dtype.is_floating_point or one.dtype.is_complex)
         dtype = next(parameters, torch.get_default_dtype())

@@ -104,8 +104,8 @@ def _weights_on(name: str, stored: Partition, op: TransposedConvolution, bias: b
         parts = _parts_of_groups(name, op.groups, group[1], outputs)
         grid, columns = stored.reshape(out // parts, parts), balanced(group[1], parts)
         rows = [grouped(run, *group) for run in outputs][::parts]
-    weight = Layout.of(grid.reshape(*grid.workers.shape, *[1] * len(kernel)), [rows, columns, *kernel])
-    return Weights(weight, Layout.of(stored[:, :1].reshape(out), [outputs]) if bias else None)
+    weight = Layout.along(grid.reshape(*grid.workers.shape, *[1] * len(kernel)), [rows, columns, *kernel])
+    return Weights(weight, Layout.along(stored[:, :1].reshape(out), [outputs]) if bias else None)
 
 
 def _parts_of_groups(name: str, groups: int, size: int, blocks: Intervals) -> int:

@@ -57,11 +57,11 @@ class _ByClass:
         if given:
             self._check_weight(headers, label.kind, x.layout.extents[1])
         batch, _, *space = x.layout.intervals
-        whole = Layout.of(self.places, [batch, [(0, x.layout.extents[1])], *space])
+        whole = Layout.along(self.places, [batch, [(0, x.layout.extents[1])], *space])
         op, probabilities = self.op, self._are_probabilities(headers, label.kind, whole)
         if isinstance(op, CrossEntropy):
             op = replace(op, probabilities=probabilities)
-        places = whole if probabilities else Layout.of(self.places, [batch, [(0, 1)], *space])
+        places = whole if probabilities else Layout.along(self.places, [batch, [(0, 1)], *space])
         dtype = headers.dtype(self.places, label.kind, _TARGET)
         target = Signature(places, dtype, headers.derivatives[_TARGET], headers.own[_TARGET])
         weight = self._weight(headers, label.kind, x.layout.extents[1]) if given else None
@@ -73,7 +73,7 @@ class _ByClass:
         """The signature of a weight, which every worker has as a whole."""
         P_x = self.P_x.reshape(self.P_x.workers.size)
         return Signature(
-            Layout.of(P_x, [[(0, classes)] * P_x.workers.size]),
+            Layout.along(P_x, [[(0, classes)] * P_x.workers.size]),
             headers.dtype(P_x, kind, _WEIGHT),
             headers.derivatives[_WEIGHT],
             headers.own[_WEIGHT],

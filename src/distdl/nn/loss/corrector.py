@@ -20,6 +20,8 @@ class ZeroVolumeCorrectorFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"ZeroVolumeCorrectorFunction.apply needs a loss, a tensor; got {x!r}")
         ctx.shape = x.shape
         return x.clone() if x.numel() else x.new_zeros(())
 

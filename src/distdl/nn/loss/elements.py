@@ -99,8 +99,8 @@ class _SplitAlike:
             return Layout.tiled(P_x, headers.shapes(P_x, kind, P_x.workers.ndim, number))
         line = P_x.reshape(P_x.workers.size)
         if number >= _WEIGHT:  # of which nobody asks where it lies
-            return Layout.of(line, [[(0, 0)] * P_x.workers.size])
-        return Layout.of(line, [runs(headers.shapes(P_x, kind, tensor=number).prod(axis=-1).ravel().tolist())])
+            return Layout.along(line, [[(0, 0)] * P_x.workers.size])
+        return Layout.along(line, [runs(headers.shapes(P_x, kind, tensor=number).prod(axis=-1).ravel().tolist())])
 
     def _check_weight(self, headers: Headers, kind: str) -> None:
         for worker in self.P_x.workers.ravel().tolist():

@@ -72,7 +72,7 @@ class Weights:
     def layout(self) -> Layout:
         """The layout of a weight as torch has it, with only the dims in which it varies."""
         blocks = self._blocks
-        return Layout.of(self._stored.reshape([len(along) for along in blocks.values()]), [*blocks.values()])
+        return Layout.along(self._stored.reshape([len(along) for along in blocks.values()]), [*blocks.values()])
 
     @cached_property
     def parameter_layout(self) -> Layout:
@@ -80,7 +80,7 @@ class Weights:
         if not self.full:
             return self.layout
         places = self._stored.workers.shape
-        return Layout.of(self._stored, [self._blocks.get(dim, [(0, 1)] * n) for dim, n in enumerate(places)])
+        return Layout.along(self._stored, [self._blocks.get(dim, [(0, 1)] * n) for dim, n in enumerate(places)])
 
     @cached_property
     def _blocks(self) -> dict[int, Sequence[Interval]]:
@@ -245,7 +245,7 @@ def running_layouts(module: Any) -> dict[str, Layout]:
     P_x = module.P_x
     channels = balanced(module.num_features, P_x.workers.shape[1])
     kept = [channels[P_x.index_of(worker)[1]] for worker in P_x.workers.ravel().tolist()]
-    return dict.fromkeys(("running_mean", "running_var"), Layout.of(P_x.reshape(-1), [kept]))
+    return dict.fromkeys(("running_mean", "running_var"), Layout.along(P_x.reshape(-1), [kept]))
 
 
 def reset_running(module: Any) -> None:

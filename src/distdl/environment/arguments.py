@@ -1,0 +1,182 @@
+"""Arguments and fields: each is checked against the type that a signature, or a class, names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
+
+from distdl.environment.types import Judge, judge, shown
+
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+
+def checks_arguments(
+    make: Callable[Arguments, Made], explain: Callable[[str, Any, dict[str, Any]], None] | None = None
+) -> Callable[Arguments, Made]:
+    """Check that all arguments fit the signature, and that each has the type that is named there.
+
+    What a signature cannot name, the function checks itself. Where several classes share a constructor, the error names
+    the class.
+
+    Args:
+        explain: ``explain(name, make, given)`` may raise a better error for arguments that do not fit.
+    Raises: TypeError, on every worker, that names the argument, says what it has to be, and what it is; ValueError for
+        a number beyond its limits.
+    """
+
+    checks: _Checks | None = None
+
+    @wraps(make)
+    def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
+        nonlocal checks
+        if checks is None:  # (at the first call: by then all types that are named are there)
+            checks = _checks_of(make)
+        for (argument, kind, fits), value in zip(checks.places, args, strict=False):
+            if type(value) is not kind and not fits(value):
+                raise _misfit(make, args, argument, value, explain)
+        if checks.rest is not None:
+            argument, kind, fits = checks.rest
+            for value in args[len(checks.places) :]:
+                if type(value) is not kind and not fits(value):
+                    raise _misfit(make, args, argument, value, explain)
+        for name, value in options.items():
+            check = checks.named.get(name)
+            if check is not None and type(value) is not check.kind and not check.fits(value):
+                raise _misfit(make, args, name, value, explain)
+        try:
+            return make(*args, **options)
+        except TypeError as problem:
+            if problem.__traceback__ is None or problem.__traceback__.tb_next is not None:
+                raise
+            # Python's, of a call that does not fit the signature, which names the function and not the class
+            text, called = str(problem), _name(make, args)
+        if explain is not None:
+            explain(called, make, {**dict(zip(signature(make).parameters, args, strict=False)), **options})
+        called += ".__init__()" if make.__name__ == "__init__" else "()"
+        raise TypeError(text.replace(f"{make.__qualname__}()", called))
+
+    return checked
+
+
+def checks_fields(kind: type[Made]) -> type[Made]:
+    """Check the fields of a named tuple when its constructor is called; ``_make`` and ``_replace`` do not.
+
+    A rule that types cannot say stands in a method ``_check`` of the class.
+    """
+    make: Any = kind.__new__
+    rule: Callable[[Any], None] = getattr(kind, "_check", lambda made: None)
+
+    @wraps(make)
+    def new(cls: type, *args: Any, **options: Any) -> Any:
+        made = make(cls, *args, **options)
+        check_fields(made)
+        rule(made)
+        return made
+
+    kind.__new__ = new  # type: ignore[method-assign]
+    return kind
+
+
+def check_fields(value: object) -> None:
+    """Check that each field of a dataclass or named tuple has the type that its class names.
+
+    Raises: TypeError that names class and field, says what it has to be, and what it is; ValueError for a number beyond
+        its limits.
+    """
+    kind: Any = type(value)
+    for name, exact, fits in _fields(kind):
+        field = getattr(value, name)
+        if type(field) is not exact and not fits(field):
+            raise misfit(kind.__name__, name, field, hints(kind)[name])
+
+
+def known(kind: type[Made], *values: Any) -> Made:
+    """A frozen dataclass of these fields, which are known to be right: the library makes thousands of some kinds."""
+    made = object.__new__(kind)
+    made.__dict__.update(zip(kind.__match_args__, values, strict=False))  # type: ignore[attr-defined]
+    return made
+
+
+@cache
+def hints(make: Any) -> dict[str, Any]:
+    """The types that a signature or a class names, those of a TypedDict of options included."""
+    found = get_type_hints(make, include_extras=True)
+    if not isinstance(make, type):
+        for name, parameter in signature(make).parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD and name in found:
+                (options,) = get_args(found.pop(name)) or (None,)
+                found |= get_type_hints(options, include_extras=True) if options is not None else {}
+    return found
+
+
+def misfit(name: str, argument: str, value: Any, hint: Any) -> Exception:
+    """The error of a value that is not what it should be."""
+    kind = ValueError if judge(hint, False)(value) else TypeError
+    return kind(f"{name} needs {argument} to be {shown(hint)}; got {brief(value)}")
+
+
+def brief(value: Any) -> str:
+    """A value for people; a long one by its type alone."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
+
+
+class _Check(NamedTuple):
+    """How an argument is checked: what is exactly of the kind fits, and that is seen at a glance; else the judge."""
+
+    name: str
+    kind: type | None
+    fits: Judge
+
+    @classmethod
+    def of(cls, name: str, hint: Any) -> _Check:
+        plain = isinstance(hint, type) and hint not in (Any, object)
+        return cls(name, hint if plain else None, judge(hint))
+
+
+class _Checks(NamedTuple):
+    """The checks of a function's arguments: by place, of all behind them, by name."""
+
+    places: tuple[_Check, ...]
+    rest: _Check | None
+    named: dict[str, _Check]
+
+
+def _checks_of(make: Callable[..., Any]) -> _Checks:
+    found = hints(make)
+    places, rest = [], None
+    for name, parameter in signature(make).parameters.items():
+        if parameter.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD):
+            places.append(_Check.of(name, found.get(name, object)))
+        elif parameter.kind is Parameter.VAR_POSITIONAL and name in found:
+            rest = _Check.of(name, found[name])
+    return _Checks(tuple(places), rest, {name: _Check.of(name, hint) for name, hint in found.items()})
+
+
+@cache
+def _fields(kind: Any) -> tuple[_Check, ...]:
+    return tuple(_Check.of(name, hints(kind)[name]) for name in kind.__match_args__)
+
+
+def _misfit(
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    argument: str,
+    value: Any,
+    explain: Callable[[str, Any, dict[str, Any]], None] | None,
+) -> Exception:
+    name = _name(make, args)
+    if explain is not None:
+        explain(name, make, {argument: value})
+    return misfit(name, argument, value, hints(make)[argument])
+
+
+def _name(make: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """What people call a function: a constructor by its class, a method with its class."""
+    if make.__name__ == "__init__":
+        return type(args[0]).__name__ if args else make.__qualname__.partition(".")[0]
+    owner = make.__qualname__.rpartition(".")[0]
+    return make.__name__ if not owner or owner.endswith("<locals>") else f"{owner.rpartition('.')[2]}.{make.__name__}"
