@@ -25,7 +25,7 @@ from distdl.nn import (
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
+from distdl.plan.planning import all_sum, broadcast, copy, padded_halo
 
 
 @dataclass

@@ -6,7 +6,7 @@ from distdl.geometry.boxes import balanced, runs
 from distdl.geometry.windows import sliding
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
-from distdl.plan.planners import all_sum, broadcast, copy, edges, padded_halo
+from distdl.plan.planning import all_sum, broadcast, copy, edges, padded_halo
 from distdl.testing import Silent
 
 

@@ -12,7 +12,7 @@ from distdl.geometry.boxes import balanced, runs, shape, slices, volume, whole
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.plan import Move, Pattern, Plan
-from distdl.plan.planners import all_sum, broadcast, copy, padded_halo
+from distdl.plan.planning import all_sum, broadcast, copy, padded_halo
 from distdl.testing import Silent
 
 

@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from distdl.agreement.header import Headers
 from distdl.agreement.rows import Rows, bring_together
+from distdl.environment.arguments import known
 from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
@@ -274,7 +275,7 @@ class Agreement(Generic[Outcome]):
         key = (rows.key, own, dims, derivatives)
         if key not in self._outcomes:
             with torch.inference_mode(False):  # the outcome serves calls that record gradients, too
-                headers = Headers(self._members, rows, len(own), dims, derivatives, own)
+                headers = known(Headers, self._members, rows, len(own), dims, derivatives, own)
                 self._outcomes[key] = self._derive(headers)
             if len(self._outcomes) > _SETUPS_KEPT:
                 self._outcomes.pop(next(iter(self._outcomes)))

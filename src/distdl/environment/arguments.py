@@ -7,7 +7,7 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
-from distdl.environment.types import Judge, judge, shown
+from distdl.environment.types import Judge, is_anything, judge, shown
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
@@ -35,16 +35,16 @@ def checks_arguments(
         if checks is None:  # (at the first call: by then all types that are named are there)
             checks = _checks_of(make)
         for (argument, kind, fits), value in zip(checks.places, args, strict=False):
-            if type(value) is not kind and not fits(value):
+            if fits is not None and type(value) is not kind and not fits(value):
                 raise _misfit(make, args, argument, value, explain)
         if checks.rest is not None:
             argument, kind, fits = checks.rest
             for value in args[len(checks.places) :]:
-                if type(value) is not kind and not fits(value):
+                if fits is not None and type(value) is not kind and not fits(value):
                     raise _misfit(make, args, argument, value, explain)
         for name, value in options.items():
             check = checks.named.get(name)
-            if check is not None and type(value) is not check.kind and not check.fits(value):
+            if check is not None and check.fits is not None and type(value) is not check.kind and not check.fits(value):
                 raise _misfit(make, args, name, value, explain)
         try:
             return make(*args, **options)
@@ -89,14 +89,23 @@ def check_fields(value: object) -> None:
     kind: Any = type(value)
     for name, exact, fits in _fields(kind):
         field = getattr(value, name)
-        if type(field) is not exact and not fits(field):
+        if fits is not None and type(field) is not exact and not fits(field):
             raise misfit(kind.__name__, name, field, hints(kind)[name])
 
 
 def known(kind: type[Made], *values: Any) -> Made:
     """A frozen dataclass of these fields, which are known to be right: the library makes thousands of some kinds."""
     made = object.__new__(kind)
-    made.__dict__.update(zip(kind.__match_args__, values, strict=False))  # type: ignore[attr-defined]
+    for name, value in zip(kind.__match_args__, values, strict=False):  # type: ignore[attr-defined]
+        object.__setattr__(made, name, value)  # (not by its __dict__, after which all fields are found more slowly)
+    return made
+
+
+def built(kind: Callable[Arguments, Made], *args: Arguments.args, **options: Arguments.kwargs) -> Made:
+    """The same for a class whose constructor checks its arguments: the object, made without these checks."""
+    maker: Any = kind
+    made: Made = object.__new__(maker)
+    maker.__init__.__wrapped__(made, *args, **options)
     return made
 
 
@@ -125,16 +134,19 @@ def brief(value: Any) -> str:
 
 
 class _Check(NamedTuple):
-    """How an argument is checked: what is exactly of the kind fits, and that is seen at a glance; else the judge."""
+    """How an argument is checked: what is exactly of the kind fits, and that is seen at a glance; else by the judge.
+
+    There is none where everything fits.
+    """
 
     name: str
     kind: type | None
-    fits: Judge
+    fits: Judge | None
 
     @classmethod
     def of(cls, name: str, hint: Any) -> _Check:
-        plain = isinstance(hint, type) and hint not in (Any, object)
-        return cls(name, hint if plain else None, judge(hint))
+        fits = judge(hint)
+        return cls(name, hint if isinstance(hint, type) else None, None if fits is is_anything else fits)
 
 
 class _Checks(NamedTuple):

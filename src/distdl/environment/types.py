@@ -39,7 +39,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
     """
     origin, inside = get_origin(hint), get_args(hint)
     if hint == ArrayLike:  # (a union with everything in it; here it stands for whole numbers)
-        return _is_array_of_whole_numbers
+        return is_array_of_whole_numbers
     if origin in (Union, types.UnionType):
         return partial(_is_one_of, tuple(judge(one, limits) for one in inside))
     if origin is Required:
@@ -67,7 +67,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
         return simple
     kind = hint if origin is None else origin
     if kind in (Any, object) or not isinstance(kind, type) or hasattr(kind, "__total__"):  # (that of a TypedDict)
-        return _is_anything
+        return is_anything
     if getattr(kind, "_is_protocol", False):
         return partial(_has_all, _members(kind))
     return partial(_is_a, kind)
@@ -108,6 +108,8 @@ def _judge_all(hint: Any, limits: bool) -> Judge:
         return partial(_are_at_least, get_args(hint)[1].least)
     if get_origin(hint) is tuple and set(get_args(hint)) == {int}:
         return partial(_are_tuples_of_whole, len(get_args(hint)))
+    if hint == tuple[Count, ...] and limits:
+        return _are_tuples_of_counts
     return partial(_are_all, judge(hint, limits))
 
 
@@ -118,7 +120,8 @@ def _members(protocol: type) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name == "__call__" or not name.startswith("_")))
 
 
-def _is_anything(value: Any) -> bool:
+def is_anything(value: Any) -> bool:
+    """What everything fits."""
     return True
 
 
@@ -175,6 +178,8 @@ def _is_list_of(fit: Judge, value: Any) -> bool:
 
 
 def _is_sequence_of(fit: Judge, value: Any) -> bool:
+    if type(value) in (list, tuple):  # (at a glance)
+        return fit(value)
     try:
         return len(value) >= 0 and not isinstance(value, (str, Mapping)) and fit(value)
     except TypeError:
@@ -191,7 +196,8 @@ def _is_iterable(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str)
 
 
-def _is_array_of_whole_numbers(value: Any) -> bool:
+def is_array_of_whole_numbers(value: Any) -> bool:
+    """Whether NumPy makes an array of whole numbers of it; numbers without a fraction are whole, too."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError):
@@ -208,7 +214,15 @@ def _are_whole(values: Collection[Any]) -> bool:
 
 
 def _are_at_least(least: int, values: Collection[Any]) -> bool:
-    return _are_whole(values) and bool(min(values, default=least) >= least)
+    whole = set(map(type, values)) <= {int} or all(map(_is_whole, values))
+    return whole and bool(min(values, default=least) >= least)
+
+
+def _are_tuples_of_counts(values: Collection[Any]) -> bool:
+    kinds = set(map(type, values))
+    return (kinds <= {tuple} or all(issubclass(kind, tuple) for kind in kinds)) and _are_at_least(
+        0, [*chain.from_iterable(values)]
+    )
 
 
 def _are_tuples_of_whole(length: int, values: Collection[Any]) -> bool:

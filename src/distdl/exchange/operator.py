@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from distdl.environment.arguments import checks_arguments, known
+from distdl.environment.arguments import built, checks_arguments, known
 from distdl.exchange import watching
 from distdl.exchange.nodes import Apply, ApplyPacked, Stay, anchor_beside, are_bare, execute_together
 from distdl.exchange.packing import Packing, Tensors
@@ -98,15 +98,15 @@ class Operator:
         """The operator where nothing moves. It returns its tensors as they are."""
         vector = shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
         own = {comm.rank: vector}
-        plan = known(Plan, own, own, (known(Move, comm.rank, whole(vector), comm.rank, whole(vector)),))
-        return cls(plan, comm, members, label, dtype, derivatives, shapes, shapes, still=True)
+        plan = known(Plan, own, own, (Move.known(comm.rank, whole(vector), comm.rank, whole(vector)),))
+        return built(cls, plan, comm, members, label, dtype, derivatives, shapes, shapes, still=True)
 
     @cached_property
     def T(self) -> Operator:
         """The adjoint."""
-        transposed = Operator(
-            self.plan.T, self.comm, self.members, self.label, self.dtype, self.derivatives, self.outputs, self.inputs,
-            self.keeps_format, self.still, self.reuses, self.lends,
+        transposed = built(
+            Operator, self.plan.T, self.comm, self.members, self.label, self.dtype, self.derivatives, self.outputs,
+            self.inputs, self.keeps_format, self.still, self.reuses, self.lends,
         )  # fmt: skip
         transposed.__dict__["T"] = self
         return transposed
@@ -125,9 +125,9 @@ class Operator:
         return other
 
     def _like(self, derivatives: Derivatives) -> Operator:
-        other = Operator(
-            self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs, self.outputs,
-            self.keeps_format, self.still, self.lends, self.reuses,
+        other = built(
+            Operator, self.plan, self.comm, self.members, self.label, self.dtype, derivatives, self.inputs,
+            self.outputs, self.keeps_format, self.still, self.lends, self.reuses,
         )  # fmt: skip
         if not self.reuses or other.recorded == self.recorded:
             other._programs = self._programs

@@ -40,15 +40,14 @@ class Packing:
     """
 
     def __init__(self, shapes: Sequence[Shape], planned: Shape | None) -> None:
-        cells = sum(map(prod, shapes))
-        if planned is not None and prod(planned) != cells:
-            raise ValueError(
-                f"an Operator needs tensors of as many elements as its plan moves; they are of the shapes "
-                f"{list(map(list, shapes))}, and the plan has {list(planned)} for this worker"
-            )
-        own = shapes[0] if len(shapes) == 1 else (cells,)
+        own = shapes[0] if len(shapes) == 1 else (sum(map(prod, shapes)),)
         self.shape = own if planned is None else planned
         self.plain = tuple(shapes) == (self.shape,)
+        if not self.plain and prod(own) != prod(self.shape):
+            raise ValueError(
+                f"an Operator needs tensors of as many elements as its plan moves; they are of the shapes "
+                f"{list(map(list, shapes))}, and the plan has {list(self.shape)} for this worker"
+            )
         # (torch stacks numbers and takes them apart in half the time of what holds for any shapes)
         self._numbers = not any(shapes) and self.shape == (len(shapes),)
         self._pieces = [] if self.plain or self._numbers else _pieces(shapes)

@@ -18,7 +18,7 @@ from distdl.globals import debug
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.layout import Ruler
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.draws import Draws
 from distdl.transport import Communicator, Label
@@ -190,7 +190,7 @@ class Context:
         """The operator that copies a tensor from where it is to where it is needed; both of one or more dims."""
 
         def make() -> Operator:
-            site = Site(owned.partition, self.everyone, Label(name, detail=(owned, needed, dtype)))
+            site = Site._make((owned.partition, self.everyone, Label(name, detail=(owned, needed, dtype))))
             plan = copy(owned, needed, self.me)
             return site.operator(plan, dtype, derivatives, [owned.local], [needed.local], keeps_format=True)
 

@@ -21,6 +21,8 @@ from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function
 
+_AXES = judge(Sequence[int | None])
+
 
 def distribute_tensor(
     x: torch.Tensor | None, P: Partition, src: int = 0, axes: Sequence[int | None] | None = None
@@ -170,7 +172,7 @@ def _split(
 
 
 def _check_axes(axes: Any, what: str) -> None:
-    if not judge(Sequence[int | None])(axes):
+    if not _AXES(axes):
         raise TypeError(
             f"{what} needs axes= to be a sequence, for each dim an axis of the partition or None; got {axes!r}"
         )

@@ -21,7 +21,7 @@ from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
 from distdl.globals.table import REPLICATED
-from distdl.plan.planners import all_sum
+from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.function import Function
 from distdl.transport import Label

@@ -11,7 +11,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_axes
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 
 
 class AllGather(Layer):

@@ -10,7 +10,7 @@ from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_axes
 from distdl.plan import Plan
-from distdl.plan.planners import all_sum
+from distdl.plan.planning import all_sum
 
 
 class AllSumReduce(Layer):

@@ -8,7 +8,7 @@ from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_spread
 from distdl.plan import Plan
-from distdl.plan.planners import broadcast
+from distdl.plan.planning import broadcast
 
 
 class Broadcast(Layer):

@@ -13,7 +13,7 @@ from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import IntArray
 from distdl.plan import Plan
-from distdl.plan.planners import padded_halo
+from distdl.plan.planning import padded_halo
 
 
 class HaloExchange(Layer):

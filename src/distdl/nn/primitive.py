@@ -72,7 +72,7 @@ class Movement:
         dtype = headers.dtype(self.P_x, label.kind)
         if self.adds and not can_be_added(dtype):
             raise ValueError(f"{label.kind} adds tensors, and torch does not add tensors of {dtype}")
-        site, (own,) = Site(self.P_x, headers.members, label), headers.own
+        site, (own,) = Site._make((self.P_x, headers.members, label)), headers.own
         blank = blank_shape(own, self.preserve_batch)
         plan = self.plan(headers, site.me)
         return Setup(Together(site.operator(plan, dtype, headers.derivatives[0], [own], [blank])), same, same)

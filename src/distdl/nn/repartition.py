@@ -15,7 +15,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.plan import Move, Plan
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 
 
 class Repartition(Layer):

@@ -9,7 +9,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_spread, first_of_each
 from distdl.partition.layout import Lookup
 from distdl.plan import Plan
-from distdl.plan.planners import broadcast
+from distdl.plan.planning import broadcast
 
 
 class SumReduce(Layer):

@@ -30,7 +30,7 @@ from distdl.ops.pooling import choose, in_space
 from distdl.ops.segments import Segments, along
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature, dims
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.connection import local
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.dtypes import HALVES

@@ -24,7 +24,7 @@ from distdl.ops.class_places import Places, Shares, filled, finishing, without_c
 from distdl.ops.loss import ABSENT
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Layout, Signature
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import HALVES
 

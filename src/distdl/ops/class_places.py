@@ -22,7 +22,7 @@ from distdl.ops.loss import ABSENT, differentiable, sum_to_first
 from distdl.ops.setup import Site, same
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.layout import Lookup
-from distdl.plan.planners import broadcast, copy
+from distdl.plan.planning import broadcast, copy
 from distdl.tensors.connection import no_view
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import HALVES, carries_gradients

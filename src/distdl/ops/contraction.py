@@ -51,7 +51,7 @@ from distdl.ops.padding import Filling
 from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same
 from distdl.ops.windowed import Windowed, are_full, is_small
 from distdl.partition import Layout, Lookup, Partition, Signature, dims
-from distdl.plan.planners import broadcast, copy
+from distdl.plan.planning import broadcast, copy
 from distdl.tensors.connection import local, zeros_on
 
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -31,7 +31,7 @@ from distdl.geometry.edges import Crop, Line, Rim, Strip, around, rims
 from distdl.geometry.transposed import TransposedLine
 from distdl.ops.setup import Site, blank_shape
 from distdl.partition import Layout, Signature
-from distdl.plan.planners import edges
+from distdl.plan.planning import edges
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.function import Function
 from distdl.transport import Pending

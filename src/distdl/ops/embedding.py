@@ -25,7 +25,7 @@ from distdl.exchange import Chain, Together
 from distdl.geometry.boxes import Interval, shape
 from distdl.ops.setup import Beside, Setup, Site, blank_shape, same
 from distdl.partition import Layout, Partition, Signature
-from distdl.plan.planners import broadcast
+from distdl.plan.planning import broadcast
 from distdl.tensors.connection import local, zeros_on
 from distdl.tensors.derivatives import NONE
 

@@ -19,7 +19,7 @@ from distdl.geometry.windows import reading
 from distdl.ops.resampling import Mode, Resampler
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
 from distdl.partition.layout import Lookup
 from distdl.plan import Plan
-from distdl.plan.planners import broadcast
+from distdl.plan.planning import broadcast
 from distdl.tensors.dtypes import HALVES, carries_gradients
 
 # what is passed for a weight that is not given (known by its identity, as a block may have any shape)

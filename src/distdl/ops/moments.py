@@ -42,7 +42,7 @@ from distdl.ops.merging import Measure, Merge, merged
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan import Plan
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.connection import local, zeros_on
 from distdl.transport.communicator import fold
 

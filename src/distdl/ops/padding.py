@@ -12,7 +12,7 @@ from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Box, Shape, balanced
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.connection import no_view
 from distdl.tensors.memory import is_channels_last
 

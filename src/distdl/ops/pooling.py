@@ -23,7 +23,7 @@ from distdl.geometry.windows import PoolSliding
 from distdl.ops.averaging import Sliding, average
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
-from distdl.plan.planners import copy
+from distdl.plan.planning import copy
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import HALVES
 from distdl.tensors.function import Function

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from distdl.environment.arguments import check_fields, checks_arguments, checks_fields
+from distdl.environment.arguments import built, check_fields, checks_fields
 from distdl.environment.types import Count
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Shape, slices, whole
@@ -73,9 +73,10 @@ class Site(NamedTuple):
         planned = plan.outputs.get(self.me)
         if outputs is None:
             outputs = [planned] if planned is not None and len(blanks) == 1 else blanks
-        return Operator(
-            plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format, lends=lends
-        )
+        return built(
+            Operator, plan, self.comm, self.members, self.label, dtype, derivatives, inputs, outputs, keeps_format,
+            lends=lends,
+        )  # fmt: skip
 
     def identity(self, dtype: torch.dtype, derivatives: Derivatives, *shapes: Shape) -> Operator:
         """The operator where nothing moves."""
@@ -189,7 +190,6 @@ class Parts:
         return [one[part] if part else one for one in tensors]
 
 
-@checks_arguments
 def blank_shape(x: Sequence[Count], preserve_batch: bool = True) -> tuple[int, ...]:
     """Shape of the tensor of zero volume that a worker without output returns for an input of the given shape."""
     return (x[0], 0) if preserve_batch and len(x) else (0,)

@@ -22,7 +22,7 @@ from distdl.partition import Layout, Partition, Signature
 from distdl.partition.groups import dims
 from distdl.partition.layout import Lookup
 from distdl.plan import Plan
-from distdl.plan.planners import broadcast, copy
+from distdl.plan.planning import broadcast, copy
 from distdl.tensors.connection import local, tie
 from distdl.tensors.derivatives import NONE, Derivatives
 from distdl.tensors.dtypes import carries_gradients

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from distdl.environment.arguments import checks_arguments
-from distdl.environment.types import judge
+from distdl.environment.types import is_array_of_whole_numbers
 from distdl.transport.communicator import Group as Group
 from distdl.transport.communicator import IntArray as IntArray
 from distdl.transport.communicator import LongGroup
@@ -41,7 +41,7 @@ def whole_numbers(values: ArrayLike, what: str) -> IntArray:
 
     Raises: TypeError for anything else.
     """
-    if not judge(ArrayLike)(values):
+    if not is_array_of_whole_numbers(values):
         raise TypeError(f"{what} needs whole numbers; got {values!r}")
     return np.asarray(values, dtype=np.int64)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.environment.arguments import known
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import GRADIENT, block_of, derivatives_of
 from distdl.globals.replicas import Replica, entered
@@ -53,7 +54,7 @@ def ready(
         signatures = []
         for layout, shape, dtype, derivatives in described:
             lies = context.everywhere(shape) if layout is None else layout
-            signatures.append(Signature(lies, dtype, derivatives, tuple(shape)))
+            signatures.append(known(Signature, lies, dtype, derivatives, tuple(shape)))
         detail = [(one.layout, one.dtype) for one in signatures]
         setup = op.setup(Site(work, context.everyone, Label(name, detail=detail)), *signatures)
         return Ready(setup, tuple(map(context.known, setup.results)))

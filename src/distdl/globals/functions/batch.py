@@ -22,7 +22,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
 from distdl.ops.rows import Rows
-from distdl.plan.planners import all_sum
+from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function
 from distdl.transport import Label

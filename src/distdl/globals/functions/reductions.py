@@ -18,7 +18,7 @@ from distdl.globals.operands import block_of, derivatives_of, moved_block
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
-from distdl.plan.planners import broadcast
+from distdl.plan.planning import broadcast
 from distdl.tensors.connection import always_curved, local
 from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
@@ -101,7 +101,7 @@ def _adding(
     name: str,
 ) -> Operator:
     def make() -> Operator:
-        site = Site(layout.partition, context.everyone, Label(name, detail=(layout, target, dtype)))
+        site = Site._make((layout.partition, context.everyone, Label(name, detail=(layout, target, dtype))))
         if target.partition.workers.size == layout.partition.workers.size:
             return site.identity(dtype, derivatives, target.local)
         shapes = {

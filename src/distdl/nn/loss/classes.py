@@ -65,7 +65,7 @@ class _ByClass:
         dtype = headers.dtype(self.places, label.kind, _TARGET)
         target = Signature(places, dtype, headers.derivatives[_TARGET], headers.own[_TARGET])
         weight = self._weight(headers, label.kind, x.layout.extents[1]) if given else None
-        setup = op.setup(Site(self.P_x, headers.members, label), x, target, weight)
+        setup = op.setup(Site._make((self.P_x, headers.members, label)), x, target, weight)
         self._check_numbers(headers, label.kind, setup.classes)
         return setup
 

@@ -82,7 +82,7 @@ class _SplitAlike:
             pos_weight = self._signature(headers, kind, _POS_WEIGHT)
         in_dims = self.op.reduction == "batchmean" or pos_weight is not None
         x, target = (self._signature(headers, kind, number, in_dims) for number in (0, 1))
-        return self.op.setup(Site(P_x, headers.members, label), x, target, weight, pos_weight)
+        return self.op.setup(Site._make((P_x, headers.members, label)), x, target, weight, pos_weight)
 
     def _signature(self, headers: Headers, kind: str, number: int, in_dims: bool = False) -> Signature:
         return Signature(

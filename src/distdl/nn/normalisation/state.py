@@ -157,7 +157,7 @@ class Agreed:
         x = tiled(headers, P_x, 0, label)
         op = self._configured(headers, label)
         rows = [self.weights.signature(headers, number, label) for number in range(len(self.weights.names))]
-        setup: Setup = op.setup(Site(P_x, headers.members, label), x, *rows)
+        setup: Setup = op.setup(Site._make((P_x, headers.members, label)), x, *rows)
         return setup
 
     def _configured(self, headers: Headers, label: Label) -> Any:
