@@ -24,7 +24,7 @@ def inside(function):
 
 
 @pytest.mark.parametrize(
-    "file", sorted(pathlib.Path(distdl.globals.__file__).parent.glob("*.py")), ids=lambda p: p.stem
+    "file", sorted(pathlib.Path(distdl.globals.__file__).parent.rglob("*.py")), ids=lambda p: p.stem
 )
 def test_no_inner_function_calls_itself(file):
     functions = [one for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.FunctionDef)]
