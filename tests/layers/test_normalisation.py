@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.geometry.boxes import balanced, runs
+from distdl.geometry.boxes import balanced, runs, slices
 from distdl.nn import (
     DistributedBatchNorm,
     DistributedFeatureConv1d,
@@ -843,5 +843,25 @@ def test_options_are_shown_and_cannot_be_changed(name):
         layer = PAIRS[name](P.reshape(1, 2, 1))[0]
         assert_options(layer, **options)
         assert repr(layer) == name + shown
+
+    on_workers(2, main)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1)])
+def test_rms_norm_of_infinite_cells_and_of_squares_that_overflow_is_that_of_torch(grid):
+    whole = noise(4, 6).float()
+    whole[0, 1], whole[1, 4], whole[2, 0] = 1e25, float("inf"), float("nan")
+
+    def derived(norm, x):
+        y = norm(x.requires_grad_())
+        return y, *torch.autograd.grad(y, x, torch.ones_like(y))
+
+    expected = derived(torch.nn.RMSNorm(6), whole.clone())
+
+    def main(P):
+        P_x = P.create_partition_inclusive([1, 0]).reshape(*grid)
+        mine = slices(Layout.balanced(P_x, whole.shape)[P.rank])
+        for ours, theirs in zip(derived(DistributedRMSNorm(P_x, 6), whole[mine].clone()), expected, strict=True):
+            torch.testing.assert_close(ours, theirs[mine], equal_nan=True)
 
     on_workers(2, main)
