@@ -163,10 +163,8 @@ class DataLoader(data.DataLoader[Any]):
 
     @checks_arguments
     def __init__(self, dataset: BlockDataset, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
-        if not isinstance(dataset, BlockDataset) or dataset.P is None:
-            raise ValueError(f"distdl.data.DataLoader needs a BlockDataset; got {type(dataset).__name__}")
-        if batch_size is None and "batch_sampler" not in options:
-            raise ValueError("distdl.data.DataLoader needs a batch size, for a global tensor is a batch")
+        if dataset.P is None:
+            raise ValueError("a DataLoader needs a BlockDataset of a worker; this one has come to a process that loads")
         self._P = dataset.P
         generator = torch.Generator().manual_seed(seed)
         super().__init__(dataset, batch_size, collate_fn=collate(dataset.P), generator=generator, **options)

@@ -216,7 +216,7 @@ def test_errors(tmp_path):
         file["a"], file["b"] = IMAGES, MASKS
     with pytest.raises(ValueError, match=r"two.h5:NAME, where NAME is one of a, b"):
         BlockDataset(tmp_path / "two.h5", P)
-    with pytest.raises(ValueError, match="needs a BlockDataset; got list"):
+    with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset; got \[1, 2\]"):
         DataLoader([1, 2])
 
 
