@@ -1,6 +1,7 @@
 """What defeats a tensor subclass in real models: each was met in one."""
 
 import operator
+import weakref
 
 import numpy
 import pytest
@@ -261,3 +262,22 @@ def test_a_view_whose_cells_have_moved_is_never_used_with_old_values(written):
     _, stale = written(x, part, moved, view)
     with pytest.raises(RuntimeError, match="has written in place"):
         stale.sum()
+
+
+@on_workers
+def test_what_was_written_stays_refused_when_the_view_has_gone():
+    x = split(noise(4, 6), 1, 3) * 1
+    part = x[:, 1:]
+    x.reshape(-1).zero_()
+    part.reshape(-1)
+    with pytest.raises(RuntimeError, match="has written in place"):
+        x.sum()
+
+
+@on_workers
+def test_a_view_does_not_keep_what_it_is_a_view_of():
+    x = split(noise(4, 6), 1, 3) * 1
+    kept, gone = x.transpose(0, 1)[1:], weakref.ref(x)
+    del x
+    assert gone() is None
+    assert_close(kept, noise(4, 6).T[1:])

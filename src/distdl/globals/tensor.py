@@ -39,7 +39,7 @@ class GlobalTensor(torch.Tensor):
     _layout: KnownLayout
     _block: torch.Tensor
     _context: Context
-    _view_of: GlobalTensor  # what it is a view of
+    _views_of: tuple[Any, ...]  # what it is a view of, what that is a view of, and so on: weak references
     _ties: list[_Tie]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 
@@ -233,8 +233,11 @@ class _Tie:
         self._why_base = self._why_copy = ""
 
     def holds(self) -> bool:
-        """Whether both are still there."""
-        return self._base() is not None and self._copy() is not None
+        """Whether both are still there, or the one that is does not have the values that it should."""
+        base, copy = self._base(), self._copy()
+        return (base is not None and (copy is not None or bool(self._why_base))) or (
+            copy is not None and bool(self._why_copy)
+        )
 
     def base_of(self, x: GlobalTensor) -> GlobalTensor | None:
         """What a tensor should be a view of, if it is the one that should."""
@@ -285,19 +288,19 @@ def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:
 
 
 def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note of a view of x, which has ties: if x should be a view of another tensor, so should y."""
-    for tie in x._ties:
+    """Take note of a view of x; if x should be a view of another tensor, too, so should y."""
+    above = x.__dict__.get("_views_of", ())
+    y._views_of = (weakref.ref(x), *(one for one in above if one() is not None))
+    for tie in x.__dict__.get("_ties", ()):
         base = tie.base_of(x)
         if base is not None:
             _tie(base, y)
 
 
 def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
-    """A tensor, what it is a view of, what that is a view of, and so on."""
-    found = [x]
-    while "_view_of" in found[-1].__dict__:
-        found.append(found[-1]._view_of)
-    return found
+    """A tensor, what it is a view of, what that is a view of, and so on, of what is still there."""
+    above = [one() for one in x.__dict__.get("_views_of", ())]
+    return [x, *(one for one in above if one is not None)]
 
 
 def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:
@@ -311,7 +314,7 @@ def note_written(x: GlobalTensor, name: str) -> None:
     note_requires(x)
     if "_known" in x.__dict__:
         x._known.written()
-    if "_ties" in x.__dict__ or "_view_of" in x.__dict__:
+    if "_ties" in x.__dict__ or "_views_of" in x.__dict__:
         for one in _lies_in(x):
             for tie in one.__dict__.get("_ties", ()):
                 tie.written(one, name)

@@ -44,9 +44,7 @@ class Sliding(NamedTuple):
         """Write the adjoint of dy into dx."""
         adjoint = _ATEN.avg_pool2d_backward if len(self.kernel) == 2 else _ATEN.avg_pool3d_backward
         # (the cells are not read; as they are named twice, nothing is allocated for them)
-        adjoint.grad_input(
-            dy, dx, self.kernel, self.stride, self.padding, False, True, self.divisor, grad_input=dx
-        )  # fmt: skip
+        adjoint.grad_input(dy, dx, self.kernel, self.stride, self.padding, False, True, self.divisor, grad_input=dx)
 
 
 class Adaptive(NamedTuple):
@@ -80,6 +78,8 @@ def average(x: torch.Tensor, how: Sliding | Adaptive) -> torch.Tensor:
 
 
 class _Average(Function):
+    """An average, and its adjoint."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, how: Sliding | Adaptive) -> torch.Tensor:
         ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
@@ -98,7 +98,8 @@ class _Average(Function):
 
 def _spread(dy: torch.Tensor, how: Sliding | Adaptive, shape: Sequence[int], channels_last: bool) -> torch.Tensor:
     dx = empty(shape, dy.dtype, dy, channels_last)
-    how.spread(dy, dx)
+    if not dx.is_meta:  # (of which torch has not all of these operators)
+        how.spread(dy, dx)
     return dx
 
 

@@ -110,8 +110,8 @@ def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype in which torch computes products of a tensor on its device, if its autocast is on."""
     kind = x.device.type
-    known = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
-    return torch.get_autocast_dtype(kind) if known else None
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def single(value: Any) -> Any:

@@ -62,9 +62,11 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
-def _cast_like(x: torch.Tensor, product: GlobalTensor) -> torch.Tensor:
+def _cast_like(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """What is added to a product: under autocast, torch casts it as the operands of the product."""
-    return x if x.dtype is product.dtype or autocast_dtype(product._block) is None else x.to(product.dtype)
+    if x.dtype is product.dtype or autocast_dtype(getattr(product, "_block", product)) is None:
+        return x
+    return x.to(product.dtype)
 
 
 def batch_labels(x: torch.Tensor, last: int, name: str = "b") -> tuple[Hashable, ...]:

@@ -57,9 +57,7 @@ def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: boo
         share_bounds(x, y, came)
     if came:
         note_copied(x, y)
-        return y
-    y._view_of = x
-    if "_ties" in x.__dict__:
+    else:
         note_view(x, y)
     return y
 

@@ -283,7 +283,10 @@ class Work:
         """
         key = (name, cast, *(one.dtype for one in operands))
         if key not in self._dtypes:
-            shapes = [[max(min(n, 2), 1) for n in one.shape] for one in operands]
+            shapes = [
+                [max(min(n, 2), least) for n, least in zip(one.shape, need.least, strict=True)]
+                for one, need in zip(operands, self.needs, strict=True)
+            ]
             with torch.no_grad():
                 given = zip(shapes, operands, strict=True)
                 few = (torch.zeros(shape, dtype=one.dtype, device=one.device) for shape, one in given)
