@@ -54,7 +54,7 @@ def main(arguments, meeting):
             continue
         row = {"case": case.name, "size": case.size, "times": measure(case, barrier, gather)}
         if arguments.explain:
-            row["kinds"] = kinds.of(case, barrier)
+            row["kinds"] = kinds.of(case, barrier, P.comm)
         found.append(row)
     if P.rank == 0:
         with open(arguments.file, "w") as file:

@@ -7,10 +7,10 @@ import torch
 import distdl
 
 STEPS = 4
-SUMS = ("norm", "loss", "var", "mean", "sum")  # what labels of exchanges say that add up numbers of all workers
+SUMS = ("norm", "loss", "entropy", "var", "mean", "sum")  # what labels of exchanges say that add up numbers of all workers
 
 
-def of(case, barrier):
+def of(case, barrier, comm):
     """For each way that exchanges messages, milliseconds a step by kind, and messages and bytes.
 
     ``step`` is all of it. ``operators`` is torch's own operators on this worker, ``share`` the same for the case's
@@ -26,7 +26,7 @@ def of(case, barrier):
         step = case.steps[way]
         times = {"share": share, "operators": operators(step, barrier)}
         barrier()
-        with distdl.ledger() as book:
+        with distdl.ledger(comm=comm) as book:
             begin = time.perf_counter()
             for _ in range(STEPS):
                 step()
