@@ -7,7 +7,7 @@ from functools import cache, wraps
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_type_hints
 
-from distdl.environment.types import Judge, is_anything, judge, shown
+from distdl.environment.types import Judge, converted, is_anything, judge, shown
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
@@ -19,7 +19,8 @@ def checks_arguments(
     """Check that all arguments fit the signature, and that each has the type that is named there.
 
     What a signature cannot name, the function checks itself. Where several classes share a constructor, the error names
-    the class.
+    the class. Where a tuple is named, a list is taken, too, and the function gets a tuple (see
+    :func:`distdl.environment.types.converted`).
 
     Args:
         explain: ``explain(name, make, given)`` may raise a better error for arguments that do not fit.
@@ -34,18 +35,21 @@ def checks_arguments(
         nonlocal checks
         if checks is None:  # (at the first call: by then all types that are named are there)
             checks = _checks_of(make)
-        for (argument, kind, fits), value in zip(checks.places, args, strict=False):
+        for (_, kind, fits), value in zip(checks.places, args, strict=False):
             if fits is not None and type(value) is not kind and not fits(value):
-                raise _misfit(make, args, argument, value, explain)
+                args, options = _converted(make, checks, args, options, explain)
+                break
         if checks.rest is not None:
-            argument, kind, fits = checks.rest
+            _, kind, fits = checks.rest
             for value in args[len(checks.places) :]:
                 if fits is not None and type(value) is not kind and not fits(value):
-                    raise _misfit(make, args, argument, value, explain)
+                    args, options = _converted(make, checks, args, options, explain)
+                    break
         for name, value in options.items():
             check = checks.named.get(name)
             if check is not None and check.fits is not None and type(value) is not check.kind and not check.fits(value):
-                raise _misfit(make, args, name, value, explain)
+                args, options = _converted(make, checks, args, options, explain)
+                break
         try:
             return make(*args, **options)
         except TypeError as problem:
@@ -83,6 +87,8 @@ def checks_fields(kind: type[Made]) -> type[Made]:
 def check_fields(value: object) -> None:
     """Check that each field of a dataclass or named tuple has the type that its class names.
 
+    A dataclass takes a list where it names a tuple, as functions do (see :func:`checks_arguments`).
+
     Raises: TypeError that names class and field, says what it has to be, and what it is; ValueError for a number beyond
         its limits.
     """
@@ -90,7 +96,10 @@ def check_fields(value: object) -> None:
     for name, exact, fits in _fields(kind):
         field = getattr(value, name)
         if fits is not None and type(field) is not exact and not fits(field):
-            raise misfit(kind.__name__, name, field, hints(kind)[name])
+            made = converted(hints(kind)[name], field)
+            if isinstance(value, tuple) or not fits(made):
+                raise misfit(kind.__name__, name, field, hints(kind)[name])
+            object.__setattr__(value, name, made)
 
 
 def known(kind: type[Made], *values: Any) -> Made:
@@ -102,10 +111,16 @@ def known(kind: type[Made], *values: Any) -> Made:
 
 
 def built(kind: Callable[Arguments, Made], *args: Arguments.args, **options: Arguments.kwargs) -> Made:
-    """The same for a class whose constructor checks its arguments: the object, made without these checks."""
+    """The same for a class whose constructor checks its arguments: the object, made without these checks.
+
+    A subclass with a constructor of its own is called.
+    """
     maker: Any = kind
+    make = getattr(maker.__init__, "__wrapped__", None)
+    if make is None:
+        return kind(*args, **options)
     made: Made = object.__new__(maker)
-    maker.__init__.__wrapped__(made, *args, **options)
+    make(made, *args, **options)
     return made
 
 
@@ -171,6 +186,33 @@ def _checks_of(make: Callable[..., Any]) -> _Checks:
 @cache
 def _fields(kind: Any) -> tuple[_Check, ...]:
     return tuple(_Check.of(name, hints(kind)[name]) for name in kind.__match_args__)
+
+
+def _converted(
+    make: Callable[..., Any],
+    checks: _Checks,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    explain: Callable[[str, Any, dict[str, Any]], None] | None,
+) -> Any:
+    """The arguments, by place and by name, those that do not fit converted to what the signature names.
+
+    Raises: the error of the first that cannot be.
+    """
+
+    def fitting(check: _Check | None, value: Any) -> Any:
+        if check is None or check.fits is None or type(value) is check.kind or check.fits(value):
+            return value
+        made = converted(hints(make)[check.name], value)
+        if not check.fits(made):
+            raise _misfit(make, args, check.name, value, explain)
+        return made
+
+    behind = [checks.rest] * (len(args) - len(checks.places))
+    return (
+        tuple(fitting(check, value) for check, value in zip((*checks.places, *behind), args, strict=False)),
+        {name: fitting(checks.named.get(name), value) for name, value in options.items()},
+    )
 
 
 def _misfit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -100,6 +100,28 @@ def shown(hint: Any) -> str:
     return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
 
 
+def converted(hint: Any, value: Any) -> Any:
+    """The value as the type names it, where that is a tuple, or has tuples in it, and authors write a list.
+
+    Named tuples, arrays and iterators are taken likewise, as tuples of their items. Everything else stays as it is.
+    """
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        found = ((one, converted(one, value)) for one in inside)
+        return next((made for one, made in found if judge(one)(made)), value)
+    if origin in (Mapping, dict) and isinstance(value, dict):
+        return {key: converted(inside[1], one) for key, one in value.items()}
+    listed = isinstance(value, (Sequence, Iterator, np.ndarray)) and not isinstance(value, (str, bytes))
+    if origin not in (tuple, Sequence) or not listed or getattr(value, "ndim", 1) == 0:
+        return value
+    items = tuple(value.tolist() if isinstance(value, np.ndarray) else value)
+    if origin is Sequence or inside[1:] == (...,):
+        return tuple(converted(inside[0], one) for one in items)
+    if len(items) != len(inside):
+        return items
+    return tuple(converted(one, item) for one, item in zip(inside, items, strict=True))
+
+
 def _judge_all(hint: Any, limits: bool) -> Judge:
     """The same for all values of a collection at once, without a call for each of them where these are numbers."""
     if hint is int or (get_origin(hint) is Annotated and not limits):
@@ -139,7 +161,11 @@ def _is_among(values: Collection[Any], value: Any) -> bool:
 
 def _has_all(names: Iterable[str], value: Any) -> bool:
     kind, own = type(value), getattr(value, "__dict__", ())  # (not hasattr, which would compute properties)
-    return all(hasattr(kind, name) or (name in own and name != "__call__") for name in names)
+    computed = hasattr(kind, "__getattr__")
+    return all(
+        hasattr(kind, name) or (name != "__call__" and (name in own or (computed and hasattr(value, name))))
+        for name in names
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -202,7 +228,10 @@ def is_array_of_whole_numbers(value: Any) -> bool:
         array = np.asarray(value)
     except (TypeError, ValueError):
         return False
-    return array.dtype.kind in "iub" or (array.dtype.kind == "f" and bool((array == array.round()).all()))
+    if array.dtype.kind == "f":
+        return bool((np.isfinite(array) & (array == array.round())).all())
+    whole = array.dtype.kind == "O" and all(_is_whole(one) and abs(one) < 2**63 for one in array.flat)
+    return array.dtype.kind in "iub" or whole
 
 
 def _are_all(fits: Judge, values: Collection[Any]) -> bool:

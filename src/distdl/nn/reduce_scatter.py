@@ -1,6 +1,6 @@
 """ReduceScatter: the sum of the tensors of a group, each worker keeping its block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 
 from distdl.agreement.header import Headers
@@ -26,8 +26,8 @@ class ReduceScatter(Layer):
     Args:
         P_x: the partition; its axis i belongs to tensor dim i.
         axes: the axes to sum along. The sum is scattered along their dims.
-        sizes: the extents of the blocks along an axis, in elements, by the number of the axis; the other axes are split
-            as evenly as possible.
+        sizes: the extents of the blocks along an axis, in elements, by the number of the axis (a dict, or its items);
+            the other axes are split as evenly as possible.
     Shapes: x local, as many dims as P_x has axes, in elements, equal along the axes. Workers outside P_x return a clone
         of their input.
     Raises: ValueError, on every worker, for axes that do not exist, or unless there is one size for each worker; in
@@ -42,7 +42,10 @@ class ReduceScatter(Layer):
 
     @checks_arguments
     def __init__(
-        self, P_x: Partition, axes: int | Sequence[int], sizes: Mapping[int, Sequence[int]] | None = None
+        self,
+        P_x: Partition,
+        axes: int | Sequence[int],
+        sizes: Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         scattered = check_axes(axes, P_x.workers.ndim, "ReduceScatter")
         try:

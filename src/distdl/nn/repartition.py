@@ -89,12 +89,12 @@ class Repartition(Layer):
         return self._overlaps(self.P_x, {move.source: move.dst for move in self._moves() if move.target == me})
 
     def _moves(self) -> tuple[Move, ...]:
-        operators = () if self._last is None else self._last.move_in.operators
+        operators = () if self._last is None else self._last.operators
         return tuple(move for op in operators for move in op.plan.moves)
 
     def _overlaps(self, others: Partition, shared: dict[int, Box]) -> list[tuple[Any, Any, Any]]:
         """For each worker: slices of the local tensor, their shape, its rank in the union or "self"; or three None."""
-        if self._last is None or not self._last.move_in.operators:
+        if self._last is None or not self._last.operators:
             return []
         me, ranks = self.P_x.comm.rank, (self.P_x | self.P_y).workers.tolist()
         return [

@@ -101,13 +101,13 @@ class Setup:
     """What follows from signatures, for one worker: ``move_out(local(*move_in(*tensors)))``.
 
     Attributes:
-        move_in: brings the tensors to where the work is done.
+        move_in: brings the tensors to where the work is done: a movement, or a function that returns a tuple.
         local: this worker's part of the work.
         move_out: brings the result to where it belongs.
         results: the layout of every result.
     """
 
-    move_in: Movement
+    move_in: Movement | Callable[..., tuple[Any, ...]]
     local: Callable[..., Any]
     move_out: Callable[..., Any]
     results: tuple[Layout, ...] = ()
@@ -115,6 +115,11 @@ class Setup:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def operators(self) -> Sequence[Operator]:
+        """All operators that move in, in their order; none that are known of where a function does."""
+        return getattr(self.move_in, "operators", ())
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """The three steps. Of a window, what is saved for backward is its margins (see ``distdl.ops.keeping``)."""
@@ -131,7 +136,7 @@ class Setup:
     def _place(self, block: torch.Tensor, window: torch.Tensor) -> Place | None:
         shapes = block.shape, window.shape
         if shapes not in self._places:
-            passed = getattr(self.move_in, "first", self.move_in.operators)
+            passed = getattr(self.move_in, "first", self.operators)
             self._places[shapes] = Place.of(passed, block, window)
         return self._places[shapes]
 

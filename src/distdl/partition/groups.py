@@ -51,9 +51,12 @@ def topology(workers: IntArray, shape: ArrayLike, how_to_start: Callable[[int], 
 
     Args:
         how_to_start: what the error adds where there are too few workers; see :meth:`Communicator.how_to_start`.
-    Raises: ValueError unless the grid has as many places as there are workers.
+    Raises: ValueError unless the grid has as many places as there are workers; TypeError for a list of lists.
     """
-    extents: list[int] = whole_numbers(shape, "a topology").reshape(-1).tolist()
+    numbers = np.atleast_1d(whole_numbers(shape, "a topology"))
+    if numbers.ndim > 1:
+        raise TypeError(f"a topology needs whole numbers, one for each axis; got {shape!r}")
+    extents: list[int] = numbers.tolist()
     known = prod(extent for extent in extents if extent != -1)
     if extents.count(-1) == 1 and known > 0 and workers.size % known == 0:
         extents[extents.index(-1)] = workers.size // known
