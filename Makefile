@@ -5,9 +5,9 @@
 # make models  train other people's models on every split that the tests know (an hour)
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
-# make faults  every fault that the tests inject, several times, counted by back-end (5 minutes)
+# make faults  every fault that the tests inject, several times, counted by back-end (6 minutes)
 # make lint    ruff and mypy alone
-# make bench   time against the transports, and of whole models, written to benchmarks/results (20 minutes)
+# make bench   time against the transports, and of whole models, written to benchmarks/results (an hour)
 # make docs    the documentation, in docs/_build
 # make audit   the installed dependencies against constraints.txt, without a network
 #

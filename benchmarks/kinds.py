@@ -7,7 +7,7 @@ import torch
 import distdl
 
 STEPS = 4
-SUMS = ("norm", "loss", "entropy", "var", "mean", "sum")  # what labels of exchanges say that add up numbers of all workers
+SUMS = ("norm", "loss", "entropy", "var", "mean", "sum")  # in labels of exchanges that add up numbers of all workers
 
 
 def of(case, barrier, comm):
