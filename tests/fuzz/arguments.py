@@ -131,7 +131,7 @@ def layers() -> dict[str, Right]:
             found[f"Distributed{kind}{space}d"] = made(channels, own)
         for kind in ("ChannelConv", "GeneralConv"):
             split = _shaped(1, 2, *[1] * space)
-            pair = lambda P, split=split: split(P[:2])  # noqa: E731
+            pair = lambda P, split=split: split(P[:2])  # noqa: E731  # (one of each turn of the loop)
             found[f"Distributed{kind}{space}d"] = made(channels, pair, pair, _shaped(2, 2, *[1] * space))
         for kind in ("MaxPool", "AvgPool"):
             found[f"Distributed{kind}{space}d"] = made({"kernel_size": 2}, own)

@@ -7,7 +7,8 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.utils.checkpoint import checkpoint
 
 import distdl
-from distdl.exchange import Chain, Operator, Together, move_together
+from distdl.exchange import Chain, Operator, Together
+from distdl.exchange.composition import move_together
 from distdl.plan import Move, Plan
 from distdl.plan.planners import broadcast
 from distdl.tensors.derivatives import NONE, Derivatives

@@ -80,7 +80,7 @@ def checks_fields(kind: type[Made]) -> type[Made]:
         rule(made)
         return made
 
-    kind.__new__ = new  # type: ignore[method-assign]
+    kind.__new__ = new  # type: ignore[method-assign]  # (that of this class, for its callers)
     return kind
 
 
@@ -105,7 +105,7 @@ def check_fields(value: object) -> None:
 def known(kind: type[Made], *values: Any) -> Made:
     """A frozen dataclass of these fields, which are known to be right: the library makes thousands of some kinds."""
     made = object.__new__(kind)
-    for name, value in zip(kind.__match_args__, values, strict=False):  # type: ignore[attr-defined]
+    for name, value in zip(kind.__match_args__, values, strict=False):  # type: ignore[attr-defined]  # (dataclasses have it)
         object.__setattr__(made, name, value)  # (not by its __dict__, after which all fields are found more slowly)
     return made
 

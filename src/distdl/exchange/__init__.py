@@ -1,7 +1,6 @@
 """Operators: plans that workers execute, and the programs by which they do."""
 
 from distdl.exchange.composition import Chain, Together
-from distdl.exchange.composition import move_together as move_together
 from distdl.exchange.operator import Operator
 
 __all__ = ["Chain", "Operator", "Together"]

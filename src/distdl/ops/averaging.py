@@ -93,7 +93,7 @@ class _Average(Function):
 
     @staticmethod
     def jvp(ctx: Any, dx: torch.Tensor, _: None) -> torch.Tensor:
-        return ctx.how.pool(dx)  # type: ignore[no-any-return]
+        return ctx.how.pool(dx)  # type: ignore[no-any-return]  # (autograd keeps it untyped)
 
 
 def _spread(dy: torch.Tensor, how: Sliding | Adaptive, shape: Sequence[int], channels_last: bool) -> torch.Tensor:

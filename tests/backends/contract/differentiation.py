@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from contract.common import pair
 from distdl.agreement.rows import along_axes
-from distdl.exchange import Operator, move_together
+from distdl.exchange import Operator
+from distdl.exchange.composition import move_together
 from distdl.geometry.boxes import runs
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
 from distdl.partition.layout import Layout
