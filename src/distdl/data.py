@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -212,15 +213,15 @@ def _checked(index: int, length: int) -> int:
 # -- what is read
 
 
-class _Source:
+class _Source(ABC):
     """Samples of one shape and dtype."""
 
     def __init__(self, length: int, shape: Sequence[int], dtype: Any) -> None:
         self.length, self.shape, self.dtype = length, tuple(shape), np.dtype(dtype).newbyteorder("=")
 
+    @abstractmethod
     def read(self, index: int, box: tuple[slice, ...]) -> Any:
         """A box of a sample."""
-        raise NotImplementedError
 
 
 class _Array(_Source):
