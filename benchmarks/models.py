@@ -1,7 +1,8 @@
 """The page of models: steps of whole networks, forward, backward and optimiser, in different ways.
 
 The ways: ``global``, torch's network by ``distdl.distribute``; ``modules``, the same of distdl's modules; ``share``,
-torch's network on this worker's part of the data, which is the limit; ``all``, on all of the data by worker 0 alone;
+torch's network on this worker's part of the data, which is the limit; ``in step``, the same where workers wait for each
+other after each layer with weights, by the transport's barrier; ``all``, on all of the data by worker 0 alone;
 ``DTensor``, torch's tensor parallelism, over gloo.
 """
 
@@ -16,14 +17,14 @@ import distdl
 from distdl.nn import DistributedCrossEntropyLoss, DistributedMSELoss
 
 
-def every(P, mesh):
+def every(P, barrier, mesh):
     """All cases, split over the rows of the data (the multilayer perceptron over features)."""
     for sizes, channels in (((256, 256), 32), ((64, 64), 32), ((64, 64, 64), 8)):
-        yield unet(P, sizes, channels)
-    yield resnet(P)
-    yield lenet(P)
+        yield unet(P, barrier, sizes, channels)
+    yield resnet(P, barrier)
+    yield lenet(P, barrier)
     yield mlp(P, mesh)
-    yield decoder(P)
+    yield decoder(P, barrier)
 
 
 def training(network, criterion, x, target):
@@ -38,8 +39,8 @@ def training(network, criterion, x, target):
     return step
 
 
-def of_rows(case, P, build, criterion, x, truth, weights="replicated"):
-    """Fill in what all networks on rows have in common: global, share and all."""
+def of_rows(case, P, barrier, build, criterion, x, truth, weights="replicated"):
+    """Fill in what all networks on rows have in common: global, share, in step and all."""
     n, rows = P.size, P.reshape(1, 1, P.size, *[1] * (x.dim() - 3))
     part = x.chunk(n, 2)[0].clone()
     same = truth.dim() < x.dim()  # classes of samples are not split
@@ -49,32 +50,33 @@ def of_rows(case, P, build, criterion, x, truth, weights="replicated"):
         truth if same else distdl.distribute_tensor(truth, rows),
     )  # fmt: skip
     case.steps["share"] = training(build(), criterion, part, own)
+    case.steps["in step"] = training(networks.in_step(build(), barrier), criterion, part, own)
     case.steps["all"] = training(build(), criterion, x, truth) if P.rank == 0 else nothing
     return rows, part, own
 
 
-def unet(P, sizes, channels):
+def unet(P, barrier, sizes, channels):
     case = Case(f"UNet {len(sizes)}-d", "x".join(map(str, sizes)), repeats=7)
     x, truth = torch.randn(1, 1, *sizes), torch.randn(1, 2, *sizes)
     dims = len(sizes)
-    rows, part, own = of_rows(
-        case, P, lambda: UNet(Plain(dims), channels), nn.functional.mse_loss, x, truth
-    )  # fmt: skip
+    rows, part, own = of_rows(case, P, barrier, lambda: UNet(Plain(dims), channels), nn.functional.mse_loss, x, truth)
     case.steps["modules"] = training(UNet(Split(rows), channels), DistributedMSELoss(rows), part, own)
     return case
 
 
-def resnet(P):
+def resnet(P, barrier):
     case = Case("ResNet-18", "8x3x224x224", repeats=3)
     x, classes = torch.randn(8, 3, 224, 224), torch.arange(8)
-    rows, part, _ = of_rows(case, P, lambda: networks.resnet18(Plain(2)), nn.functional.cross_entropy, x, classes)
+    rows, part, _ = of_rows(
+        case, P, barrier, lambda: networks.resnet18(Plain(2)), nn.functional.cross_entropy, x, classes
+    )
     criterion = DistributedCrossEntropyLoss(P[:1].reshape(1, 1))
     own = classes if P.rank == 0 else None
     case.steps["modules"] = training(networks.resnet18(Split(rows)), criterion, part, own)
     return case
 
 
-def lenet(P):
+def lenet(P, barrier):
     """On 32 images, over rows; its share is that of the images, as no part of the rows alone passes through it."""
     case = Case("LeNet", "32x1x32x32", inner=3)
     x, classes = torch.randn(32, 1, 32, 32), torch.arange(32) % 10
@@ -88,6 +90,7 @@ def lenet(P):
     )  # fmt: skip
     part = slice(0, 32 // P.size)
     case.steps["share"] = training(networks.lenet(), criterion, x[part], classes[part])
+    case.steps["in step"] = training(networks.in_step(networks.lenet(), barrier), criterion, x[part], classes[part])
     case.steps["all"] = training(networks.lenet(), criterion, x, classes) if P.rank == 0 else nothing
     return case
 
@@ -116,10 +119,9 @@ def mlp(P, mesh):
     return case
 
 
-def decoder(P):
+def decoder(P, barrier):
     """Attention over all positions in the middle: a share of the rows has a share of the share of its products."""
     case = Case("Decoder", "1x8x48x48", repeats=5)
-    of_rows(
-        case, P, networks.decoder, nn.functional.mse_loss, torch.randn(1, 8, 48, 48), torch.randn(1, 3, 192, 192)
-    )  # fmt: skip
+    x, truth = torch.randn(1, 8, 48, 48), torch.randn(1, 3, 192, 192)
+    of_rows(case, P, barrier, networks.decoder, nn.functional.mse_loss, x, truth)
     return case

@@ -127,6 +127,30 @@ def resnet18(of):
     )  # fmt: skip
 
 
+class _Meet(torch.autograd.Function):
+    """Wait for the other workers, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        barrier()
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.barrier()
+        return dy, None
+
+
+def in_step(network, barrier):
+    """The same network, in which all workers wait for each other after each layer that has weights."""
+    for module in network.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_hook(lambda module, inputs, y: _Meet.apply(y, barrier))
+    return network
+
+
 def lenet():
     return nn.Sequential(
         nn.Conv2d(1, 6, 5), nn.Tanh(), nn.MaxPool2d(2, 2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.MaxPool2d(2, 2),
