@@ -1,9 +1,13 @@
 """What each worker of a training run holds at most: python benchmarks/memory.py.
 
-A U-Net of 16 channels on a picture of 512 x 256, split over its rows, by distdl's modules and by global tensors; two
+A U-Net of 16 channels on a picture of 1024 x 512, split over its rows, by distdl's modules and by global tensors; two
 steps with momentum. Beside the sequential run: bytes of tensors, which are counted (workers are threads), and resident
-memory beyond that before the model was built (workers are MPI processes; idle recycled memory counts). A worker's share
-is the weights and what the optimiser keeps of them, and its part of the activations of the sequential run.
+memory beyond that before the model was built (workers are MPI processes; idle recycled memory counts, pages of
+libraries, which the processes of a host share, do not). A worker's share is the weights and what the optimiser keeps of
+them, and its part of the activations of the sequential run.
+
+glibc keeps much of what is freed, of arrays up to 32 MiB, for later. So resident memory is measured with its default,
+and with MALLOC_MMAP_THRESHOLD_, with which it gives that back.
 """
 
 import functools
@@ -22,7 +26,7 @@ import distdl
 from distdl.nn import DistributedMSELoss
 from distdl.workers.footprint import Footprint
 
-ROWS, COLUMNS, CHANNELS = 512, 256, 16
+ROWS, COLUMNS, CHANNELS = 1024, 512, 16
 SMALL = 64, 32  # rows and columns of a first run, which brings the libraries' own memory, plans and communicators
 WORKERS = (2, 4, 8)
 
@@ -61,9 +65,9 @@ def resident(way):
     P = distdl.world()
     train(way, P, *SMALL)
     Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
+    before, libraries = _status("VmRSS"), _status("RssFile")
     train(way, P)
-    return _status("VmHWM") - before, 0
+    return _status("VmHWM") - before - (_status("RssFile") - libraries), 0
 
 
 def _status(name):
@@ -71,11 +75,12 @@ def _status(name):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def of_processes(way, workers):
+def of_processes(malloc, way, workers):
     command = [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable, __file__, way, workers]
     done = subprocess.run(
-        [str(part) for part in command], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=600
-    )
+        [str(part) for part in command], env=os.environ | ENVIRONMENT | malloc, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
     if done.returncode:
         sys.exit(f"{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -85,7 +90,10 @@ def main():
     def threads(way, workers):
         return distdl.run_workers(functools.partial(counted, way), workers, "threads")
 
-    for what, measure in (("tensors", threads), ("resident memory", of_processes)):
+    measures = {"tensors": threads, "resident memory": functools.partial(of_processes, {})}
+    given_back = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    measures["resident memory, freed blocks given back"] = functools.partial(of_processes, given_back)
+    for what, measure in measures.items():
         [[alone, _]] = measure("sequential", 1)
         weights = threads("sequential", 1)[0][1]
         print(f"{what}: sequential {alone / 2**20:.1f} MiB, of which weights and momentum {weights / 2**20:.1f} MiB")
