@@ -21,6 +21,7 @@ _LIMIT = 120.0  # seconds for a case, on a busy machine; a wait that can never e
 _END = 2**31 - 7  # the tag of the messages by which workers tell each other that they are through with a case
 
 Work = Callable[[Partition], Any]
+_AT_THE_END = "at the end: "  # begins the text of a failure that came after the case itself
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Team:
                 rank, result = self._done.get(timeout=_LIMIT)
                 found[rank] = result
                 failure = failure_of(result)
-                self._broken = self._broken or (failure is not None and failure.kind == "CommunicationError")
+                if failure is not None:
+                    at_the_end = failure.text.startswith(_AT_THE_END)
+                    self._broken = self._broken or at_the_end or failure.kind == "CommunicationError"
         except queue.Empty:
             self._broken, self._thread = True, None  # (it is a daemon; nothing more can be done about it)
             raise AssertionError(f"after {_LIMIT} s only {sorted(found)} have come to their end: {found}") from None
@@ -107,7 +110,7 @@ def _result(work: Work, in_step: bool, world: Partition) -> Any:
         if in_step:
             _assert_in_step(world)
     except Exception as error:  # somebody hangs, or has failed alone
-        failed = Failed(type(error).__name__, f"at the end: {error}")
+        failed = Failed(type(error).__name__, f"{_AT_THE_END}{error}")
         if failure is None or not (isinstance(error, CommunicationError) or failure.kind == "CommunicationError"):
             return [*result, failed] if isinstance(result, list) else failed
     return result
