@@ -6,8 +6,9 @@ memory beyond that before the model was built (workers are MPI processes; idle r
 libraries, which the processes of a host share, do not). A worker's share is the weights and what the optimiser keeps of
 them, and its part of the activations of the sequential run.
 
-glibc keeps much of what is freed, of arrays up to 32 MiB, for later. So resident memory is measured with its default,
-and with MALLOC_MMAP_THRESHOLD_, with which it gives that back.
+By default, glibc keeps much of what is freed for later, of arrays below 32 MiB, whoever makes them. So resident memory
+is also measured of torch on a worker's part of the rows alone; and with MALLOC_MMAP_THRESHOLD_, with which glibc gives
+back what is freed.
 """
 
 import functools
@@ -60,13 +61,17 @@ def counted(way):
     return footprint.peak, kept
 
 
-def resident(way):
-    """The most resident bytes of this process, beyond those before the model was built."""
+def resident(way, parts):
+    """The most resident bytes of this process, beyond those before the model was built.
+
+    Args:
+        parts: of the rows; the way "alone" trains on one of them, without other workers.
+    """
     P = distdl.world()
     train(way, P, *SMALL)
     Path("/proc/self/clear_refs").write_text("5")
     before, libraries = _status("VmRSS"), _status("RssFile")
-    train(way, P)
+    train(way, P, ROWS // parts if way == "alone" else ROWS)
     return _status("VmHWM") - before - (_status("RssFile") - libraries), 0
 
 
@@ -76,7 +81,8 @@ def _status(name):
 
 
 def of_processes(malloc, way, workers):
-    command = [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable, __file__, way, workers]
+    processes = 1 if way == "alone" else workers
+    command = [BIN / "mpirun", "--oversubscribe", "-n", processes, sys.executable, __file__, way, workers]
     done = subprocess.run(
         [str(part) for part in command], env=os.environ | ENVIRONMENT | malloc, capture_output=True, text=True,
         timeout=600,
@@ -94,12 +100,12 @@ def main():
     given_back = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     measures["resident memory, freed blocks given back"] = functools.partial(of_processes, given_back)
     for what, measure in measures.items():
-        [[alone, _]] = measure("sequential", 1)
-        weights = threads("sequential", 1)[0][1]
-        print(f"{what}: sequential {alone / 2**20:.1f} MiB, of which weights and momentum {weights / 2**20:.1f} MiB")
+        [[whole, _]] = measure("alone", 1)
+        weights = threads("alone", 1)[0][1]
+        print(f"{what}: sequential {whole / 2**20:.1f} MiB, of which weights and momentum {weights / 2**20:.1f} MiB")
         for workers in WORKERS:
-            share = weights + (alone - weights) / workers
-            for way in ("modules", "global"):
+            share = weights + (whole - weights) / workers
+            for way in ("modules", "global", *(["alone"] if measure is not threads else [])):
                 most = max(peak for peak, _ in measure(way, workers))
                 print(
                     f"  {workers} workers, {way:8}: at most {most / 2**20:6.1f} MiB, share {share / 2**20:6.1f} MiB, "
@@ -110,7 +116,8 @@ def main():
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        found = distdl.run_workers(functools.partial(resident, sys.argv[1]), int(sys.argv[2]))
+        given, parts = sys.argv[1], int(sys.argv[2])
+        found = distdl.run_workers(functools.partial(resident, given, parts), 1 if given == "alone" else parts)
         if distdl.world().rank == 0:
             print(json.dumps(found))
     else:
