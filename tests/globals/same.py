@@ -120,10 +120,14 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], twice: bool) ->
     scalars = [y for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad]
     gradients: tuple[Any, ...] = ()
     if scalars:
-        loss = sum((y * _weights(y)).sum().abs() for y in scalars)
+        sums = [(y * _weights(y)).sum() for y in scalars]
+        # (linear in real results: where their own derivatives alone depend on x, each worker has to be connected)
+        loss = sum(one.abs() if one.is_complex() else one for one in sums)
         gradients = torch.autograd.grad(loss, leaves, create_graph=twice, allow_unused=True)
         if twice:
-            again = sum((dx * dx).sum().real for dx in gradients if dx is not None)
+            # (and zero, from all leaves: what is linear in x has second derivatives here, and none in torch)
+            linked = sum(leaf.masked_fill(torch.tensor(True), 0).sum() for leaf in leaves)
+            again = linked.real + sum((dx * dx).sum().real for dx in gradients if dx is not None)
             gradients += torch.autograd.grad(again, leaves, allow_unused=True)
     return {"results": outputs, "gradients": gradients}
 

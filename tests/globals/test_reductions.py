@@ -129,11 +129,15 @@ def test_complex_numbers():
     assert_same(lambda x: (x.logsumexp(0), x.logsumexp(1, True), x.logsumexp((0, 1))), Global(z))
 
 
-def test_second_derivatives():
-    def function(x):
-        return x.softmax(1), x.var((0, 2)), x.norm(dim=1), x.logsumexp(2), x.amax(1) ** 2, x.prod(1), x.cumsum(1) ** 2
-
-    assert_same(function, Global(x3), grids=[(2, 1, 2), (1, 3, 1)], twice=True, tolerance=1e-11)
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: x.var((0, 2)), lambda x: x.std(1),
+     lambda x: x.norm(dim=1), lambda x: x.norm(3, dim=1), lambda x: x.logsumexp(2), lambda x: x.amax(1) ** 2,
+     lambda x: x.prod(1), lambda x: x.cumsum(1) ** 2, lambda x: x.cumprod(1), lambda x: x.logcumsumexp(1),
+     lambda x: F.cosine_similarity(x, x.roll(1, 0)), lambda x: F.normalize(x, dim=1)],
+)  # fmt: skip
+def test_second_derivatives(function):
+    assert_same(function, Global(x3), grids=[(2, 1, 2), (1, 3, 1)], twice=True, tolerance=1e-10)
 
 
 def test_a_loss_over_classes_that_are_split():

@@ -23,7 +23,7 @@ from distdl.globals.functions.reductions import (
 from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
+from distdl.tensors.connection import always_curved, local
 
 
 def _mass(
@@ -79,7 +79,7 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         top, sums = _mass(x, dims, name, everywhere=True)
         block = block_of(x)
         if not layout.active:
-            y = block + top.reshape(layout.local) + sums.reshape(layout.local)
+            y = always_curved(block + top.reshape(layout.local) + sums.reshape(layout.local), sums)
         elif name == "log_softmax":
             y = block - top - sums.log()
         else:

@@ -23,7 +23,7 @@ from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local, zeros_on
+from distdl.tensors.connection import always_curved, local, zeros_on
 
 
 def moments(
@@ -73,7 +73,7 @@ def moments(
             away = mean - merged
             states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
         else:
-            states = states.reshape((2, *target.local))
+            states = always_curved(states.reshape((2, *target.local)), states)
     mean, squares = states
     var = (squares.real if x.is_complex() else squares) / max(count - less, 0)
     found = GlobalTensor._of(var, target), GlobalTensor._of(mean, target)
@@ -118,6 +118,8 @@ def _root(var: Any) -> Any:
 
 def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     """The p-norm over dims."""
+    if type(keepdim) is not bool:
+        raise TypeError(f"linalg_vector_norm(): argument 'keepdim' must be bool, not {type(keepdim).__name__}")
     if dtype is not None:
         x = x.to(dtype)
     if not (x.is_floating_point() or x.is_complex()):
