@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
 os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
 os.environ.setdefault("DISTDL_TIMEOUT", "40")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # (else each process of a job compiles distdl anew: 0.5 s)
 
 
 @pytest.fixture
