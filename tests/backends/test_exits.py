@@ -18,7 +18,7 @@ from distdl import environment
 from distdl.__main__ import main as command_line
 from distdl.nn import AllSumReduce
 from distdl.transport.communicator import CommunicationError
-from distdl.workers import launchers
+from distdl.workers import launchers, processes
 
 SCRIPT = str(FOLDER / "exits.py")
 
@@ -130,7 +130,8 @@ def test_a_thread_that_computes_on_does_not_abort_the_process():
 
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
-def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error():
+def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error(monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE", 2.0)
     with pytest.raises(KeyError, match="the reason") as error:
         distdl.run_workers(exits.fails_beside_a_deaf_one, 2, "gloo")
     assert "in worker 0" in str(error.value.__cause__)
