@@ -115,10 +115,8 @@ def _array_of(dtype, body=b"\0" * 8):
 
 
 def _nested(depth):
-    message = b"n" + bytes(8)
-    for _ in range(depth):
-        message = b"l" + struct.pack("<Q", len(message)) + message
-    return message
+    lists = (b"l" + struct.pack("<Q", 9 * inner) for inner in range(depth, 0, -1))  # (a head has 9 bytes)
+    return b"".join(lists) + b"n" + bytes(8)
 
 
 @pytest.mark.parametrize("message", [
