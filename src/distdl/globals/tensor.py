@@ -72,8 +72,11 @@ class GlobalTensor(torch.Tensor):
         handler = TABLE.get(func)
         if handler is None:
             handler = TABLE[None]  # the fallback
-        if kwargs and kwargs.get("out") is not None:
-            handler = TABLE["out"]
+        if kwargs and "out" in kwargs:
+            if kwargs["out"] is not None:
+                handler = TABLE["out"]
+            else:
+                kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         try:
             if debug.on:
                 return debug.noted(handler, func, args, kwargs or {})

@@ -56,8 +56,11 @@ class AdaptiveAverage:
     indices: ClassVar[bool] = False
 
     def sample(self, x: torch.Tensor) -> torch.Tensor:
-        """torch's operator, on a tensor of one cell."""
-        return self._whole(x, (1,) * len(self.extents))
+        """torch's operator, on a cell for each output. (It takes other dtypes where it has to make one cell.)"""
+        outputs = tuple(1 if extent == 1 else 2 for extent in self.extents)
+        if prod(outputs) == 1:
+            self._whole(x, outputs)
+        return self._whole(x.expand(1, 2, *outputs), outputs)
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
         (x,) = signatures

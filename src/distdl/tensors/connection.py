@@ -137,6 +137,20 @@ class _Tied(Function):
         return dx.view_as(dx)
 
 
+def refuses(operator: Callable[[torch.Tensor], Any], block: torch.Tensor, least: Sequence[Count]) -> None:
+    """Raise what torch raises for blocks of this dtype, also where this one has no cells.
+
+    Many of torch's kernels return before they look at the dtype, if there is nothing to compute. Then a worker whose
+    block is empty would go on, and wait for those that have raised.
+
+    Args:
+        least: the smallest shape of one dim or more that the operator accepts. It is tried on zeros.
+    """
+    if not block.numel() and not block.is_meta:
+        with torch.no_grad():
+            operator(block.new_zeros(tuple(least)))
+
+
 def local(
     operator: Callable[..., torch.Tensor],
     shape: Sequence[Count],

@@ -49,6 +49,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lead = next((at for at, one in enumerate(operands) if type(one) is GlobalTensor and one.dim()), 0)
         work = work_on(operands, labels, (*batch, "l", "f"), adds=False, lead=lead, whole=("f",))
         q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
+        work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
         if enable_gqa:
             at = work.context.keep(("groups", work, query.shape[-3], key.shape[-3]), lambda: _groups(work, query, key))
             k, v = (one.index_select(-3, at.to(one.device)) if one.numel() else one for one in (k, v))

@@ -70,8 +70,10 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = -x
         dims, layout = dims_of(x, dim), x._layout
         own = torch.log_softmax if name == "log_softmax" else torch.softmax
+        at = dims[0] if dims else 0
+        if not x.is_floating_point():  # (for torch's error, also where there are no cells)
+            own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
         if not split_along(layout, dims) or not x.numel():
-            at = dims[0] if dims else 0
             block = block_of(x)
             return GlobalTensor._of(own(block, at), layout)
         if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)

@@ -16,7 +16,7 @@ from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import entered, map_tensors
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import refuses, zeros_on
 
 
 def _whole_index(index: Any) -> torch.Tensor:
@@ -155,15 +155,26 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) and src.dim() else src
         )
         in_place = func.__name__ != name
+        block = block_of(y)
+        refuses(lambda cell: _scattered(name, cell, dim, given, *rest, **more), block, [1] * input.dim())
         if in_place and y is input:
-            getattr(block_of(y), func.__name__)(dim, there, given, *rest, **more)
+            getattr(block, func.__name__)(dim, there, given, *rest, **more)
             note_written(input, func.__name__)
             return input
-        block = getattr(torch.Tensor, name)(block_of(y), dim, there, given, *rest, **more)
+        block = getattr(torch.Tensor, name)(block, dim, there, given, *rest, **more)
         z = GlobalTensor._of(block, y._layout)
         return input.copy_(z) if in_place else z
 
     y: GlobalTensor = run(*args, **kwargs)
+    return y
+
+
+def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, **more: Any) -> torch.Tensor:
+    """A tensor of one cell, into which another of the dtype of what is given is scattered."""
+    source = torch.zeros_like(cell, dtype=given.dtype) if isinstance(given, torch.Tensor) else given
+    y: torch.Tensor = getattr(torch.Tensor, name)(
+        cell, dim, torch.zeros_like(cell, dtype=torch.int64), source, *rest, **more
+    )
     return y
 
 
@@ -199,6 +210,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if isinstance(source, torch.Tensor) and source.dim():
             source = brought(source, _along(y._layout, dim, source.shape), name)
         block = block_of(y)
+        refuses(lambda cell: _added(name, cell, dim, source, **more), block, [1] * input.dim())
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
         elif isinstance(source, torch.Tensor):
@@ -208,6 +220,12 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     y: GlobalTensor = run(*args, **kwargs)
     return y
+
+
+def _added(name: str, cell: torch.Tensor, dim: int, source: Any, **more: Any) -> Any:
+    """A tensor of one cell, to which another of the dtype of a source is added."""
+    first = torch.zeros(1, dtype=torch.int64, device=cell.device)
+    return getattr(torch.Tensor, name)(cell, dim, first, torch.zeros_like(cell, dtype=source.dtype), **more)
 
 
 def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:

@@ -133,6 +133,8 @@ def _replaced(rows: _Rows, value: Any) -> GlobalTensor:
 @handles("masked_select", "torch Tensor")
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, mask: Any) -> Any:
+        if mask.dtype is not torch.bool:
+            raise RuntimeError("masked_select: expected BoolTensor for mask")
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         x, chosen = _both(input, mask, shape)
         return chosen_by(x, chosen, 0) if shape and not x._context.comm.imagined else TABLE[None](func, args, kwargs)
@@ -155,6 +157,8 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
     def run(input: Any, mask: Any, source: Any) -> Any:
         in_place = func.__name__.endswith("_")
+        if mask.dtype is not torch.bool:
+            raise RuntimeError(f"{func.__name__} only supports boolean masks, but got mask with dtype {mask.dtype}")
         if in_place and type(input) is not GlobalTensor:
             input = adopt(input, (mask, source), func.__name__)
         known = next(one for one in (input, mask, source) if type(one) is GlobalTensor)

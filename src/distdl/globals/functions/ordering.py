@@ -15,7 +15,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local, zeros_on
+from distdl.tensors.connection import local, refuses, zeros_on
 
 
 @handles("sort argsort topk msort", "torch Tensor")
@@ -28,8 +28,6 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
     def describe() -> tuple[int, int, Any]:
         name = func.__name__
-        if x.is_complex():
-            torch.sort(torch.zeros(1, dtype=x.dtype))  # (for torch's error, also where there are no cells)
         y = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *rest, **kwargs)
         at = 1 if name == "topk" else 0
         dim = 0 if name == "msort" else kwargs.get("dim", next((n for n in rest[at:] if type(n) is int), -1))
@@ -48,6 +46,7 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
     target = context.keep(("sorted", layout, dim, count), make)
     block = block_of(z)
+    refuses(lambda one: func(one, *rest, **kwargs), block, [x.shape[dim] if at == dim else 1 for at in range(x.dim())])
     found: Any
     if not block.numel():
         values, cells = zeros_on(block, target.local), block.new_zeros(target.local, dtype=torch.int64)

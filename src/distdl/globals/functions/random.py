@@ -82,13 +82,23 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def between(low: float, high: float, dtype: torch.dtype) -> Value:
-    """Uniform numbers from low, up to and without high."""
+    """Uniform numbers from low, up to and without high.
+
+    Raises: RuntimeError if high is less, as torch.
+    """
+    if low > high:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
     steps = 2.0 ** _bits(dtype)
     return lambda u: (u * steps).floor_() / steps * (high - low) + low
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Value:
-    """Normally distributed numbers."""
+    """Normally distributed numbers.
+
+    Raises: RuntimeError for a negative deviation, as torch.
+    """
+    if std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
     # (2u - 1 is shifted by half of its step, so that it lies between -1 and 1, without these)
     return lambda u: torch.erfinv(2 * u - 1 + 2.0**-53) * (math.sqrt(2) * std) + mean
 
@@ -218,6 +228,16 @@ def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
     return handler
 
 
+def geometric(p: float) -> Value:
+    """Trials up to the first success, of odds p.
+
+    Raises: RuntimeError for other odds, as torch.
+    """
+    if not 0 < p < 1:
+        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
+    return lambda u: (torch.log1p(-(u + 2.0**-54)) / math.log1p(-p)).ceil_().clamp_(min=1)
+
+
 def _all_integers(dtype: torch.dtype, low: int | None = None, to: int | None = None) -> Value:
     if low is not None and to is None:
         low, to = 0, low
@@ -234,9 +254,7 @@ handles("log_normal_", "Tensor")(_in_place(lambda dtype, mean=1.0, std=2.0: lamb
 handles("cauchy_", "Tensor")(
     _in_place(lambda dtype, median=0.0, sigma=1.0: lambda u: torch.tan(math.pi * (u + 2.0**-54 - 0.5)) * sigma + median)
 )
-handles("geometric_", "Tensor")(
-    _in_place(lambda dtype, p: lambda u: (torch.log1p(-(u + 2.0**-54)) / math.log1p(-p)).ceil_().clamp_(min=1))
-)
+handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
 
 
 # -- draws with probabilities

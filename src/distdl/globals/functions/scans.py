@@ -13,7 +13,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import always_curved, local
+from distdl.tensors.connection import always_curved, local, refuses
 
 
 @handles("cumsum cumprod", "torch Tensor")
@@ -71,6 +71,7 @@ def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if name == "logcumsumexp":  # (of nothing, torch's has no second derivative)
             y = local(lambda one: func(one, dims[0]), layout.local, (block, (1,) * input.dim()))
         else:
+            refuses(lambda one: func(one, dims[0]), block, (1,) * input.dim())
             y = func(block, dims[0])
         return wrapped(y, layout)
 

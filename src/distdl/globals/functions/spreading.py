@@ -251,6 +251,7 @@ class Work:
         self.partial = self.entries.local[self.summed :] if self.entries.active else self.result_blank
         if not self.summed and not out:
             self.partial = self.result.local
+        self.idle = 0 in self.partial or any(0 in need.local for need in self.needs)
 
     @property
     def result_blank(self) -> Shape:
@@ -267,21 +268,23 @@ class Work:
     def __call__(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
         """Apply a function to the parts of its operands."""
         parts = self.parts(operands, name)
+        dtype = self.result_dtype(func, operands, name)
         y = local(func, self.partial, *zip(parts, (need.least for need in self.needs), strict=True))
-        cast = autocast_dtype(parts[0])
-        if cast is not None:
-            y = y.to(self._cast_result(func, operands, name, cast))
-        return self.finish(y, name)
+        return self.finish(y if dtype is None else y.to(dtype), name)
 
-    def _cast_result(
-        self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str, cast: torch.dtype
-    ) -> torch.dtype:
-        """The dtype of the result under autocast, the same on every worker.
+    def result_dtype(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> torch.dtype | None:
+        """The dtype of the result, the same on every worker; None where what the function gives has it.
 
-        torch makes products of single cells by other functions, which it casts otherwise. So the function is tried
-        once, on as many cells as tell a single one from several.
+        torch makes products of single cells by other functions, which cast otherwise under autocast; and of no cells,
+        it takes dtypes that it else refuses. So the function is tried once, on as many cells as tell a single one from
+        several.
+
+        Raises: where this worker computes nothing, what the others raise.
         """
-        key = (name, cast, *(one.dtype for one in operands))
+        cast = autocast_dtype(operands[0])
+        if cast is None and not self.idle:
+            return None
+        key = (name, cast, *[one.dtype for one in operands])
         if key not in self._dtypes:
             shapes = [
                 [max(min(n, 2), least) for n, least in zip(one.shape, need.least, strict=True)]
@@ -299,7 +302,7 @@ class Work:
             y = y.reshape(self.entries.local)
             y = moved_block(y, self.entries, self.gathered, name)
             if self.result.active:
-                y = y.sum(tuple(range(self.summed)))
+                y = y.sum(tuple(range(self.summed)), dtype=y.dtype)
             y = y.reshape(self.result.local)
         return GlobalTensor._of(y, self.result)
 

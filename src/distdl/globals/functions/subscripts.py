@@ -22,6 +22,8 @@ from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
 
+_INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
+
 
 def _normal(index: Any) -> tuple[Any, ...]:
     """An index as a tuple, with numbers as Python's, and lists and arrays as tensors."""
@@ -36,10 +38,14 @@ def _item(step: Any) -> Any:
         return slice(*(None if one is None else operator.index(one) for one in (step.start, step.stop, step.step)))
     if isinstance(step, (list, tuple, range, np.ndarray)):
         found = torch.as_tensor(np.asarray(step) if isinstance(step, np.ndarray) else list(step))
-        return found.long() if not found.numel() else found  # (an empty list has no dtype)
+        return found.long() if found.is_floating_point() else found  # (as an empty list)
     if isinstance(step, torch.Tensor):
-        if not step.dim() and not (step.dtype is torch.bool or step.is_floating_point()) and type(step) is torch.Tensor:
+        dtype = step.dtype
+        whole = not (dtype is torch.bool or dtype.is_floating_point or dtype.is_complex)
+        if not step.dim() and whole and type(step) is torch.Tensor:
             return int(step)
+        if dtype not in _INDICES:  # (which torch sees only where there are cells)
+            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
         return step
     return operator.index(step)
 

@@ -17,7 +17,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import refuses, zeros_on
 
 
 @handles("pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle", "torch functional")
@@ -98,6 +98,7 @@ def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
         target = context.keep(("im2col", layout, shape, cells), make)
         block = block_of(x)
+        refuses(lambda one: func(one, kernel, dilated, padded, strides), block, (1, 1, h, w))
         if block.numel():
             return GlobalTensor._of(func(block, kernel, dilated, padded, strides), target)
         return GlobalTensor._of(zeros_on(block, target.local), target)
@@ -126,6 +127,7 @@ def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
         target = context.keep(("col2im", layout, shape), make)
         block = block_of(x)
+        refuses(lambda one: func(one, output_size, kernel_size, dilation, padding, stride), block, (1, cells, count))
         if not block.numel():
             return GlobalTensor._of(zeros_on(block, target.local), target)
         block = block.reshape(block.shape[0], -1, count)

@@ -1,0 +1,91 @@
+"""What torch refuses: every worker raises it, also those whose blocks have no cells."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import distdl
+from distdl.globals.context import Context
+
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64, torch.complex128]
+index = torch.tensor([0, 1])
+places = torch.arange(8).reshape(2, 4) % 2
+doubles = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(2, 4)
+FUNCTIONS = {
+    "bitwise_not": torch.bitwise_not, "lgamma": torch.lgamma, "gt": lambda x: x > x, "erfinv": torch.erfinv,
+    "bitwise_and_": lambda x: x.bitwise_and_(x), "hardshrink": F.hardshrink, "gelu": F.gelu, "sub": lambda x: x - x,
+    "sum": lambda x: x.sum(), "mean": lambda x: x.mean(1), "prod": lambda x: x.prod(0), "amax": lambda x: x.amax(1),
+    "var": lambda x: x.var(1), "norm": lambda x: x.norm(), "max norm": lambda x: torch.linalg.vector_norm(x, torch.inf),
+    "softmax 0": lambda x: x.softmax(0), "softmax 1": lambda x: x.softmax(1), "softmin": lambda x: F.softmin(x, 0),
+    "log_softmax": lambda x: x.log_softmax(1), "logsumexp": lambda x: x.logsumexp(0),
+    "cummax": lambda x: x.cummax(0), "cummin": lambda x: x.cummin(1), "cumprod": lambda x: x.cumprod(0),
+    "sort": lambda x: x.sort(0), "topk": lambda x: x.topk(1, 0), "median": lambda x: x.median(1),
+    "scatter": lambda x: x.scatter(0, places.to(x.device), doubles),
+    "scatter_reduce": lambda x: x.scatter_reduce(1, places, x, "amax"),
+    "index_add": lambda x: x.index_add(0, index, doubles), "index_copy": lambda x: x.index_copy(0, index, doubles),
+    "index_add of its own": lambda x: x.index_add(0, index, x), "index": lambda x: x[x],
+    "assignment": lambda x: x.__setitem__(x, 1), "list": lambda x: x[[0.0, 1.0]],
+    "masked_select": lambda x: x.masked_select(x), "masked_scatter": lambda x: x.masked_scatter(x, x),
+    "geometric": lambda x: x.geometric_(2), "normal": lambda x: x.normal_(0, -1), "uniform": lambda x: x.uniform_(1, 0),
+    "matmul": lambda x: x @ x.t(), "of doubles": lambda x: x @ doubles.t(), "inner": lambda x: torch.inner(x, x),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x), "with doubles": lambda x: torch.einsum("ij,ij->i", x, doubles),
+    "tensordot": lambda x: torch.tensordot(x, x, 2), "linear": lambda x: F.linear(x, doubles),
+    "bilinear": lambda x: F.bilinear(x, x, doubles.new_ones(3, 4, 4)), "outer": lambda x: torch.outer(x[0], x[1]),
+    "addbmm": lambda x: torch.addbmm(x @ x.t(), x[None], x.t()[None]), "cdist": lambda x: torch.cdist(x, x),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)), "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "conv1d": lambda x: F.conv1d(x[None], doubles.new_ones(3, 2, 2)), "max_pool1d": lambda x: F.max_pool1d(x[None], 2),
+    "adaptive": lambda x: F.adaptive_avg_pool1d(x[None], 2), "avg_pool1d": lambda x: F.avg_pool1d(x[None], 2),
+    "area": lambda x: F.interpolate(x[None], 3, mode="area"),
+    "unfold": lambda x: F.unfold(x[:, None, None], (1, 2)), "pad": lambda x: F.pad(x, (1, 1), mode="reflect"),
+    "fold": lambda x: F.fold(x[:, :, None].expand(2, 4, 3), (1, 6), (1, 4)),
+    "embedding": lambda x: F.embedding(x, doubles),
+    "mse_loss": lambda x: F.mse_loss(x, doubles), "cross_entropy": lambda x: F.cross_entropy(x, index),
+    "fft": torch.fft.fft, "one_hot": F.one_hot, "view_as_real": torch.view_as_real,
+}  # fmt: skip
+# what also takes some dtypes that torch has no kernel for
+MORE = {"max_pool1d", "pad", "assignment"}
+
+
+def outcome(function, x):
+    """What a function raises, or the shape and dtype that it gives."""
+    try:
+        y = function(x)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    first = y[0] if isinstance(y, tuple) else y
+    return None if first is None else (first.shape, first.dtype)
+
+
+def raised(found):
+    return found is not None and isinstance(found[1], str)
+
+
+def whole(dtype):
+    return places.to(dtype) if not (dtype.is_floating_point or dtype.is_complex) else doubles.to(dtype)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.every_case)])
+def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
+    def lies(x):
+        """x, of which only the last of three workers has cells; a fourth is beside them."""
+        context = Context.of(distdl.world().comm)
+        n = x.shape[dim]
+        intervals = [((0, m),) if at != dim else ((0, 0), (0, 0), (0, n)) for at, m in enumerate(x.shape)]
+        grid = context.array(distdl.world().workers[:3].reshape((3, 1) if dim == 0 else (1, 3)))
+        return distdl.distribute_tensor(x, grid).redistribute(context.layout(grid, intervals))
+
+    def work():
+        return {
+            (name, str(dtype)): outcome(function, lies(whole(dtype)))
+            for name, function in FUNCTIONS.items()
+            for dtype in DTYPES
+        }
+
+    found = distdl.run_workers(work, 4)
+    for case, ours in found[0].items():
+        name, dtype = case[0], next(one for one in DTYPES if str(one) == case[1])
+        assert all(other[case] == ours for other in found), f"{case}: {[other[case] for other in found]}"
+        theirs = outcome(FUNCTIONS[name], whole(dtype))
+        assert raised(ours) == raised(theirs) or (name in MORE and not raised(ours)), f"{case}: {ours}, not {theirs}"
