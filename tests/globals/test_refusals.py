@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from same import Global, assert_same
 from torch.nn import functional as F
 
 import distdl
@@ -89,3 +90,42 @@ def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
         assert all(other[case] == ours for other in found), f"{case}: {[other[case] for other in found]}"
         theirs = outcome(FUNCTIONS[name], whole(dtype))
         assert raised(ours) == raised(theirs) or (name in MORE and not raised(ours)), f"{case}: {ours}, not {theirs}"
+
+
+@pytest.mark.filterwarnings("ignore:unique.* has no op")
+@pytest.mark.parametrize("function", [torch.unique, lambda x: torch.unique_consecutive(x, return_inverse=True)[0]])
+def test_every_worker_refuses_a_derivative_that_torch_does_not_have(function):
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape((2, 1))).requires_grad_()
+        y = function(x)
+        with pytest.raises(NotImplementedError, match=r"the derivative for 'unique(_consecutive)?' is not implemented"):
+            y.sum().backward()
+        assert x.sum().item() == doubles.sum()  # and all go on
+
+    distdl.run_workers(work, 3)
+
+
+rows, doubled = doubles.reshape(2, 4), doubles.sin()
+cube = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(3, 4, 4)
+LATE = {
+    "linear": (lambda late: F.linear(rows, doubles, late), doubles[0, :2]),
+    "addbmm": (lambda late: torch.addbmm(late, cube, cube), cube[0]),
+    "addmm": (lambda late: torch.addmm(late, rows, cube[0]), rows),
+    "baddbmm": (lambda late: torch.baddbmm(late, cube, cube), cube),
+    "bilinear": (lambda late: F.bilinear(rows, rows, cube, late), rows[0, :3]),
+    "conv1d": (lambda late: F.conv1d(cube, cube, late), rows[0, :3]),
+    "layer_norm": (lambda late: F.layer_norm(cube, (4,), late), rows[0]),
+    "group_norm": (lambda late: F.group_norm(cube, 2, late), rows[0]),
+    "instance_norm": (lambda late: F.instance_norm(cube, weight=late), rows[0]),
+    "batch_norm": (lambda late: F.batch_norm(cube, late.detach(), late.detach() + 1), rows[0]),
+    "embedding": (lambda late: F.embedding(places, late), rows),
+    "lerp": (lambda late: torch.lerp(rows, doubled, late), rows),
+    "where": (lambda late: torch.where(rows > 0.5, rows, late), doubled),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_only_a_late_argument_is_global(name):
+    function, late = LATE[name]
+    grid = (2, *[1] * (late.dim() - 1))
+    assert_same(function, Global(late), grids=[grid], workers=3, falls_back=True)  # (most have no op for that)

@@ -128,6 +128,8 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
         _check_running(running_mean, running_var)
         running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
@@ -153,6 +155,8 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enabled: bool = True,
     ) -> Any:
+        if type(input) is not GlobalTensor:
+            return fall_back(func, args, kwargs)
         channels = input.shape[1]
 
         def op() -> GroupNorm:

@@ -45,6 +45,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)
+        if _are_plain(input, weight):
+            return functional.linear(input, weight) + bias
         checked(func, [one for one in (input, weight, bias) if one is not None])
         if weight.dim() == 1:
             y = contract(
@@ -60,6 +62,11 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return y if bias is None else y + _cast_like(bias, y)
 
     return run(*args, **kwargs)
+
+
+def _are_plain(*factors: Any) -> bool:
+    """Whether every worker has all factors, so that only what is added to their product is split."""
+    return not any(type(one) is GlobalTensor for one in factors)
 
 
 def _cast_like(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
@@ -121,7 +128,9 @@ def rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, one: Any, other: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         name = func.__name__
-        if name == "addbmm":
+        if name == "addbmm" and _are_plain(one, other):
+            product = torch.bmm(one, other).sum(0)
+        elif name == "addbmm":
             checked(torch.bmm, [one, other])
             product = contract(
                 lambda a, b: torch.einsum("bik,bkj->ij", a, b), [one, other], [("b", "i", "k"), ("b", "k", "j")],
@@ -150,6 +159,8 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTen
 @handles("bilinear", "functional torch")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+        if _are_plain(input1, input2, weight):
+            return functional.bilinear(input1, input2, weight) + bias
         checked(functional.bilinear, [input1, input2, weight])
         lead = batch_labels(input1, 1)
         y = contract(
