@@ -42,6 +42,11 @@ def test_of_whole_dims():
     assert_same(lambda x: F.cross_entropy(x, target[[0, 3, 4, 6, 7]], reduction="none"), Global(finite), grids=GRIDS)
 
 
+def test_gradients_of_norms_beside_infinite_cells():
+    for x in (rows, infinite, torch.tensor([[1e200, 1e200, 1, 2], [0, 0, 0, 3]], dtype=torch.float64)):
+        assert_same(lambda x: (x.norm(2, 1), x.norm(3, 1), x.norm(2, 0), x.norm()), Global(x), grids=GRIDS)
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (4, 1)])
 @pytest.mark.parametrize("dim", [0, 1, (0, 1)])
 def test_dims_without_cells(shape, dim):

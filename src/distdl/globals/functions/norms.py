@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
+from distdl.tensors.function import Function
 
 
 def moments(
@@ -142,7 +144,38 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
         return y if keepdim else without_dims(y, dims)
     if p in (inf, -inf):
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
-    return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm")
+    merge = (lambda parts: _Merged.apply(parts, p, dims)) if p > 1 and x.requires_grad else None
+    return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm", merge)
+
+
+class _Merged(Function):
+    r"""The norm of norms, :math:`y = |n|_p` of p > 1, with :math:`\partial n = (n / y)^{p - 1} \partial y`.
+
+    Where a norm is all of y, the quotient is 1, also if both are infinite: so cells beside an infinite one get the
+    gradient 0, as in torch, and not nan.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, p: float, dims: Sequence[int]) -> torch.Tensor:
+        y: torch.Tensor = torch.linalg.vector_norm(parts, p, dims, keepdim=True)
+        ctx.p, ctx.dims = p, dims
+        ctx.save_for_backward(parts, y)
+        ctx.save_for_forward(parts, y)
+        return y
+
+    @staticmethod
+    def _share(ctx: Any) -> torch.Tensor:
+        parts, y = ctx.saved_tensors
+        share: torch.Tensor = torch.where(parts == y, 1, parts / y)
+        return share if ctx.p == 2 else share ** (ctx.p - 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Merged._share(ctx) * dy, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return (_Merged._share(ctx) * tangent).sum(ctx.dims, keepdim=True)
 
 
 @handles("vector_norm", "linalg")

@@ -226,18 +226,24 @@ def gathered(
 
 
 def in_two_steps(
-    func: Callable[[torch.Tensor], torch.Tensor], x: GlobalTensor, dims: Sequence[int], keepdim: bool, name: str
+    func: Callable[[torch.Tensor], torch.Tensor],
+    x: GlobalTensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    name: str,
+    merge: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> GlobalTensor:
     """A reduction of which the result on the whole is that on the results on blocks, in values and derivatives.
 
     Args:
         func: reduces a block over the dims, keeping them with extent 1.
+        merge: the same of the results on blocks, where its derivative is computed otherwise.
     """
     layout, least = x._layout, (1,) * x.dim()
     part = local(func, reduced_shape(layout, dims), (block_of(x), least))
     target = reduced_layout(layout, dims)
     if split_along(layout, dims):
-        part = local(func, target.local, (gathered(part, layout, dims, name), least))
+        part = local(merge or func, target.local, (gathered(part, layout, dims, name), least))
     y = GlobalTensor._of(part, target)
     return y if keepdim else without_dims(y, dims)
 
