@@ -42,6 +42,18 @@ def test_of_whole_dims():
     assert_same(lambda x: F.cross_entropy(x, target[[0, 3, 4, 6, 7]], reduction="none"), Global(finite), grids=GRIDS)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: F.conv1d(x, w, b, padding=1), lambda x, w, b: F.conv2d(x[..., None], w[..., None], b),
+        lambda x, w, b: F.group_norm(x, 2), lambda x, w, b: F.group_norm(x, 1, b[:0], b[:0]),
+    ],
+)  # fmt: skip
+def test_no_channels(function):
+    x, weight, bias = (torch.ones(shape, dtype=torch.float64) for shape in ((2, 0, 5), (3, 0, 2), (3,)))
+    assert_same(function, Global(x), weight, bias, grids=[(2, 1, 1), (1, 1, 2)], falls_back=True)
+
+
 def test_gradients_of_norms_beside_infinite_cells():
     for x in (rows, infinite, torch.tensor([[1e200, 1e200, 1, 2], [0, 0, 0, 3]], dtype=torch.float64)):
         assert_same(lambda x: (x.norm(2, 1), x.norm(3, 1), x.norm(2, 0), x.norm()), Global(x), grids=GRIDS)

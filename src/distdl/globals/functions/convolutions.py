@@ -38,8 +38,8 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         groups: int = 1,
     ) -> Any:
         space = weight.dim() - 2
-        if type(input) is not GlobalTensor:
-            return fall_back(func, args, kwargs)
+        if type(input) is not GlobalTensor or (input.dim() == space + 2 and not input.shape[1]):
+            return fall_back(func, args, kwargs)  # (of no channels, torch makes none)
         if input.dim() == space + 1:
             return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
         if input.dim() != space + 2:

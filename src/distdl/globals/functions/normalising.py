@@ -155,7 +155,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enabled: bool = True,
     ) -> Any:
-        if type(input) is not GlobalTensor:
+        if type(input) is not GlobalTensor or not input.shape[1]:
             return fall_back(func, args, kwargs)
         channels = input.shape[1]
 
