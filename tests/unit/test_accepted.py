@@ -1,5 +1,6 @@
 """What authors may pass where a tuple is named: lists, named tuples, arrays and iterators, which become tuples."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -9,11 +10,11 @@ import torch
 from distdl import nn
 from distdl.exchange import Operator, Together
 from distdl.nn.layer import Application
-from distdl.ops import Setup
+from distdl.ops import Setup, Site
 from distdl.partition import Layout, Signature
 from distdl.plan import Move, Plan, planners
 from distdl.tensors.derivatives import Derivatives
-from distdl.transport import Label
+from distdl.transport import Label, View
 
 
 class Run(NamedTuple):
@@ -41,6 +42,7 @@ class Own(Operator):
 MOVE = Move(0, ((0, 2),), 1, ((0, 2),))
 PLAN = Plan({0: (2,)}, {1: (2,)}, (MOVE,))
 HALVES = ((0, 2), (2, 4))
+VIEW = partial(View, dtype=torch.float32, whole=True)
 COMMON = (Label("a test"), torch.float32, Derivatives())
 
 
@@ -54,6 +56,8 @@ def operator(P, inputs):
 
 # what is made, and what it has to equal
 ACCEPTED = {
+    "View of lists": (lambda P: hash(VIEW(0, 0, [2, 3], [3, 1])), hash(VIEW(0, 0, (2, 3), (3, 1)))),
+    "Site of a list": (lambda P: Site(P, [0, 1], COMMON[0]).members, (0, 1)),
     "Layout.of lists": (lambda P: Layout.of(P, [[[0, 2], [2, 4]]]).intervals, (HALVES,)),
     "Layout.of named tuples": (lambda P: Layout.of(P, [[Run(0, 2), Run(2, 4)]]).intervals, (HALVES,)),
     "Layout.of zip": (lambda P: Layout.of(P, [zip([0, 2], [2, 4], strict=True)]).intervals, (HALVES,)),

@@ -68,7 +68,8 @@ def checks_arguments(
 def checks_fields(kind: type[Made]) -> type[Made]:
     """Check the fields of a named tuple when its constructor is called; ``_make`` and ``_replace`` do not.
 
-    A rule that types cannot say stands in a method ``_check`` of the class.
+    Where a field names a tuple, a list is taken, too, as functions take it (see :func:`checks_arguments`). A rule that
+    types cannot say stands in a method ``_check`` of the class.
     """
     make: Any = kind.__new__
     rule: Callable[[Any], None] = getattr(kind, "_check", lambda made: None)
@@ -76,7 +77,8 @@ def checks_fields(kind: type[Made]) -> type[Made]:
     @wraps(make)
     def new(cls: type, *args: Any, **options: Any) -> Any:
         made = make(cls, *args, **options)
-        check_fields(made)
+        other = _other_fields(made)
+        made = made._replace(**other) if other else made
         rule(made)
         return made
 
@@ -85,21 +87,31 @@ def checks_fields(kind: type[Made]) -> type[Made]:
 
 
 def check_fields(value: object) -> None:
-    """Check that each field of a dataclass or named tuple has the type that its class names.
+    """Check that each field of a dataclass has the type that its class names.
 
-    A dataclass takes a list where it names a tuple, as functions do (see :func:`checks_arguments`).
+    It takes a list where it names a tuple, as functions do (see :func:`checks_arguments`).
 
     Raises: TypeError that names class and field, says what it has to be, and what it is; ValueError for a number beyond
         its limits.
     """
+    for name, made in _other_fields(value).items():
+        object.__setattr__(value, name, made)
+
+
+def _other_fields(value: object) -> dict[str, Any]:
+    """The fields that have to be of another type, and can be made it.
+
+    Raises: TypeError, or ValueError, if one cannot.
+    """
     kind: Any = type(value)
+    found = {}
     for name, exact, fits in _fields(kind):
         field = getattr(value, name)
         if fits is not None and type(field) is not exact and not fits(field):
-            made = converted(hints(kind)[name], field)
-            if isinstance(value, tuple) or not fits(made):
+            made = found[name] = converted(hints(kind)[name], field)
+            if not fits(made):
                 raise misfit(kind.__name__, name, field, hints(kind)[name])
-            object.__setattr__(value, name, made)
+    return found
 
 
 def known(kind: type[Made], *values: Any) -> Made:
