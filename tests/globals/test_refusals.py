@@ -129,3 +129,18 @@ def test_only_a_late_argument_is_global(name):
     function, late = LATE[name]
     grid = (2, *[1] * (late.dim() - 1))
     assert_same(function, Global(late), grids=[grid], workers=3, falls_back=True)  # (most have no op for that)
+
+
+def test_blocks_of_single_cells():
+    """Of these, torch makes products by functions that take other dtypes."""
+
+    def work():
+        for dtype in (torch.bool, torch.uint8, torch.float16):
+            x = distdl.distribute_tensor(whole(dtype), distdl.world()[:3].reshape((1, 3)))
+            with pytest.raises((RuntimeError, NotImplementedError)) as theirs:
+                FUNCTIONS["with doubles"](whole(dtype))
+            with pytest.raises(theirs.type) as ours:
+                FUNCTIONS["with doubles"](x)
+            assert str(ours.value) == str(theirs.value)
+
+    distdl.run_workers(work, 4)

@@ -251,7 +251,9 @@ class Work:
         self.partial = self.entries.local[self.summed :] if self.entries.active else self.result_blank
         if not self.summed and not out:
             self.partial = self.result.local
-        self.idle = 0 in self.partial or any(0 in need.local for need in self.needs)
+        # (of single cells, and of none, torch makes products by other functions)
+        idle = 0 in self.partial or any(0 in need.local for need in self.needs)
+        self.tries = idle or any(len(along) > 1 and min(map(_length, along)) < 2 for along in spread.intervals)
 
     @property
     def result_blank(self) -> Shape:
@@ -279,10 +281,10 @@ class Work:
         it takes dtypes that it else refuses. So the function is tried once, on as many cells as tell a single one from
         several.
 
-        Raises: where this worker computes nothing, what the others raise.
+        Raises: what the other workers raise for these dtypes, if torch might not raise it for this worker's parts.
         """
         cast = autocast_dtype(operands[0])
-        if cast is None and not self.idle:
+        if cast is None and not self.tries:
             return None
         key = (name, cast, *[one.dtype for one in operands])
         if key not in self._dtypes:
