@@ -1,5 +1,6 @@
 """What defeats a tensor subclass in real models: each was met in one."""
 
+import copy
 import operator
 import weakref
 
@@ -156,23 +157,81 @@ def test_a_tensor_that_others_see_does_not_become_global(made, write):
     assert not other.any() and not target.any() and type(target) is not GlobalTensor
 
 
-class _Counting(torch.nn.Module):
+class _Written(torch.nn.Module):
+    """Parameters and buffers that a forward writes, in the ways in which people write them."""
+
     def __init__(self):
         super().__init__()
-        self.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+        self.started = False
+        self.scale = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.table = torch.nn.Parameter(torch.ones(2, 5, dtype=torch.float64), requires_grad=False)
+        self.replaced = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+        for name in ("mean", "seen", "rows", "centre"):
+            self.register_buffer(name, torch.zeros(3, 5, dtype=torch.float64))
+        self.register_buffer("cells", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
+        if not self.started:
+            with torch.no_grad():
+                self.scale.data.copy_(1 / (x.std(0) + 1e-6))
+                self.table.copy_(x[:2])
+            self.started = True
+        self.mean.mul_(0.9).add_(x.detach(), alpha=0.1).sub_(0.25)
+        self.seen[1:].add_(x[:2].detach())
+        self.seen.data.clamp_(max=x.detach().amax() / 2)
         with torch.no_grad():
-            self.seen.add_(x.detach().sum(0))
-        return x
+            self.rows[1] = x.mean(0)
+            self.rows.index_add_(0, torch.tensor([2, 0]), x[1:])
+            self.cells += (x > 0).sum()
+        self.centre = self.centre * 0.5 + x.detach().cumsum(1)
+        self.replaced = torch.nn.Parameter(x.detach().mean(0))
+        return (x - self.mean) * self.scale + self.seen * self.rows + self.table.sum(0) + self.replaced * self.cells
+
+
+def _assert_written_alike(model, plain, x, x_plain):
+    for _ in range(2):
+        model(x).square().mean().backward()
+        plain(x_plain).square().mean().backward()
+        assert_close(x.grad, x_plain.grad)
+        assert_close(model.scale.grad, plain.scale.grad)
+        assert_close(model.replaced.grad, plain.replaced.grad)
+        saved = model.state_dict()
+        assert list(saved) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            assert type(saved[name]) is torch.Tensor, name
+            assert_close(saved[name], value)
 
 
 @on_workers
-def test_a_buffer_stays_the_same_everywhere():
-    model = distdl.distribute(_Counting(), split(x35).layout.partition)
-    with pytest.raises(TypeError, match="a buffer"):
-        model(x35)
-    assert type(model.seen) is torch.Tensor and not model.seen.any()
+def test_what_a_model_writes_into_its_parameters_and_buffers_reaches_all_workers():
+    x_plain = x35.clone().requires_grad_()
+    for grid in [(2, 1), (1, 2)]:
+        x_plain.grad, plain = None, _Written()
+        x = split(x35, *grid).requires_grad_()
+        model = distdl.distribute(_Written(), x.layout.partition)
+        _assert_written_alike(model, plain, x, x_plain)
+    copied, mean = copy.deepcopy(model), model.mean.clone()
+    _assert_written_alike(copied, copy.deepcopy(plain), x, x_plain)
+    assert torch.equal(model.mean, mean) and not torch.equal(copied.mean, mean)
+
+
+@on_workers
+def test_a_buffer_does_not_take_a_gradient():
+    x = split(x35).requires_grad_()
+    model = distdl.distribute(_Written(), x.layout.partition)
+    with pytest.raises(TypeError, match=r"add_ .*buffer.*gradient"):
+        model.mean.add_(x)
+    assert type(model.mean) is torch.Tensor and not model.mean.any()
+
+
+@on_workers
+def test_what_stands_for_a_buffer_is_outdated_once_that_is_written():
+    model = distdl.distribute(_Written(), split(x35).layout.partition)
+    taken = model.mean.add_(split(x35))
+    assert_close(taken * 2, x35 * 2)
+    model.mean.zero_()
+    with pytest.raises(RuntimeError, match="written in place since"):
+        taken.sum()
 
 
 @on_workers

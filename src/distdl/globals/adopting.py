@@ -10,8 +10,8 @@ from torch.utils import swap_tensors
 from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import taken
-from distdl.globals.paths import is_buffer
-from distdl.globals.replicas import entered, map_tensors
+from distdl.globals.replicas import Replica, entered, map_tensors
+from distdl.globals.standing import is_of_model, stand_in
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -25,15 +25,17 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
     Args:
         beside: what it is written with; the global tensors in it.
         name: of the function that writes.
-    Raises: TypeError if others would not see what is written: if it is a parameter or a buffer, shares its memory with
-        another tensor, or has a gradient.
+    Returns: the tensor; for a parameter or a buffer of a model, or a part of it, a global one that stands for it.
+    Raises: TypeError if others would not see what is written: if it shares its memory with another tensor, or has a
+        gradient; and for a parameter or buffer, if what is written has one.
     """
     if type(target) is GlobalTensor:
         return target
+    if is_of_model(target):
+        return stand_in(target, _own_beside(target.detach(), beside), beside, name)
     why = _why_not(target)
     if not why:
-        made = split_beside(target, beside)
-        made._block = made._block.clone()
+        made = _own_beside(target, beside)
         try:
             swap_tensors(target, made)
         except RuntimeError:
@@ -46,6 +48,13 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
         )
     adopted: GlobalTensor = target
     return adopted
+
+
+def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
+    """The same as :func:`split_beside`, with memory of its own."""
+    made = split_beside(plain, beside)
+    made._block = made._block.clone()
+    return made
 
 
 def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
@@ -81,11 +90,9 @@ TABLE["out"] = write_out
 def _why_not(target: Any) -> str:
     """Why a plain tensor must not become global; empty if it may."""
     if type(target) is not torch.Tensor:
-        return f"it is a {type(target).__name__}"
+        return "it was computed from parameters" if type(target) is Replica else f"it is a {type(target).__name__}"
     if target.requires_grad:
         return "it requires a gradient"
-    if is_buffer(target):
-        return "it is a buffer of the model"
     if target._is_view():
         return "it is a view of another tensor"
     storage = target.untyped_storage()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -15,6 +16,7 @@ import torch
 class _Here(threading.local):
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
+        self.distributed: WeakSet[torch.nn.Module] = WeakSet()
 
 
 _here = _Here()
@@ -71,6 +73,11 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
         _here.models.pop()
 
 
-def is_buffer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a buffer of a distributed model whose forward runs."""
-    return any(buffer is tensor for model in _here.models for buffer in model.buffers())
+def note_distributed(model: torch.nn.Module) -> None:
+    """Take note of a distributed model of this worker."""
+    _here.distributed.add(model)
+
+
+def distributed_models() -> WeakSet[torch.nn.Module]:
+    """The distributed models of this worker that are still there."""
+    return _here.distributed

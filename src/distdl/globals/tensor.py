@@ -40,7 +40,7 @@ class GlobalTensor(torch.Tensor):
     _block: torch.Tensor
     _context: Context
     _views_of: tuple[Any, ...]  # what it is a view of, what that is a view of, and so on: weak references
-    _ties: list[_Tie]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
+    _ties: list[Any]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 
     def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
@@ -231,8 +231,8 @@ class _Tie:
     __slots__ = ("_base", "_base_writes", "_copy", "_copy_writes", "_why_base", "_why_copy")
 
     def __init__(self, base: GlobalTensor, copy: GlobalTensor) -> None:
-        self._base, self._base_writes = weakref.ref(base), _writes(base)
-        self._copy, self._copy_writes = weakref.ref(copy), _writes(copy)
+        self._base, self._base_writes = weakref.ref(base), writes_of(base._block)
+        self._copy, self._copy_writes = weakref.ref(copy), writes_of(copy._block)
         self._why_base = self._why_copy = ""
 
     def holds(self) -> bool:
@@ -268,20 +268,20 @@ class _Tie:
         """
         base, copy = self._base(), self._copy()
         if x is copy:
-            if not self._why_copy and base is not None and _writes(base) != self._base_writes:
+            if not self._why_copy and base is not None and writes_of(base._block) != self._base_writes:
                 self.written(base, "a function of a block (to_local)")
             why = self._why_copy
         else:
-            if not self._why_base and copy is not None and _writes(copy) != self._copy_writes:
+            if not self._why_base and copy is not None and writes_of(copy._block) != self._copy_writes:
                 self.written(copy, "a function of a block (to_local)")
             why = self._why_base
         if why:
             raise RuntimeError(why)
 
 
-def _writes(x: GlobalTensor) -> int:
-    """How often the memory of a block has been written; in inference mode, torch does not count."""
-    return 0 if x._block.is_inference() else x._block._version
+def writes_of(x: torch.Tensor) -> int:
+    """How often the memory of a plain tensor has been written; in inference mode, torch does not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.replicas import Replica, enter
+from distdl.globals.standing import settled
+from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_recomputed
@@ -38,6 +40,9 @@ class Copies(Protocol):
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         """What a forward reads in the place of a parameter of a module."""
 
+    def settled(self, value: Any) -> Any:
+        """What a parameter becomes that is set to a value."""
+
 
 class Parameters(dict[str, Any]):
     """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.
@@ -55,6 +60,16 @@ class Parameters(dict[str, Any]):
         if parameter is None or not (self.copies.running or is_recomputed()):
             return parameter
         return self.copies.of(self, parameter)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, self.copies.settled(value))
+
+
+class Buffers(dict[str, Any]):
+    """The buffers of one module. One that is set to a global tensor becomes the whole tensor, on every worker."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, settled(value))
 
 
 def replicated(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
@@ -95,6 +110,11 @@ class Replicas:
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         return self._copies.get(id(parameter), parameter)
+
+    def settled(self, value: Any) -> Any:
+        if type(value) is not GlobalTensor:
+            return value
+        return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """Those of a copied model. Where a part of the model is copied by itself, its weights enter by themselves."""

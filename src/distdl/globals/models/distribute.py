@@ -12,11 +12,11 @@ import torch
 from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
-from distdl.globals.models.copies import Copies, Parameters, Replicas
+from distdl.globals.models.copies import Buffers, Copies, Parameters, Replicas
 from distdl.globals.models.equality import make_equal
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
-from distdl.globals.paths import Place, put, running
+from distdl.globals.paths import Place, note_distributed, put, running
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
@@ -67,8 +67,10 @@ def distribute(
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     for path, child in module.named_modules():
         child._parameters = Parameters(copies, child._parameters)
+        child._buffers = Buffers(child._buffers)
         put(child, Place(path, fallback))  # (each says so: a checkpoint recomputes one of them alone)
     module.__dict__["forward"] = Forward(module, copies)
+    note_distributed(module)
     return module
 
 
@@ -88,6 +90,7 @@ class Forward:
         """That of a copied model."""
         made = memo[id(self)] = Forward.__new__(Forward)
         made.__dict__.update(deepcopy(self.__dict__, memo))
+        note_distributed(made.module)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -105,6 +105,9 @@ class Shares:
                 frame.copies[id(one)] = copy
         return frame.copies[id(parameter)]
 
+    def settled(self, value: Any) -> Any:
+        return value
+
     def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         copies = gathered.copies()
