@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from launched import assert_close, split
+from launched import assert_close, on_workers, split
 from same import Global, assert_same, noise
 from torch import nn
 from torch.nn import functional as F
@@ -29,12 +29,61 @@ OPTIONS = [
     (lambda x: F.max_unpool2d(*F.max_pool2d(x, 3, 2, return_indices=True), 3, 2, output_size=(3, 5, 7, 6)), x4),
     (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), x3),
     (lambda x: F.max_unpool3d(*F.max_pool3d(x, 2, return_indices=True), 2), noise(1, 2, 4, 4, 6)),
+    (lambda x: torch.diff(x), x3),
+    (lambda x: torch.diff(x, 2, 1, prepend=x[:, :1] * 2, append=noise(3, 2, 7, seed=1)), x3),
+    (lambda x: x.diff(n=6, dim=0), x2),
+    (lambda x: torch.diff(x > 0, dim=0).double() * x[1:], x2),
+    (lambda x: torch.trapezoid(x, dx=0.5, dim=1), x3),
+    (lambda x: torch.trapz(x, noise(6, seed=1)), x2),
+    (lambda x: torch.trapezoid(x, x.cumsum(1).exp(), dim=0), x2),
+    (lambda x: torch.gradient(x), x2),
+    (lambda x: torch.gradient(x, spacing=(0.5, 2), dim=(1, -1)), x3),
+    (lambda x: torch.gradient(x, dim=0)[0], noise(2, 5)),
+    (lambda x: torch.cross(x, noise(3, 5, 7, seed=1), 0), x3),
+    (lambda x: torch.linalg.cross(x[:, :3], x[:1, -3:] * 2, dim=1), x4),
+    (lambda x: [torch.rot90(x, k, (1, -1)) for k in range(-1, 4)], x3),
+    (lambda x: torch.column_stack([x, x[:, 0], x[:, :1]]), x2),
+    (lambda x: torch.meshgrid(x[0], x[1, :3], torch.arange(2.0).double(), indexing="xy"), x2),
+    (lambda x: torch.meshgrid([x[0], x[1, :3]], indexing="ij"), x2),
+    (lambda x: torch.take(x, torch.tensor([[0, 7], [-1, 3]])), x2),
+    (lambda x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5).double(), right=True), x3),
+    (lambda x: x * torch.searchsorted(torch.linspace(-1, 1, 5).double(), x.detach()), x2),
+    (lambda x: x * torch.isin(x.detach().round(), torch.tensor([0.0, -1.0]).double(), invert=True), x2),
 ]
+NUMBERS = {
+    "full": lambda x: torch.full((2, 3), x.max()),
+    "arange": lambda x: torch.arange((x > 0).sum()),
+    "eye": lambda x: torch.eye((x[0] > 0).sum()),
+    "new_full": lambda x: x.new_full((2, 2), x.max().item()) * x[0, 0],
+    "tensor": lambda x: torch.tensor(x) * 2,
+    "full_like": lambda x: torch.full_like(torch.zeros(3).double(), x.max()) * x[0, 0],
+    "pad": lambda x: F.pad(x, (1, 1), value=x.min()),
+    "reshape": lambda x: x.reshape((x[:, 0] > -9).sum(), 6),
+    "clamp": lambda x: x.clamp(x.min() / 2, 0.5),
+}
 
 
 @pytest.mark.parametrize(("function", "x"), OPTIONS)
 def test_functions_that_are_made_of_others(function, x):
     assert_same(function, Global(x))
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("function", NUMBERS.values(), ids=NUMBERS)
+@on_workers
+def test_a_tensor_without_dims_is_a_number_where_torch_takes_one(function):
+    """Its value comes to every worker; or, for ``torch.tensor``, the tensor is copied."""
+    expected = function(x2)
+    for grid in [(2, 1), (1, 2)]:
+        assert_close(function(split(x2, *grid)), expected)
+
+
+@on_workers
+def test_inside_a_function_of_global_tensors_a_number_is_not_asked_for():
+    x = split(x2)
+    with pytest.raises(TypeError, match=r"topk .*number.*item"):
+        torch.topk(x, (x[0] > 0).sum())
+    assert_close(x, x2)
 
 
 def test_second_derivatives():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,6 +93,12 @@ class GlobalTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
+        if func is torch.ops.aten._to_copy.default:  # torch.tensor(x)
+            return cls._of(func(args[0]._block.detach(), *args[1:], **(kwargs or {})), args[0]._layout)
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+        ):  # a number is asked for, as by torch.full((2, 3), x.max())
+            return _number(args[0])
         raise RuntimeError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
             "functions, and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
@@ -210,6 +218,23 @@ class GlobalTensor(torch.Tensor):
             "a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor(), and of an optimiser "
             "distdl.optimizer_state_dict(optimizer)"
         )
+
+
+_HANDLED = GlobalTensor.__dict__["__torch_function__"].__func__.__code__
+
+
+def _number(x: GlobalTensor) -> Any:
+    """The value of a tensor without dims, which torch's own code takes for a number; it comes to every worker.
+
+    Raises: TypeError where that is inside a function of global tensors, for not every worker may get as far as there.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _HANDLED:
+            name = getattr(frame.f_locals["func"], "__name__", "a function")
+            raise TypeError(f"{name} of a global tensor needs a number where it got another one; pass its .item()")
+        frame = frame.f_back
+    return x.item()
 
 
 GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first name of the class's module

@@ -13,6 +13,7 @@ from distdl.globals.functions.applying import as_global, autocast_dtype, weight_
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
+from distdl.globals.replicas import plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 
@@ -44,6 +45,28 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return as_global(y, context.keep(("embedding", layout, columns), result))
 
     return run(*args, **kwargs)
+
+
+@handles("bucketize searchsorted isin", "torch")
+def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Where the elements of a tensor stand in a table: each worker looks for its own."""
+    names = {"bucketize": ("input", "boundaries"), "searchsorted": ("sorted_sequence", "input")}
+    first, second = names.get(func.__name__, ("elements", "test_elements"))
+    given = {**dict(zip((first, second), args, strict=False)), **kwargs}
+    places = (second, first) if func is torch.searchsorted else (first, second)
+    x, table = (given.get(name) for name in places)
+    others = {name: value for name, value in given.items() if name not in (first, second)}
+    if (
+        type(x) is not GlobalTensor
+        or not isinstance(table, torch.Tensor)
+        or type(table) is GlobalTensor
+        or table.dim() != 1
+        or any(isinstance(one, torch.Tensor) for one in others.values())
+    ):
+        return fall_back(func, args, kwargs)
+    block, values = block_of(x).detach(), plain_of(table).detach()
+    pair = (values, block) if func is torch.searchsorted else (block, values)
+    return GlobalTensor._of(func(*pair, **others), x._layout)
 
 
 @handles("prelu", "torch functional")

@@ -291,8 +291,10 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Another shape of the same elements."""
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
-    if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
-        return TABLE[None](func, args, kwargs)
+    if any(isinstance(value, (torch.dtype, torch.Tensor)) for value in (*rest, *kwargs.values())):
+        if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
+            return TABLE[None](func, args, kwargs)
+        rest = tuple(int(value) if isinstance(value, torch.Tensor) else value for value in rest)
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
 
 

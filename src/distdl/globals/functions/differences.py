@@ -1,0 +1,155 @@
+"""Differences along dims, sums of their products, and other functions of a few slices of a global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.globals.functions.shapes import expanded
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+
+
+@handles("diff")
+def diff(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Differences of neighbours."""
+
+    def run(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
+        if n < 0 or not input.dim():
+            return TABLE[None](func, args, kwargs)  # (for torch's error)
+        pieces = [one for one in (prepend, input, append) if one is not None]
+        y = torch.cat(pieces, dim) if len(pieces) > 1 else input
+        for _ in range(min(n, y.shape[dim])):
+            first, second = _sides(y, dim)
+            y = first ^ second if y.dtype == torch.bool else second - first
+        return y
+
+    return run(*args, **kwargs)
+
+
+def _sides(y: Any, dim: int) -> tuple[Any, Any]:
+    """All slices along a dim but the last, and all but the first."""
+    count = max(y.shape[dim] - 1, 0)
+    return y.narrow(dim, 0, count), y.narrow(dim, y.shape[dim] - count, count)
+
+
+@handles("trapezoid trapz", "torch")
+def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The integral along a dim, by the trapezoidal rule."""
+
+    def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
+        if not y.dim() or not y.shape[dim]:
+            return TABLE[None](func, args, kwargs)
+        first, second = _sides(y, dim)
+        if x is None:
+            return (first + second).sum(dim) * (dx / 2)
+        if x.dim() == 1:
+            x = x.reshape([-1 if place == dim % y.dim() else 1 for place in range(y.dim())])
+        elif x.dim() < y.dim():
+            x = x.reshape((1,) * (y.dim() - x.dim()) + tuple(x.shape))
+        left, right = _sides(x, dim)
+        return ((right - left) * (first + second)).sum(dim) / 2
+
+    return run(*args, **kwargs)
+
+
+@handles("gradient", "torch")
+def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Central differences, and one-sided ones at both ends."""
+
+    def run(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
+        dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        steps = list(spacing) if isinstance(spacing, (tuple, list)) else [spacing] * len(dims)
+        plain = len(steps) == len(dims) and all(isinstance(step, (int, float)) for step in steps)
+        if not plain or edge_order != 1 or not dims or any(input.shape[place] < 2 for place in dims):
+            return TABLE[None](func, args, kwargs)
+        return [_gradient(input, step, place) for step, place in zip(steps, dims, strict=True)]
+
+    return run(*args, **kwargs)
+
+
+def _gradient(x: Any, step: float, dim: int) -> Any:
+    count = x.shape[dim]
+    inner = (x.narrow(dim, 2, count - 2) - x.narrow(dim, 0, count - 2)) / (2 * step)
+    ends = [(x.narrow(dim, at + 1, 1) - x.narrow(dim, at, 1)) / step for at in (0, count - 2)]
+    return torch.cat([ends[0], inner, ends[1]], dim)
+
+
+@handles("cross")
+def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product of vectors of space."""
+
+    def run(input: Any, other: Any, dim: int | None = -1 if func is torch.linalg.cross else None) -> Any:
+        shape = torch.broadcast_shapes(input.shape, other.shape)
+        if dim is None:
+            dim = next((place for place, n in enumerate(shape) if n == 3), 0)
+        alike = input.dim() == other.dim() and (func is torch.linalg.cross or input.shape == other.shape)
+        if not alike or input.shape[dim] != 3 or other.shape[dim] != 3:
+            return TABLE[None](func, args, kwargs)
+        a, b = input.unbind(dim), other.unbind(dim)
+        return torch.stack([a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)], dim)
+
+    return run(*args, **kwargs)
+
+
+@handles("rot90")
+def rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plane turned by right angles."""
+
+    def run(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+        first, second = dims
+        if first % input.dim() == second % input.dim():
+            return TABLE[None](func, args, kwargs)
+        turned = {
+            0: lambda: input.clone(),
+            1: lambda: input.flip(second).transpose(first, second),
+            2: lambda: input.flip((first, second)),
+            3: lambda: input.flip(first).transpose(first, second),
+        }
+        return turned[k % 4]()
+
+    return run(*args, **kwargs)
+
+
+@handles("column_stack", "torch")
+def column_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Vectors and matrices side by side."""
+
+    def run(tensors: Sequence[Any]) -> Any:
+        return torch.cat([one.reshape(one.numel(), 1) if one.dim() < 2 else one for one in tensors], 1)
+
+    return run(*args, **kwargs)
+
+
+@handles("meshgrid", "torch")
+def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The coordinates of a grid."""
+
+    def run(*tensors: Any, indexing: str | None = None) -> Any:
+        axes = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else list(tensors)
+        if indexing not in (None, "ij", "xy") or any(one.dim() > 1 for one in axes):
+            return TABLE[None](func, args, kwargs)
+        order = list(range(len(axes)))
+        if indexing == "xy" and len(axes) > 1:
+            order[:2] = [1, 0]
+        shape = tuple(axes[place].numel() for place in order)
+        lines = [one.reshape([-1 if place == at else 1 for place in order]) for at, one in enumerate(axes)]
+        return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in lines)
+
+    return run(*args, **kwargs)
+
+
+_MESHGRID: Any = getattr(torch._C._VariableFunctions, "meshgrid")  # noqa: B009 (the stubs lack it)
+TABLE[_MESHGRID] = meshgrid  # (torch.meshgrid calls it, and only it asks us)
+
+
+@handles("take")
+def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The elements at places in the flat tensor."""
+
+    def run(input: Any, index: Any) -> Any:
+        return input.reshape(-1)[index]
+
+    return run(*args, **kwargs)
