@@ -1,15 +1,10 @@
 """Functions that are made of others."""
 
-import warnings
-
 import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import Global, assert_same, noise
-from torch import nn
 from torch.nn import functional as F
-
-import distdl
 
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
 signs = torch.tensor([1, -1, 1, -1, -1])
@@ -88,33 +83,3 @@ def test_inside_a_function_of_global_tensors_a_number_is_not_asked_for():
 
 def test_second_derivatives():
     assert_same(lambda x: F.local_response_norm(x, 3, alpha=0.5), Global(x4), twice=True, tolerance=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_recurrent_layers_fall_back(kind, weights):
-    """Their weights are listed once, when they are made, and yet those that the forward reads get the gradients."""
-
-    def made():
-        torch.manual_seed(1)
-        return getattr(nn, kind)(6, 4, num_layers=2, batch_first=True, bidirectional=True).double()
-
-    x, alone = noise(3, 5, 6), made()
-    expected = alone(x)[0]
-    (expected * expected).sum().backward()
-    models = [made() for _ in range(6)]
-
-    def work():
-        for grid in ((2, 1, 1), (1, 2, 1)):
-            model = models[2 * distdl.world().comm.rank + grid.index(2)]
-            given = split(x, *grid)
-            model = distdl.distribute(model, given.layout.partition, weights=weights, fallback="silent")
-            y = model(given)[0]
-            assert_close(y, expected)
-            (y * y).sum().backward()
-            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                assert_close(ours.grad, theirs.grad)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        distdl.run_workers(work, 3)

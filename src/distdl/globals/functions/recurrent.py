@@ -1,0 +1,114 @@
+"""Recurrent networks of global tensors: steps and features of a sample are whole, and samples are split instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.geometry.boxes import Interval
+from distdl.globals.context import Context, KnownLayout
+from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import as_global
+from distdl.globals.functions.spreading import pencils
+from distdl.globals.operands import moved, taken
+from distdl.globals.replicas import Replica, enter, plain_of
+from distdl.globals.table import handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import zeros_on
+
+
+@handles("lstm gru rnn_tanh rnn_relu", "torch")
+def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Layers over all steps. Sequences of different lengths, and dropout between layers, fall back."""
+    if len(args) != 9 or type(args[0]) is not GlobalTensor or args[0].dim() != 3 or not args[0].numel():
+        return fall_back(func, args, kwargs)
+    input, hx, weights, *options = args
+    dropout, train, batch_first = options[2], options[3], options[5]
+    if dropout and train:
+        return fall_back(func, args, kwargs)
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+
+    def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
+        return func(block, tuple(states) if len(states) > 1 else states[0], list(weights), *options)
+
+    return _over_samples(call, input, 0 if batch_first else 1, states, 1, weights, func.__name__)
+
+
+@handles("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", "torch")
+def cell(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One step."""
+    if kwargs or type(args[0]) is not GlobalTensor or args[0].dim() != 2 or not args[0].numel():
+        return fall_back(func, args, kwargs)
+    input, hx, *weights = args
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+
+    def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
+        y = func(block, tuple(states) if len(states) > 1 else states[0], *weights)
+        return y if isinstance(y, tuple) else (y,)
+
+    y = _over_samples(call, input, 0, states, 0, weights, func.__name__)
+    return y if len(y) > 1 else y[0]
+
+
+def _over_samples(
+    call: Callable[..., Any],
+    input: GlobalTensor,
+    batch: int,
+    states: Sequence[Any],
+    states_batch: int,
+    weights: Sequence[Any],
+    name: str,
+) -> tuple[Any, ...]:
+    """Call a function with the samples that this worker has.
+
+    Args:
+        call: takes input, states and weights; gives tensors whose dims of samples are those of the input, if they have
+            as many steps, and else those of the states.
+        batch, states_batch: the dim of samples of the input, and of the states.
+    """
+    context = input._context
+    layout = pencils(input._layout, [dim for dim in range(input.dim()) if dim != batch])
+
+    def split(extents: Sequence[int], dim: int) -> KnownLayout:
+        """The layout of a tensor whose samples lie as those of the input."""
+        places = [1] * len(extents)
+        along: list[tuple[Interval, ...]] = [((0, n),) for n in extents]
+        places[dim], along[dim] = layout.partition.workers.size, layout.intervals[batch]
+        return context.layout(context.grid(layout.partition, places), along)
+
+    block = moved(input, layout, name)
+    held = [split(one.shape, states_batch) for one in states]
+    given = [
+        moved(one, lies, name) if type(one) is GlobalTensor else taken(one, lies) if lies.active else _none(one, lies)
+        for one, lies in zip(states, held, strict=True)
+    ]
+    own = _together(weights, context)
+    if block.numel():
+        found = call(block, given, own)
+    else:  # (the same operators as on the other workers, on one sample of zeros)
+        shape = [1 if dim == batch else n for dim, n in enumerate(input.shape)]
+        least = [[1 if dim == states_batch else n for dim, n in enumerate(one.shape)] for one in states]
+        found = call(zeros_on(block, shape), [zeros_on(*pair) for pair in zip(given, least, strict=True)], own)
+    results = []
+    for place, one in enumerate(found):
+        dim = batch if place == 0 and len(states) < len(found) else states_batch
+        extents = [input.shape[batch] if at == dim else n for at, n in enumerate(one.shape)]
+        target = split(extents, dim)
+        results.append(as_global(one if block.numel() else zeros_on(one, target.local), target))
+    return tuple(results)
+
+
+def _none(plain: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
+    """What a worker outside of a layout reads of a tensor that all have."""
+    return zeros_on(_together([plain], layout.context)[0], layout.local)
+
+
+def _together(weights: Sequence[Any], context: Context) -> list[torch.Tensor]:
+    """This worker's own copies of weights. Those that have not entered with the model enter as one message."""
+    whole = [one.full_tensor() if type(one) is GlobalTensor else one for one in weights]
+    outside = [type(one) is not Replica and one.requires_grad and torch.is_grad_enabled() for one in whole]
+    entering = [one for one, apart in zip(whole, outside, strict=True) if apart]
+    copies = iter(enter(context, entering)) if entering else iter(())
+    return [next(copies) if apart else plain_of(one) for one, apart in zip(whole, outside, strict=True)]

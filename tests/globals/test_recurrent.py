@@ -1,0 +1,98 @@
+"""Recurrent layers and cells: samples are split, steps and features are whole meanwhile."""
+
+import pytest
+import torch
+from launched import assert_close, split
+from same import noise
+from torch import nn
+
+import distdl
+
+GRIDS = [(1, 2, 1), (3, 1, 1)]
+
+
+class Layer(nn.Module):
+    """A recurrent layer, with what follows from all of its results."""
+
+    def __init__(self, kind, started, batch_first, **options):
+        super().__init__()
+        self.layer = kind(6, 4, num_layers=2, batch_first=batch_first, bidirectional=True, **options)
+        self.started, self.samples = started, 0 if batch_first else 1
+
+    def forward(self, x):
+        hx = None
+        if self.started:  # from a state that is computed
+            state = x.mean(1 - self.samples)[..., :4].expand(4, -1, -1)
+            hx = (state, state * 2) if isinstance(self.layer, nn.LSTM) else state
+        y, states = self.layer(x, hx)
+        states = states if isinstance(states, tuple) else (states,)
+        return torch.cat([y.square().flatten(), *(one.exp().flatten() for one in states)])
+
+
+class Cells(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(6, 4)
+
+    def forward(self, x):
+        state = None
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+        return torch.stack(state) if isinstance(state, tuple) else state
+
+
+def _make(build):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return build().double()
+
+
+MODELS = {
+    "LSTM": lambda: Layer(nn.LSTM, False, True),
+    "LSTM from a state, steps first": lambda: Layer(nn.LSTM, True, False),
+    "LSTM with a projection": lambda: Layer(nn.LSTM, False, True, proj_size=3),
+    "GRU from a state": lambda: Layer(nn.GRU, True, True),
+    "RNN of ReLU, no biases": lambda: Layer(nn.RNN, False, False, nonlinearity="relu", bias=False),
+    "LSTM cells": lambda: Cells(nn.LSTMCell),
+    "GRU cells": lambda: Cells(nn.GRUCell),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, "replicated") for name in MODELS), ("LSTM", "sharded"), ("GRU cells", "sharded")]
+)
+def test_values_and_gradients_are_those_of_torch_alone(name, weights):
+    """Two samples on up to three workers, so that one has none. The weights are listed once, when the layer is made."""
+    x, alone = noise(2, 5, 6).requires_grad_(), _make(MODELS[name])
+    expected = alone(x)
+    (expected * expected).sum().backward()
+    models = {(worker, grid): _make(MODELS[name]) for worker in range(3) for grid in GRIDS}
+
+    def work():
+        for grid in GRIDS:
+            given = split(x.detach(), *grid).requires_grad_()
+            model = models[distdl.world().comm.rank, grid]
+            model = distdl.distribute(model, given.layout.partition, weights=weights, fallback="error")
+            y = model(given)
+            assert_close(y, expected)
+            (y * y).sum().backward()
+            assert_close(given.grad, x.grad)
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.grad, theirs.grad)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+def test_sequences_of_different_lengths_fall_back():
+    alone, x = _make(lambda: nn.LSTM(6, 4)), noise(5, 2, 6)
+    data = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    expected = alone(data)[0].data
+    models = [_make(lambda: nn.LSTM(6, 4)) for _ in range(3)]
+
+    def work():
+        model = distdl.distribute(models[distdl.world().comm.rank], split(x).layout.partition)
+        y, _ = model(data._replace(data=split(data.data)))
+        assert_close(y.data, expected)
+
+    distdl.run_workers(work, 3)
