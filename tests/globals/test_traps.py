@@ -215,6 +215,38 @@ def test_what_a_model_writes_into_its_parameters_and_buffers_reaches_all_workers
     assert torch.equal(model.mean, mean) and not torch.equal(copied.mean, mean)
 
 
+class _Masked(torch.nn.Module):
+    """What was computed from parameters is written into, as masked autoencoders do with their mask tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.gain = (torch.nn.Parameter(noise(1, 1, 2, seed=seed)) for seed in (6, 7))
+
+    def forward(self, x):
+        rows = torch.arange(x.shape[0]).unsqueeze(1)
+        places = torch.tensor([[2, 0], [1, 3], [3, 2]])
+        y = self.token.repeat(x.shape[0], 5, 1)
+        y[rows, places] = x.reshape(3, 5, 1)[:, :2] * self.gain
+        z = (self.gain * 2).clone().expand(3, 5, 2).contiguous()
+        z[:, 1:] += y[:, :-1]
+        return y * y + z
+
+
+@on_workers
+def test_what_was_computed_from_parameters_becomes_global_and_keeps_its_graph():
+    plain, alone = x35.clone().requires_grad_(), _Masked()
+    expected = alone(plain)
+    expected.square().sum().backward()
+    for grid in [(2, 1), (1, 2)]:
+        x = split(x35, *grid).requires_grad_()
+        model = distdl.distribute(_Masked(), x.layout.partition, fallback="error")
+        y = model(x)
+        assert_close(y, expected)
+        y.square().sum().backward()
+        for one, other in ((x, plain), (model.token, alone.token), (model.gain, alone.gain)):
+            assert_close(one.grad, other.grad)
+
+
 @on_workers
 def test_a_buffer_does_not_take_a_gradient():
     x = split(x35).requires_grad_()

@@ -21,6 +21,7 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
     """Make a plain tensor global, under all of its names, so that global tensors can be written into it.
 
     It is the same on every worker, so each keeps its box of it. It lies as the largest of the global tensors does.
+    What was computed from parameters (``mask_token.repeat(...)``) keeps its graph.
 
     Args:
         beside: what it is written with; the global tensors in it.
@@ -37,7 +38,8 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
     if not why:
         made = _own_beside(target, beside)
         try:
-            swap_tensors(target, made)
+            with torch._C.DisableTorchFunctionSubclass():
+                swap_tensors(target, made)
         except RuntimeError:
             why = "others refer to it"
     if why:
@@ -89,15 +91,17 @@ TABLE["out"] = write_out
 
 def _why_not(target: Any) -> str:
     """Why a plain tensor must not become global; empty if it may."""
-    if type(target) is not torch.Tensor:
-        return "it was computed from parameters" if type(target) is Replica else f"it is a {type(target).__name__}"
-    if target.requires_grad:
+    replica = type(target) is Replica
+    if not replica and type(target) is not torch.Tensor:
+        return f"it is a {type(target).__name__}"
+    plain = target._plain if replica else target
+    if plain.requires_grad and not replica:
         return "it requires a gradient"
-    if target._is_view():
+    if plain._is_view():
         return "it is a view of another tensor"
-    storage = target.untyped_storage()
-    # (one reference is the tensor's, one is ours)
-    if torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable():
+    storage = plain.untyped_storage()
+    # (one reference is the tensor's, one that of the replica that it is, one is ours)
+    if torch._C._storage_Use_Count(storage._cdata) > 2 + replica or not storage.resizable():
         return "it shares its memory with another tensor or with an array"
     return ""
 

@@ -27,8 +27,15 @@ _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
 
 def _normal(index: Any) -> tuple[Any, ...]:
     """An index as a tuple, with numbers as Python's, and lists and arrays as tensors."""
-    items = index if isinstance(index, tuple) else (index,)
+    items = index if isinstance(index, tuple) or (type(index) is list and _is_of_steps(index)) else (index,)
     return tuple(map(_item, items))
+
+
+def _is_of_steps(index: list[Any]) -> bool:
+    """Whether torch takes a list for a tuple: ``x[[slice(1, -1), slice(None)]]``."""
+    return len(index) < 32 and any(
+        one is None or one is Ellipsis or isinstance(one, (slice, torch.Tensor, list, tuple)) for one in index
+    )
 
 
 def _item(step: Any) -> Any:
