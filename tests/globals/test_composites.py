@@ -43,6 +43,9 @@ OPTIONS = [
     (lambda x: torch.take(x, torch.tensor([[0, 7], [-1, 3]])), x2),
     (lambda x: x * torch.bucketize(x.detach(), torch.linspace(-1, 1, 5).double(), right=True), x3),
     (lambda x: x * torch.searchsorted(torch.linspace(-1, 1, 5).double(), x.detach()), x2),
+    (lambda x: torch.bincount((x.detach() > 0).flatten().long() * 3, minlength=2), x3),
+    (lambda x: (x.detach() > 0).flatten().int().bincount(minlength=9), x2),
+    (lambda x: (torch.histc(x.detach(), 4, -1, 2), x.detach().histc(5), (x.detach() * 0 + 2).histc(3)), x3),
     (lambda x: x * torch.isin(x.detach().round(), torch.tensor([0.0, -1.0]).double(), invert=True), x2),
 ]
 NUMBERS = {
