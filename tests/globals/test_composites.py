@@ -57,6 +57,8 @@ NUMBERS = {
     "full_like": lambda x: torch.full_like(torch.zeros(3).double(), x.max()) * x[0, 0],
     "pad": lambda x: F.pad(x, (1, 1), value=x.min()),
     "reshape": lambda x: x.reshape((x[:, 0] > -9).sum(), 6),
+    "view": lambda x: x.view((6, (x[:, 0] > -9).sum())),
+    "reshape of a plain tensor": lambda x: noise(30).reshape((x[:, 0] > -9).sum(), -1),
     "clamp": lambda x: x.clamp(x.min() / 2, 0.5),
 }
 

@@ -40,10 +40,22 @@ def frozen(value: Any) -> Hashable:
 def shape_of(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
     """The shape that torch's function gives to a whole tensor; torch's error if it refuses. Asked once."""
 
-    def make() -> Shape:
-        return tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **kwargs).shape)
+    key: Any = frozen(args)
 
-    return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, frozen(args), frozen(kwargs)), make)
+    def make() -> Shape:
+        given = map(_with_numbers, args, key)  # (to ask for one again would send messages, and not all come here)
+        return tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *given, **kwargs).shape)
+
+    return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, key, frozen(kwargs)), make)
+
+
+def _with_numbers(value: Any, key: Any) -> Any:
+    """A value of arguments, with the numbers of its key in the places of tensors."""
+    if isinstance(value, torch.Tensor):
+        return key
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_with_numbers, value, key))
+    return value
 
 
 def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: bool) -> GlobalTensor:
@@ -291,10 +303,10 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Another shape of the same elements."""
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
-    if any(isinstance(value, (torch.dtype, torch.Tensor)) for value in (*rest, *kwargs.values())):
-        if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
-            return TABLE[None](func, args, kwargs)
-        rest = tuple(int(value) if isinstance(value, torch.Tensor) else value for value in rest)
+    if type(x) is not GlobalTensor:  # but one of the sizes is
+        return func(x, *(int(value) if isinstance(value, torch.Tensor) else value for value in rest), **kwargs)
+    if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
+        return TABLE[None](func, args, kwargs)
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
 
 
