@@ -184,6 +184,9 @@ ENTRIES = [
     _classifier("swin", _timm_class("SwinTransformer", img_size=(48, 80), patch_size=4, window_size=4, embed_dim=12,
                                     depths=(2, 2), num_heads=(2, 3), drop_path_rate=0.0), (48, 80)),
     _classifier("mixer", _timm_class("MlpMixer", img_size=40, patch_size=8, num_blocks=2, embed_dim=24), (40, 40)),
+    _classifier("sequencer", _timm("sequencer2d_s", layers=(1, 1, 1, 1), embed_dims=(12, 16, 16, 16),
+                                   hidden_sizes=(4, 4, 4, 4)), (70, 56)),  # (recurrent layers along rows and columns)
+    _classifier("xcit", _timm("xcit_nano_12_p16_224", depth=2, embed_dim=24, num_heads=3), (64, 96)),
     Entry("smp-Unet", _smp("Unet", decoder_channels=(16, 8, 8, 4, 4)), (2, 3, 96, 64), smp_dice, "mask"),
     Entry("smp-FPN", _smp("FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=32, decoder_dropout=0.0),
           (2, 3, 96, 64), F.cross_entropy, "mask"),
