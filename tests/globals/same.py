@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lasting import LastingWorld
 
 import distdl
 from distdl.globals.replicas import map_tensors
 
 WORKERS = 5
-WORLDS: dict[int, LastingWorld] = {}  # by their size; the tests of a file share them
 # for each number of dims, grids over at most 4 of 5 workers: one worker is always idle
 GRIDS: dict[int, list[tuple[int, ...]]] = {
     0: [()],
@@ -70,7 +68,7 @@ def assert_same(
                 found = _run(function, made, twice)
             _compare(expected, found, f"{getattr(function, '__name__', function)} over {tuple(grid)}", tolerance)
 
-    WORLDS.setdefault(workers, LastingWorld(workers)).run(work)
+    distdl.run_workers(work, workers)
 
 
 def assert_raises_the_same(function: Callable[[Any], Any], whole: torch.Tensor, text: bool = False) -> None:
