@@ -1,7 +1,4 @@
-"""Train a few models in a job of four processes. Each worker compares what it has with the model alone.
-
-All are of one library, which each process imports. (The contract trains a U-Net on all back-ends.)
-"""
+"""Train a few models in a job of four processes. Each worker compares what it has with the model alone."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from zoo import ENTRIES
 import distdl
 
 FEW = {
-    "timm-resnet": Split("rows", (1, 1, 3, 1), idle=1),
+    "monai-UNet-2d": Split("rows", (1, 1, 3, 1), idle=1),
     "timm-convnext": Split("plane", (1, 1, 2, 2)),
     "timm-vit": Split("samples-and-columns", (2, 1, 1, 2)),
 }
