@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
@@ -134,10 +134,17 @@ def test_complex_numbers():
     [lambda x: x.softmax(1), lambda x: x.log_softmax(1), lambda x: x.var((0, 2)), lambda x: x.std(1),
      lambda x: x.norm(dim=1), lambda x: x.norm(3, dim=1), lambda x: x.logsumexp(2), lambda x: x.amax(1) ** 2,
      lambda x: x.prod(1), lambda x: x.cumsum(1) ** 2, lambda x: x.cumprod(1), lambda x: x.logcumsumexp(1),
-     lambda x: F.cosine_similarity(x, x.roll(1, 0)), lambda x: F.normalize(x, dim=1)],
+     lambda x: F.cosine_similarity(x, x.roll(1, 0)), lambda x: F.normalize(x, dim=1),
+     lambda x: F.layer_norm(x.cummax(0)[0], (5, 7)), lambda x: x.cummin(1)[0].softmax(1)],
 )  # fmt: skip
 def test_second_derivatives(function):
     assert_same(function, Global(x3), grids=[(2, 1, 2), (1, 3, 1)], twice=True, tolerance=1e-10)
+
+
+def test_dims_are_named_once_and_none_of_them_is_none_for_any_and_all():
+    for name in ("sum", "mean", "amax", "var", "logsumexp", "norm", "all", "count_nonzero", "nansum"):
+        assert_raises_the_same(lambda x, name=name: getattr(torch, name)(x, dim=(1, -2)), x3, text=True)
+    assert_same(lambda x: (torch.all(x > 0, ()), torch.any(x > 0, [])), Global(x3), grids=[(1, 2, 2)])
 
 
 def test_a_loss_over_classes_that_are_split():

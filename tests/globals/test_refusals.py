@@ -92,19 +92,6 @@ def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
         assert raised(ours) == raised(theirs) or (name in MORE and not raised(ours)), f"{case}: {ours}, not {theirs}"
 
 
-@pytest.mark.filterwarnings("ignore:unique.* has no op")
-@pytest.mark.parametrize("function", [torch.unique, lambda x: torch.unique_consecutive(x, return_inverse=True)[0]])
-def test_every_worker_refuses_a_derivative_that_torch_does_not_have(function):
-    def work():
-        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape((2, 1))).requires_grad_()
-        y = function(x)
-        with pytest.raises(NotImplementedError, match=r"the derivative for 'unique(_consecutive)?' is not implemented"):
-            y.sum().backward()
-        assert x.sum().item() == doubles.sum()  # and all go on
-
-    distdl.run_workers(work, 3)
-
-
 rows, doubled = doubles.reshape(2, 4), doubles.sin()
 cube = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(3, 4, 4)
 LATE = {

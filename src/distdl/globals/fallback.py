@@ -23,7 +23,6 @@ from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
-from distdl.tensors.function import Function
 
 
 class Fallback(NamedTuple):
@@ -73,7 +72,6 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             before = [gathered[id(one)]._version for one in found]
             result = func(*given, **named)
             mine = _describe(result, [gathered[id(one)] for one in found], before)
-            mine["derivative"] = _has_derivative(func, result, beside)
         except Exception as error:
             mine = {"error": str(error), "type": type(error).__name__}
     if context.comm.imagined:
@@ -90,49 +88,13 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     def spread(description: dict[str, Any]) -> GlobalTensor:
         value = next(values) if values is not None else None
-        made = _spread(description, value, worker, found, beside, grid, context, name)
-        if not told.get("derivative", True) and made._block.requires_grad:
-            made._block = _NoDerivative.apply(made._block, name)
-        return made
+        return _spread(description, value, worker, found, beside, grid, context, name)
 
     y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
         value = gathered[id(found[place])] if context.me == worker else None
         _spread({**description, "written": place}, value, worker, found, beside, grid, context, name)
     return y
-
-
-_DERIVATIVES: dict[Any, bool] = {}  # of functions whose results have required a gradient
-
-
-def _has_derivative(func: Callable[..., Any], result: Any, inputs: list[torch.Tensor]) -> bool:
-    """Whether torch can differentiate what this worker has computed. Tried once for each function.
-
-    Only the backward itself tells. There, this worker would raise alone, and the others wait for it.
-    """
-    results = [y for y in _tensors(result) if y.requires_grad]
-    behind = [x for x in inputs if x.requires_grad]
-    if func not in _DERIVATIVES and results and behind:
-        try:
-            nothing = [torch.zeros_like(y) for y in results]
-            torch.autograd.grad(results, behind, nothing, retain_graph=True, allow_unused=True)
-            _DERIVATIVES[func] = True
-        except NotImplementedError:
-            _DERIVATIVES[func] = False
-    return _DERIVATIVES.get(func, True)
-
-
-class _NoDerivative(Function):
-    """The result of a function that torch cannot differentiate: each worker says so, before any message."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name = name
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        raise NotImplementedError(f"the derivative for '{ctx.name}' is not implemented.")
 
 
 def _imagine(

@@ -7,6 +7,7 @@ the blocks, one *entry* for each place along the dims, come together and are red
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -27,7 +28,7 @@ from distdl.transport import Label
 def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
     """The dims that a reduction is over, in order; all if none are given.
 
-    Raises: IndexError for a dim that does not exist.
+    Raises: IndexError for a dim that does not exist, RuntimeError for one that is named twice.
     """
     if dim is None or (isinstance(dim, (tuple, list)) and not len(dim)):
         return tuple(range(x.dim()))
@@ -38,7 +39,11 @@ def dims_of(x: GlobalTensor, dim: Any) -> tuple[int, ...]:
             raise IndexError(
                 f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {one})"
             )
-    return tuple(sorted({one % rank for one in dims})) if x.dim() else ()
+    found = sorted(one % rank for one in dims)
+    for one, after in pairwise(found):
+        if one == after:
+            raise RuntimeError(f"dim {one} appears multiple times in the list of dims")
+    return tuple(found) if x.dim() else ()
 
 
 def reduced_layout(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
@@ -276,10 +281,10 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("any all", "torch Tensor")
 def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        dims = dims_of(input, dim)
-        truths = input != 0
-        false = total(truths if func.__name__ == "any" else ~truths, dims, keepdim)
-        y = (false != 0) if func.__name__ == "any" else (false == 0)
+        y: Any = input != 0
+        if not isinstance(dim, (tuple, list)) or dim:  # (no dims are none here, and all to other reductions)
+            false = total(y if func.__name__ == "any" else ~y, dim, keepdim)
+            y = (false != 0) if func.__name__ == "any" else (false == 0)
         return y.to(torch.uint8) if input.dtype == torch.uint8 else y
 
     return run(*args, **kwargs)

@@ -13,7 +13,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import always_curved, local, refuses
+from distdl.tensors.connection import always_curved, local
 
 
 @handles("cumsum cumprod", "torch Tensor")
@@ -68,14 +68,21 @@ def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return TABLE[None](func, args, kwargs)
         layout = pencils(input._layout, dims)
         block, name = moved(input, layout, func.__name__), func.__name__
-        if name == "logcumsumexp":  # (of nothing, torch's has no second derivative)
-            y = local(lambda one: func(one, dims[0]), layout.local, (block, (1,) * input.dim()))
+        least = (1,) * input.dim()
+        if name == "logcumsumexp" or not block.numel():  # (torch's derivatives of nothing are not connected)
+            values = local(lambda one: _values(func(one, dims[0])), layout.local, (block, least))
+            nothing = torch.zeros(layout.local, dtype=torch.int64, device=block.device)
+            y = values if name == "logcumsumexp" else getattr(torch.return_types, name)((values, nothing))
         else:
-            refuses(lambda one: func(one, dims[0]), block, (1,) * input.dim())
             y = func(block, dims[0])
         return wrapped(y, layout)
 
     return run(*args, **kwargs)
+
+
+def _values(found: Any) -> torch.Tensor:
+    values: torch.Tensor = found if isinstance(found, torch.Tensor) else found.values
+    return values
 
 
 def wrapped(y: Any, layout: KnownLayout) -> Any:
