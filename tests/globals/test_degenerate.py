@@ -105,3 +105,21 @@ def test_what_torch_refuses_is_refused_where_there_are_no_cells_too(what):
     with pytest.raises(RuntimeError) as ours:
         function(split(x))
     assert str(ours.value) == str(theirs.value)
+
+
+def test_a_number_is_no_truth_value():
+    images = torch.ones(1, 3, 4, 4)
+    for refused in (
+        lambda x: F.batch_norm(x, None, None, training=-7),
+        lambda x: F.max_pool2d(x, True, 1, 0),
+        lambda x: F.avg_pool2d(x, 2, True),
+    ):
+        with pytest.raises(TypeError, match="bool"):
+            refused(images)
+
+        def work(refused=refused):
+            x = split(images, 1, 1, 2, 1)
+            with pytest.raises(TypeError, match="bool"):
+                refused(x)
+
+        on_workers(work)()

@@ -92,6 +92,8 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        if not isinstance(training, bool):
+            raise TypeError(f"batch_norm(): argument 'training' must be bool, not {type(training).__name__}")
         _check_running(running_mean, running_var)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
             moments = batch.Moments.of(input._layout)
@@ -103,10 +105,10 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running = _running(running_mean, running_var)
         if not training and not running:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
-        key = (momentum, eps, bool(running), bool(training))
+        key = (momentum, eps, bool(running), training)
         channels = input.shape[1]
         return _normalised(
-            lambda: BatchNorm(channels, eps, momentum, bool(running), bool(training), everywhere=True),
+            lambda: BatchNorm(channels, eps, momentum, bool(running), training, everywhere=True),
             key, input, "batch_norm", weight, bias, running,
         )  # fmt: skip
 

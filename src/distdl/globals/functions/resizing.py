@@ -46,6 +46,8 @@ def _pooled(
     space, name = _space_of(func), func.__name__
     if not isinstance(ceil_mode, bool):
         raise TypeError(f"{name}() needs ceil_mode to be True or False; got {ceil_mode!r}")
+    if bool in map(type, (kernel, stride, padding, dilation)):
+        raise TypeError(f"{name}(): kernel_size, stride, padding and dilation must be ints or tuples of them, not bool")
     stride = kernel if stride is None or stride == [] or stride == () else stride
     key = (reduction, *map(numbers, (kernel, stride, padding, dilation)), bool(ceil_mode))
 
