@@ -221,6 +221,8 @@ class GlobalTensor(torch.Tensor):
 
 
 _HANDLED = GlobalTensor.__dict__["__torch_function__"].__func__.__code__
+# (in which a checkpoint computes its forward again, on every worker)
+_DIFFERENTIATING = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 def _number(x: GlobalTensor) -> Any:
@@ -230,7 +232,7 @@ def _number(x: GlobalTensor) -> Any:
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is _HANDLED:
+        if frame.f_code is _HANDLED and frame.f_locals["func"] not in _DIFFERENTIATING:
             name = getattr(frame.f_locals["func"], "__name__", "a function")
             raise TypeError(f"{name} of a global tensor needs a number where it got another one; pass its .item()")
         frame = frame.f_back
