@@ -30,9 +30,9 @@ class Layer(nn.Module):
 
 
 class Cells(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind, **options):
         super().__init__()
-        self.cell = kind(6, 4)
+        self.cell = kind(6, 4, **options)
 
     def forward(self, x):
         state = None
@@ -55,6 +55,9 @@ MODELS = {
     "RNN of ReLU, no biases": lambda: Layer(nn.RNN, False, False, nonlinearity="relu", bias=False),
     "LSTM cells": lambda: Cells(nn.LSTMCell),
     "GRU cells": lambda: Cells(nn.GRUCell),
+    "LSTM cells without biases": lambda: Cells(nn.LSTMCell, bias=False),
+    "GRU cells without biases": lambda: Cells(nn.GRUCell, bias=False),
+    "RNN cells of ReLU, no biases": lambda: Cells(nn.RNNCell, nonlinearity="relu", bias=False),
 }
 
 
@@ -81,6 +84,35 @@ def test_values_and_gradients_are_those_of_torch_alone(name, weights):
                 assert_close(ours.grad, theirs.grad)
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7])
+def test_states_of_another_number_of_samples_are_refused(samples):
+    """Every worker raises what torch raises, before anything moves."""
+    x, h = noise(3, 5), noise(samples, 2)
+    cell, layer = [noise(6, 5), noise(6, 2)], [noise(8, 5), noise(8, 2)]
+
+    def step(x, h):
+        torch.gru_cell(x, h, *cell)
+
+    def steps(x, h):
+        torch.lstm(x[:, None].expand(-1, 4, -1), (h[None], h[None]), layer, False, 1, 0.0, False, False, True)
+
+    with pytest.raises(RuntimeError) as theirs:
+        step(x, h)
+
+    def work():
+        for call in (step, steps):
+            for given in (h, split(h)):
+                ours = split(x)
+                with distdl.ledger() as book, pytest.raises(RuntimeError) as found:
+                    call(ours, given)
+                assert not book.entries
+                assert call is steps or str(found.value) == str(theirs.value)
+
+    distdl.run_workers(work, 3)
+    with pytest.raises(RuntimeError):
+        steps(x, h)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.judging import judged
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -17,14 +18,13 @@ def diff(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differences of neighbours."""
 
     def run(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-        if n < 0 or not input.dim():
-            return TABLE[None](func, args, kwargs)  # (for torch's error)
+        judged(func, args, kwargs)
         pieces = [one for one in (prepend, input, append) if one is not None]
         y = torch.cat(pieces, dim) if len(pieces) > 1 else input
         for _ in range(min(n, y.shape[dim])):
             first, second = _sides(y, dim)
             y = first ^ second if y.dtype == torch.bool else second - first
-        return y
+        return y.clone() if y is input else y
 
     return run(*args, **kwargs)
 
@@ -40,7 +40,8 @@ def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The integral along a dim, by the trapezoidal rule."""
 
     def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
-        if not y.dim() or not y.shape[dim]:
+        judged(func, args, kwargs)
+        if not y.shape[dim]:
             return TABLE[None](func, args, kwargs)
         first, second = _sides(y, dim)
         if x is None:
@@ -65,6 +66,7 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plain = len(steps) == len(dims) and all(isinstance(step, (int, float)) for step in steps)
         if not plain or edge_order != 1 or not dims or any(input.shape[place] < 2 for place in dims):
             return TABLE[None](func, args, kwargs)
+        judged(func, args, kwargs)
         return [_gradient(input, step, place) for step, place in zip(steps, dims, strict=True)]
 
     return run(*args, **kwargs)
@@ -86,6 +88,7 @@ def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if dim is None:
             dim = next((place for place, n in enumerate(shape) if n == 3), 0)
         alike = input.dim() == other.dim() and (func is torch.linalg.cross or input.shape == other.shape)
+        alike = alike and input.dtype == other.dtype
         if not alike or input.shape[dim] != 3 or other.shape[dim] != 3:
             return TABLE[None](func, args, kwargs)
         a, b = input.unbind(dim), other.unbind(dim)
@@ -99,9 +102,8 @@ def rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plane turned by right angles."""
 
     def run(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
+        judged(func, args, kwargs)
         first, second = dims
-        if first % input.dim() == second % input.dim():
-            return TABLE[None](func, args, kwargs)
         turned = {
             0: lambda: input.clone(),
             1: lambda: input.flip(second).transpose(first, second),
@@ -129,8 +131,9 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(*tensors: Any, indexing: str | None = None) -> Any:
         axes = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else list(tensors)
-        if indexing not in (None, "ij", "xy") or any(one.dim() > 1 for one in axes):
-            return TABLE[None](func, args, kwargs)
+        if any(one.dim() > 1 for one in axes):
+            return TABLE[None](func, args, kwargs)  # (for torch's error, which prints them)
+        judged(func, args, kwargs)
         order = list(range(len(axes)))
         if indexing == "xy" and len(axes) > 1:
             order[:2] = [1, 0]
@@ -150,6 +153,8 @@ def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The elements at places in the flat tensor."""
 
     def run(input: Any, index: Any) -> Any:
-        return input.reshape(-1)[index]
+        judged(func, args, kwargs)
+        y = input.reshape(-1)[index]
+        return y if index.dim() else y.clone()  # (a single element is a view)
 
     return run(*args, **kwargs)

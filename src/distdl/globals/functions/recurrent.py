@@ -11,6 +11,7 @@ from distdl.geometry.boxes import Interval
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global
+from distdl.globals.functions.judging import judge
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import moved, taken
 from distdl.globals.replicas import Replica, enter, plain_of
@@ -30,6 +31,12 @@ def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return fall_back(func, args, kwargs)
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
 
+    def check() -> bool:
+        shape = [1 if dim == (1 if batch_first else 0) else n for dim, n in enumerate(input.shape)]  # (one step)
+        return judge(func, (torch.empty(shape, dtype=input.dtype, device="meta"), *args[1:]), kwargs)
+
+    input._context.keep(("states", func, batch_first, input.shape, *(one.shape for one in states)), check)
+
     def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
         return func(block, tuple(states) if len(states) > 1 else states[0], list(weights), *options)
 
@@ -43,6 +50,8 @@ def cell(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return fall_back(func, args, kwargs)
     input, hx, *weights = args
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    key = ("states", func, input.shape, *(one.shape for one in states))
+    input._context.keep(key, lambda: judge(func, args, kwargs))
 
     def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
         y = func(block, tuple(states) if len(states) > 1 else states[0], *weights)
@@ -102,11 +111,20 @@ def _over_samples(
 
 def _none(plain: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
     """What a worker outside of a layout reads of a tensor that all have."""
-    return zeros_on(_together([plain], layout.context)[0], layout.local)
+    return zeros_on(_copies([plain], layout.context)[0], layout.local)
 
 
-def _together(weights: Sequence[Any], context: Context) -> list[torch.Tensor]:
-    """This worker's own copies of weights. Those that have not entered with the model enter as one message."""
+def _together(weights: Sequence[Any], context: Context) -> list[Any]:
+    """This worker's own copies of weights. Those that have not entered with the model enter as one message.
+
+    A layer without biases has None in their places.
+    """
+    given = [one for one in weights if one is not None]
+    copies = iter(_copies(given, context))
+    return [None if one is None else next(copies) for one in weights]
+
+
+def _copies(weights: Sequence[Any], context: Context) -> list[torch.Tensor]:
     whole = [one.full_tensor() if type(one) is GlobalTensor else one for one in weights]
     outside = [type(one) is not Replica and one.requires_grad and torch.is_grad_enabled() for one in whole]
     entering = [one for one, apart in zip(whole, outside, strict=True) if apart]

@@ -1,0 +1,45 @@
+"""What torch says of arguments, asked of tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from distdl.globals.context import Context
+from distdl.globals.replicas import map_tensors
+from distdl.globals.tensor import GlobalTensor
+
+
+def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Let torch check the shapes and dtypes of whole tensors, and the options beside them.
+
+    Args:
+        args, kwargs: of a function of torch that reads no tensor's values.
+    Returns: True.
+    Raises: on every worker what torch raises, before anything moves.
+    """
+    given, named = map_tensors((args, kwargs), lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+    func(*given, **named)
+    return True
+
+
+def judged(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The same, asked once for each combination."""
+    found: list[Context] = []
+    key = ("judged", func, _described(args, found), _described(kwargs, found) if kwargs else ())
+    found[0].keep(key, lambda: judge(func, args, kwargs))
+
+
+def _described(value: Any, found: list[Context]) -> Hashable:
+    """A value of arguments as a key: of a tensor, what torch sees without its memory."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is GlobalTensor:
+            found.append(value._context)
+        return value.shape, value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple([_described(one, found) for one in value])
+    if isinstance(value, dict):
+        return tuple([(name, _described(one, found)) for name, one in value.items()])
+    return type(value), value  # (1, 1.0 and True are equal)
