@@ -3,8 +3,9 @@
 import pytest
 import torch
 from launched import assert_close, on_workers, split
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
 signs = torch.tensor([1, -1, 1, -1, -1])
@@ -59,6 +60,7 @@ NUMBERS = {
     "reshape": lambda x: x.reshape((x[:, 0] > -9).sum(), 6),
     "view": lambda x: x.view((6, (x[:, 0] > -9).sum())),
     "reshape of a plain tensor": lambda x: noise(30).reshape((x[:, 0] > -9).sum(), -1),
+    "reshape of a plain tensor to a tuple": lambda x: noise(30).reshape(((x[:, 0] > -9).sum(), -1)),
     "clamp": lambda x: x.clamp(x.min() / 2, 0.5),
 }
 
@@ -84,6 +86,55 @@ def test_inside_a_function_of_global_tensors_a_number_is_not_asked_for():
     with pytest.raises(TypeError, match=r"topk .*number.*item"):
         torch.topk(x, (x[0] > 0).sum())
     assert_close(x, x2)
+
+
+@on_workers
+def test_a_number_is_asked_for_in_what_a_checkpoint_computes_again():
+    def scaled(x):
+        return (x * torch.full((5, 6), x.detach().max())).sin()
+
+    x, plain = split(x2).requires_grad_(), x2.clone().requires_grad_()
+    checkpoint(scaled, x, use_reentrant=False).sum().backward()
+    scaled(plain).sum().backward()
+    assert_close(x.grad, plain.grad)
+    (found,) = torch.autograd.grad(checkpoint(scaled, x, use_reentrant=False).sum(), x)
+    assert_close(found, plain.grad)
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.take(x, torch.tensor(0)), lambda x: torch.diff(x, n=0)])
+@on_workers
+def test_what_torch_copies_is_a_copy(function):
+    x = split(x2)
+    function(x).add_(100)
+    assert_close(x, x2)
+
+
+REFUSED = {
+    "take": lambda x: torch.take(x, torch.tensor([0, 3], dtype=torch.int32)),
+    "take of a mask": lambda x: torch.take(x, x > 0),
+    "trapezoid of other points": lambda x: torch.trapezoid(x, x[0, :2]),
+    "trapezoid of one point": lambda x: torch.trapezoid(x, noise(1)),
+    "trapezoid of truth": lambda x: torch.trapezoid(x > 0),
+    "trapezoid of a number": lambda x: torch.trapezoid(x.sum()),
+    "gradient of bytes": lambda x: torch.gradient(x.to(torch.uint8)),
+    "gradient twice along a dim": lambda x: torch.gradient(x, dim=(0, 0)),
+    "meshgrid of two dtypes": lambda x: torch.meshgrid(x[0], torch.arange(3), indexing="ij"),
+    "meshgrid of a matrix": lambda x: torch.meshgrid(x, indexing="ij"),
+    "cross of two dtypes": lambda x: torch.linalg.cross(x[:, :3], x[:, :3].float()),
+    "cross of four": lambda x: torch.linalg.cross(x[:, :4], x[:, :4]),
+    "rot90 of a number": lambda x: torch.rot90(x.sum()),
+    "rot90 of a line": lambda x: torch.rot90(x[0]),
+    "rot90 in one dim": lambda x: torch.rot90(x, 1, (0,)),
+    "rot90 in a dim twice": lambda x: torch.rot90(x, 1, (0, -2)),
+    "negative order": lambda x: torch.diff(x, n=-1),
+    "diff along no dim": lambda x: torch.diff(x, dim=2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
+def test_torch_raises_the_same(function):
+    assert_raises_the_same(function, x2)
 
 
 def test_second_derivatives():

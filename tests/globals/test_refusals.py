@@ -42,6 +42,13 @@ FUNCTIONS = {
     "fold": lambda x: F.fold(x[:, :, None].expand(2, 4, 3), (1, 6), (1, 4)),
     "embedding": lambda x: F.embedding(x, doubles),
     "mse_loss": lambda x: F.mse_loss(x, doubles), "cross_entropy": lambda x: F.cross_entropy(x, index),
+    "bucketize": lambda x: torch.bucketize(x, doubles[0]), "searchsorted": lambda x: torch.searchsorted(doubles[0], x),
+    "isin": lambda x: torch.isin(x, doubles[0]), "take": lambda x: torch.take(x, index),
+    "diff": torch.diff, "trapezoid": torch.trapezoid, "gradient": lambda x: torch.gradient(x)[0],
+    "cross": lambda x: torch.linalg.cross(x[:, :3], doubles[:, :3]), "rot90": torch.rot90,
+    "meshgrid": lambda x: torch.meshgrid(x[0], doubles[0], indexing="ij"),
+    "column_stack": lambda x: torch.column_stack([x, x]),
+    "gru_cell": lambda x: torch.gru_cell(x, doubles[:, :2], doubles[:1].expand(6, 4), doubles[:1, :2].expand(6, 2)),
     "fft": torch.fft.fft, "one_hot": F.one_hot, "view_as_real": torch.view_as_real,
 }  # fmt: skip
 # what also takes some dtypes that torch has no kernel for

@@ -16,6 +16,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import refuses
 
 
 @handles("embedding", "functional")
@@ -64,9 +65,16 @@ def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or any(isinstance(one, torch.Tensor) for one in others.values())
     ):
         return fall_back(func, args, kwargs)
-    block, values = block_of(x).detach(), plain_of(table).detach()
-    pair = (values, block) if func is torch.searchsorted else (block, values)
-    return GlobalTensor._of(func(*pair, **others), x._layout)
+    values = plain_of(table).detach()
+
+    def look(cells: torch.Tensor) -> torch.Tensor:
+        pair = (values, cells) if func is torch.searchsorted else (cells, values)
+        places: torch.Tensor = func(*pair, **others)
+        return places
+
+    block = block_of(x).detach()
+    refuses(look, block, (1,))
+    return GlobalTensor._of(look(block), x._layout)
 
 
 @handles("prelu", "torch functional")

@@ -15,6 +15,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
+from distdl.globals.replicas import map_tensors
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
@@ -304,7 +305,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
     if type(x) is not GlobalTensor:  # but one of the sizes is
-        return func(x, *(int(value) if isinstance(value, torch.Tensor) else value for value in rest), **kwargs)
+        return func(x, *map_tensors(rest, int), **map_tensors(kwargs, int))
     if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
         return TABLE[None](func, args, kwargs)
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
