@@ -45,6 +45,31 @@ def test_training(optimiser):
     run(work)
 
 
+class _ReadTwice(nn.Module):
+    """A weight that is read without a graph first, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(noise(6, 5))
+        self.v = nn.Parameter(noise(5, seed=2), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            norm = self.w.square().sum() + self.v.sum()
+        return x @ self.w / norm + self.v
+
+
+def test_a_weight_that_is_read_first_without_a_graph_gets_its_gradient():
+    def work():
+        sequential, x = _ReadTwice(), noise(4, 6, seed=3)
+        model = sharded(sequential, (2, 1))
+        for one in (sequential, model):
+            one(x).square().sum().backward()
+        torch.testing.assert_close(model.w.grad.full_tensor(), sequential.w.grad, rtol=1e-12, atol=1e-12)
+
+    distdl.run_workers(work, 3)
+
+
 def test_parameters_are_global_and_stored_in_shares():
     """No worker stores more than its share of weights, gradients and the optimiser's state."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import threading
 import weakref
 
 import numpy
@@ -257,13 +258,118 @@ def test_a_buffer_does_not_take_a_gradient():
 
 
 @on_workers
-def test_what_stands_for_a_buffer_is_outdated_once_that_is_written():
-    model = distdl.distribute(_Written(), split(x35).layout.partition)
-    taken = model.mean.add_(split(x35))
-    assert_close(taken * 2, x35 * 2)
-    model.mean.zero_()
-    with pytest.raises(RuntimeError, match="written in place since"):
-        taken.sum()
+def test_what_has_written_into_a_buffer_or_a_part_of_it_gives_that_itself():
+    x = split(x35)
+    model = distdl.distribute(_Written(), x.layout.partition)
+    whole, part = model.mean.add_(x), model.mean[:2].mul_(x[:2])
+    assert whole is model.mean
+    model.mean.mul_(0.5)
+    assert_close(whole, torch.cat([x35[:2] ** 2, x35[2:]]) / 2)
+    assert_close(part * x[:2], x35[:2] ** 3 / 2)
+
+
+class _Assigned(torch.nn.Module):
+    """What a forward writes by operators, in which Python assigns what was written."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = (torch.nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))
+        self.inner = None
+
+    def forward(self, x):
+        if self.inner is None:
+            self.inner = torch.nn.Module()
+            self.inner.register_buffer("seen", torch.zeros(5, dtype=torch.float64))
+        with torch.no_grad():
+            self.w += x.mean(0)
+            self.w *= 2
+            self.w.data -= x.amax(0)
+            self.v[1:] **= x[0, 1:].abs()
+        self.inner.seen += x.detach().sum(0)
+        return x * self.w * self.v + self.inner.seen
+
+
+@on_workers
+def test_operators_in_place_assign_the_parameter_itself():
+    x_plain, plain = x35.clone().requires_grad_(), _Assigned()
+    x = split(x35).requires_grad_()
+    model = distdl.distribute(_Assigned(), x.layout.partition)
+    kept = list(model.parameters())
+    for _ in range(2):
+        model(x).square().sum().backward()
+        plain(x_plain).square().sum().backward()
+    assert all(one is other for one, other in zip(model.parameters(), kept, strict=True))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert type(model.state_dict()[name]) is torch.Tensor
+        assert_close(model.state_dict()[name], value)
+    for one, other in ((x, x_plain), (model.w, plain.w), (model.v, plain.v)):
+        assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@on_workers
+def test_a_parameter_whose_data_is_set_in_a_forward_has_them(plain):
+    class Set(_Own):
+        def forward(self, x):
+            self.w.data = noise(5, seed=8) if plain else x.mean(0)
+            return x * self.w
+
+    x, alone = split(x35), Set()
+    model = distdl.distribute(Set(), x.layout.partition)
+    for one, given in ((model, x), (alone, x35)):
+        one(given).square().sum().backward()
+    assert_close(model.w, alone.w)
+    assert_close(model.w.grad, alone.w.grad)
+
+
+@on_workers
+def test_a_buffer_and_the_tensor_that_it_was_set_to_are_one():
+    x = split(x35)
+    model = distdl.distribute(_Written(), x.layout.partition)
+    model.mean = t = x * 1
+    t[1:].clamp_(max=0)
+    expected = torch.cat([x35[:1], x35[1:].clamp(max=0)])
+    assert type(model.mean) is torch.Tensor
+    assert_close(model.mean, expected)
+    model.mean.mul_(3)
+    assert_close(t + 0, expected * 3)
+    t.add_(x)
+    assert_close(model.mean, expected * 3 + x35)
+
+
+@on_workers
+def test_the_forward_of_a_model_that_another_thread_has_distributed_writes_its_buffers():
+    x = split(x35)
+    model = distdl.distribute(_Written(), x.layout.partition)
+    thread = threading.Thread(target=lambda: model.mean.mul_(0.9).add_(x))
+    thread.start()
+    thread.join()
+    assert type(model.mean) is torch.Tensor
+    assert_close(model.mean, x35)
+
+
+@on_workers
+def test_a_computed_parameter_of_a_functional_call_keeps_its_gradient():
+    def loss(model, x):
+        weights = {"w": x.exp().mean(0), "v": x.detach()[0]}
+        return torch.func.functional_call(model, weights, (x,)).square().sum()
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = (torch.nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))
+
+        def forward(self, x):
+            return x * self.w + self.v
+
+    x_plain, x = x35.clone().requires_grad_(), split(x35).requires_grad_()
+    model = distdl.distribute(Scaled(), x.layout.partition)
+    for _ in range(2):
+        loss(Scaled(), x_plain).backward()
+        loss(model, x).backward()
+        assert_close(x.grad, x_plain.grad)
+    assert model.w.grad is None and torch.equal(model.w, torch.ones(5))
 
 
 @on_workers

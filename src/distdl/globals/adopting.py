@@ -1,4 +1,4 @@
-"""Plain tensors that become global, because global ones are written into: ``zeros(...).scatter_(1, labels, 1)``."""
+"""Global tensors that are written into plain ones: ``torch.zeros(...).scatter_(1, labels, 1)``."""
 
 from __future__ import annotations
 
@@ -10,30 +10,46 @@ from torch.utils import swap_tensors
 from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import taken
-from distdl.globals.replicas import Replica, entered, map_tensors
-from distdl.globals.standing import is_of_model, stand_in
+from distdl.globals.replicas import Replica, assigned, entered, map_tensors, plain_of
+from distdl.globals.standing import check_gradient, is_of_model
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
 
 
-def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
-    """Make a plain tensor global, under all of its names, so that global tensors can be written into it.
+def write(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, name: str | None = None
+) -> Any:
+    """Call a function that writes global tensors into a plain tensor.
 
-    It is the same on every worker, so each keeps its box of it. It lies as the largest of the global tensors does.
-    What was computed from parameters (``mask_token.repeat(...)``) keeps its graph.
+    A parameter or a buffer of a model, or a part of it, is written on every worker. Any other becomes global, under all
+    of its names, so that it can be written: it is the same on every worker, so each keeps its box of it, and it lies as
+    the largest of the global tensors does. What was computed from parameters (``mask_token.repeat(...)``) keeps its
+    graph.
 
     Args:
+        target: the argument that is written.
         beside: what it is written with; the global tensors in it.
-        name: of the function that writes.
-    Returns: the tensor; for a parameter or a buffer of a model, or a part of it, a global one that stands for it.
+        name: of the function, in errors.
+    Returns: what the function returns: most often the target.
     Raises: TypeError if others would not see what is written: if it shares its memory with another tensor, or has a
         gradient; and for a parameter or buffer, if what is written has one.
     """
-    if type(target) is GlobalTensor:
-        return target
-    if is_of_model(target):
-        return stand_in(target, _own_beside(target.detach(), beside), beside, name)
+    called = str(name or getattr(func, "__name__", func))
+    handler = TABLE.get(func, TABLE[None])
+    if not is_of_model(target, _largest(beside)._context):
+        _adopt(target, beside, called)
+        return handler(func, args, kwargs)
+    check_gradient((target, beside), called)
+    made = _own_beside(target.detach(), beside)
+    given = tuple([made if one is target else one for one in args])
+    y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
+    with torch.no_grad():
+        plain_of(target).copy_(made.full_tensor())
+    return assigned(target) if y is made else y
+
+
+def _adopt(target: Any, beside: Any, name: str) -> None:
     why = _why_not(target)
     if not why:
         made = _own_beside(target, beside)
@@ -48,8 +64,6 @@ def adopt(target: Any, beside: Any, name: str) -> GlobalTensor:
             f"cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
-    adopted: GlobalTensor = target
-    return adopted
 
 
 def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
@@ -61,12 +75,16 @@ def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
 
 def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
     """A tensor that is the same on every worker, as a global one: it lies as the largest of others does."""
-    found: list[GlobalTensor] = []
-    map_tensors(beside, lambda one: found.append(one) if type(one) is GlobalTensor else None)
-    layout = _beside(max(found, key=lambda one: one.numel())._layout, tuple(plain.shape))
+    layout = _beside(_largest(beside)._layout, tuple(plain.shape))
     if not layout.active:
         return GlobalTensor._of(zeros_on(entered(plain, layout.context), layout.local), layout)
     return GlobalTensor._of(taken(plain, layout), layout)
+
+
+def _largest(beside: Any) -> GlobalTensor:
+    found: list[GlobalTensor] = []
+    map_tensors(beside, lambda one: found.append(one) if type(one) is GlobalTensor else None)
+    return max(found, key=lambda one: one.numel())
 
 
 def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,9 +98,10 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(
                 f"{name} needs out= of the result's shape {tuple(result.shape)}; got one of shape {tuple(target.shape)}"
             )
-        if type(result) is GlobalTensor:
-            target = adopt(target, result, name)
-        target.copy_(result)
+        if type(result) is GlobalTensor and type(target) is not GlobalTensor:
+            write(torch.Tensor.copy_, (target, result), {}, target, result, name)
+        else:
+            target.copy_(result)
     return out
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -98,6 +98,7 @@ class Context:
         me: this worker.
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
+        models: those that are distributed over it and still there (workers may be threads, and models change threads).
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -111,6 +112,7 @@ class Context:
         self.warned: set[Any] = set()
         self.draws = Draws()
         self.draws_plain = False
+        self.models: WeakSet[torch.nn.Module] = WeakSet()
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.adopting import adopt
+from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.pointwise import name_of, writes
+from distdl.globals.functions.pointwise import writes
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, map_tensors
@@ -46,7 +46,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """
     found: list[GlobalTensor] = []
     if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
-        args = (adopt(args[0], (args, kwargs), name_of(func)), *args[1:])
+        return write(func, args, kwargs, args[0], (args, kwargs))
     map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
     first = found[0]
     context, grid = first._context, first._layout.partition

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 
@@ -16,7 +15,6 @@ import torch
 class _Here(threading.local):
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
-        self.distributed: WeakSet[torch.nn.Module] = WeakSet()
 
 
 _here = _Here()
@@ -71,13 +69,3 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
         yield len(_here.models) == 1
     finally:
         _here.models.pop()
-
-
-def note_distributed(model: torch.nn.Module) -> None:
-    """Take note of a distributed model of this worker."""
-    _here.distributed.add(model)
-
-
-def distributed_models() -> WeakSet[torch.nn.Module]:
-    """The distributed models of this worker that are still there."""
-    return _here.distributed

@@ -38,6 +38,7 @@ class Replica(torch.Tensor):
 
     _plain: torch.Tensor
     _context: Context
+    _variable: torch.Tensor  # the parameter that has entered; of what is computed from it, nothing
 
     @staticmethod
     def _of(plain: torch.Tensor, context: Context) -> Replica:
@@ -86,7 +87,7 @@ class Replica(torch.Tensor):
         def wrap(value: Any) -> Any:
             for one in found:
                 if value is one._plain:
-                    return one
+                    return assigned(one)
             return Replica._of(value, context)
 
         return map_tensors(result, wrap)
@@ -147,6 +148,11 @@ def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
 def plain_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a replica is; others as they are."""
     return copy_of(value) if type(value) is Replica else value
+
+
+def assigned(value: torch.Tensor) -> torch.Tensor:
+    """What a function gives that has written in place: without gradients, ``self.w += 1`` assigns the parameter."""
+    return value if torch.is_grad_enabled() else value.__dict__.get("_variable", value)
 
 
 def variable_of(value: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,18 @@ They are the same on every worker, and stay so: what is written comes to all wor
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from distdl.globals.paths import distributed_models
+from distdl.globals.context import Context
+from distdl.globals.operands import taken
 from distdl.globals.replicas import map_tensors, plain_of
 from distdl.globals.tensor import GlobalTensor, writes_of
 
 
-def is_of_model(tensor: torch.Tensor) -> bool:
+def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     """Whether a plain tensor is a parameter or a buffer of a distributed model, or shares memory with one."""
-    models: WeakSet[torch.nn.Module] = distributed_models()
+    models = list(context.models)
     if not models:
         return False
     plain = plain_of(tensor)
@@ -36,45 +36,40 @@ def is_of_model(tensor: torch.Tensor) -> bool:
     return False
 
 
-def stand_in(target: torch.Tensor, made: GlobalTensor, beside: Any, name: str) -> GlobalTensor:
-    """Let a global tensor stand for a parameter or a buffer: whatever is written into it reaches that on every worker.
+def check_gradient(values: Any, name: str) -> None:
+    """Check that what is written into a parameter or a buffer, and that itself, have no gradient that would be lost.
 
     Args:
-        made: the same cells as a global tensor, with memory of its own.
-        beside: what will be written into it.
         name: of the function that writes.
-    Raises: TypeError if what is written has a gradient, for the parameter or buffer does not carry it.
+    Raises: TypeError.
     """
     found: list[torch.Tensor] = []
     if torch.is_grad_enabled():
-        map_tensors((target, beside), lambda one: found.append(one) if one.requires_grad else None)
+        map_tensors(values, lambda one: found.append(one) if one.requires_grad else None)
     if found:
         raise TypeError(
             f"{name} would write what a global tensor says into a parameter or a buffer of the model, and the gradient "
             "of what is written would be lost; write under torch.no_grad(), or what has been detached"
         )
-    made._ties = [_Standing(plain_of(target))]
-    return made
 
 
 def settled(value: Any) -> Any:
     """What a buffer of a model becomes that is set to a value: of a global tensor, the whole, on every worker.
 
-    A value that has a gradient stays as it is.
+    What is written into the one later reaches the other. A value that has a gradient stays as it is.
     """
     if type(value) is not GlobalTensor or value.requires_grad:
         return value
-    for tie in value.__dict__.get("_ties", ()):
-        if isinstance(tie, _Standing):  # as after ``self.seen += x.sum(0)``
-            return tie.target
-    return value.full_tensor()
+    whole = value.full_tensor()
+    value._ties = [*value.__dict__.get("_ties", ()), _Standing(whole)]
+    return whole
 
 
 class _Standing:
-    """The tie of a global tensor to the parameter or buffer that it stands for.
+    """The tie of a global tensor to the parameter or buffer that has been set to it: in torch, they are one.
 
     Attributes:
-        target: the parameter or buffer, or the part of it that is written.
+        target: the parameter or buffer.
     """
 
     def __init__(self, target: torch.Tensor) -> None:
@@ -88,18 +83,15 @@ class _Standing:
         """Views of the one are no views of the other."""
 
     def written(self, x: GlobalTensor, name: str) -> None:
-        """Write what a function has written."""
+        """Write what a function has written into the global tensor, or into a view of it."""
         with torch.no_grad():
             self.target.copy_(x.full_tensor())
         self._writes = writes_of(self.target)
 
     def check(self, x: GlobalTensor) -> None:
-        """Check that the parameter or buffer has not been written by itself since.
-
-        Raises: RuntimeError.
-        """
+        """Bring what has been written into the parameter or buffer since."""
         if writes_of(self.target) != self._writes:
-            raise RuntimeError(
-                "this tensor stands for a parameter or a buffer of the model, which has been written in place since; "
-                "use that instead"
-            )
+            self._writes = writes_of(self.target)
+            with torch.no_grad():
+                if x._layout.active:
+                    x._block.copy_(taken(self.target, x._layout))

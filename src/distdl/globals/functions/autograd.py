@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.entry import full_tensor
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import plain_of, variable_of
-from distdl.globals.table import TABLE, Handler, composite, handles, handles_property
+from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.tensors.connection import zeros_on
 
@@ -260,6 +261,18 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 _data: Any = torch.Tensor.data
 TABLE[_data.__set__] = write_data
+
+
+def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``self.w.data = x``: the parameter gets the values, all of them on every worker, and so does its copy."""
+    replica, value = args
+    whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
+    for one in (replica.__dict__.get("_variable"), replica._plain):
+        if one is not None:
+            func(one, whole)
+
+
+REPLICATED[_data.__set__] = write_data_of_replica
 
 
 def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

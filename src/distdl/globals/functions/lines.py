@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
@@ -140,7 +140,9 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if type(input) is not GlobalTensor:
             in_place = func.__name__.endswith("_")
             others = (index, src)
-            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+            if in_place:
+                return write(func, args, kwargs, input, others)
+            input = split_beside(input, others)
         if src is None:
             src = value.item() if isinstance(value, torch.Tensor) else value
         if not input.dim():
@@ -198,7 +200,9 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if type(input) is not GlobalTensor:
             in_place = func.__name__.endswith("_")
             others = (index, source)
-            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+            if in_place:
+                return write(func, args, kwargs, input, others)
+            input = split_beside(input, others)
         source = value if source is None else source
         index, dim = _whole_index(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.adopting import split_beside, write
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.pointwise import elementwise
@@ -160,7 +160,7 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if mask.dtype is not torch.bool:
             raise RuntimeError(f"{func.__name__} only supports boolean masks, but got mask with dtype {mask.dtype}")
         if in_place and type(input) is not GlobalTensor:
-            input = adopt(input, (mask, source), func.__name__)
+            return write(func, args, kwargs, input, (mask, source))
         known = next(one for one in (input, mask, source) if type(one) is GlobalTensor)
         shape = input.shape if in_place else torch.broadcast_shapes(input.shape, mask.shape)
         if not shape or known._context.comm.imagined:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.adopting import adopt
+from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.table import TABLE, handles, named
@@ -74,7 +74,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     context = next(one for one in operands if type(one) is GlobalTensor)._context
     lead = 0 if writes(func, kwargs) else None
     if lead == 0 and type(first) is not GlobalTensor:
-        return elementwise(func, (adopt(first, (args, kwargs), name_of(func)), *args[1:]), kwargs)
+        return write(func, args, kwargs, first, (args, kwargs))
     target, found = aligned(context, operands, lead, name_of(func))
     given, rest = found[: len(args)], found[len(args) :]
     named = {**kwargs, **dict(zip(named_tensors, rest, strict=True))}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.adopting import adopt
+from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of, map_tensors
@@ -261,7 +261,7 @@ handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
 
 
 @handles("bernoulli bernoulli_", "torch Tensor")
-def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
     x, *rest = args
     _check_options(func, kwargs, "p", "generator")
@@ -270,7 +270,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
     writes = func.__name__.endswith("_")
     p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
     if type(x) is not GlobalTensor:
-        x = adopt(x, p, func.__name__)
+        return write(func, args, kwargs, x, p)
     layout, (_, odds) = aligned(x._context, (x, p), 0, func.__name__)
     if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distdl.globals.adopting import adopt, split_beside
+from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import check_cells, part, picked
@@ -171,7 +171,8 @@ def put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """Write into a part of a tensor, in place; a value comes to where the cells are."""
     x, given, value = args
     if type(x) is not GlobalTensor:
-        x = adopt(x, (given, value), "an assignment")
+        write(func, args, kwargs, x, (given, value), "an assignment")
+        return
     index = _normal(given)
     if all(map(_is_basic, index)):
         _write(part(x, index), value)
@@ -251,7 +252,9 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         in_place = func.__name__.endswith("_")
         if type(input) is not GlobalTensor:
             others = (*indices, values)
-            input = adopt(input, others, func.__name__) if in_place else split_beside(input, others)
+            if in_place:
+                return write(func, args, kwargs, input, others)
+            input = split_beside(input, others)
         index = _normal(tuple(slice(None) if one is None else one for one in indices))
         masked = None if accumulate else _masked(index, input)
         chosen = _chosen(index, input.dim())

@@ -103,7 +103,8 @@ class Replicas:
         for bucket in self._buckets:
             together = [listed[place] for place in bucket]
             for parameter, copy in zip(together, enter(context, together), strict=True):
-                self._copies[id(parameter)] = Replica._of(copy, context)
+                made = self._copies[id(parameter)] = Replica._of(copy, context)
+                made._variable = parameter
 
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""
@@ -114,6 +115,8 @@ class Replicas:
     def settled(self, value: Any) -> Any:
         if type(value) is not GlobalTensor:
             return value
+        if not isinstance(value, torch.nn.Parameter):  # as torch.func.functional_call does, whose gradient goes on
+            return value.full_tensor()
         return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:

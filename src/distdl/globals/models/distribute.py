@@ -16,7 +16,7 @@ from distdl.globals.models.copies import Buffers, Copies, Parameters, Replicas
 from distdl.globals.models.equality import make_equal
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
-from distdl.globals.paths import Place, note_distributed, put, running
+from distdl.globals.paths import Place, put, running
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
@@ -70,7 +70,7 @@ def distribute(
         child._buffers = Buffers(child._buffers)
         put(child, Place(path, fallback))  # (each says so: a checkpoint recomputes one of them alone)
     module.__dict__["forward"] = Forward(module, copies)
-    note_distributed(module)
+    Context.of(P.comm).models.add(module)
     return module
 
 
@@ -90,7 +90,7 @@ class Forward:
         """That of a copied model."""
         made = memo[id(self)] = Forward.__new__(Forward)
         made.__dict__.update(deepcopy(self.__dict__, memo))
-        note_distributed(made.module)
+        Context.of(made.P.comm).models.add(made.module)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -95,15 +95,16 @@ class Shares:
         if frame is None or frame.hooks is not _hooks_now():
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
             return self._gather([parameter], None)[0]
-        if id(parameter) not in frame.copies:
+        graph = torch.is_grad_enabled()
+        if (id(parameter), graph) not in frame.copies:
             wanted = [parameter]
             if frame.module._parameters is owner:  # its own weights come together as one message
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
                 listed = [one for one in owner.values() if type(one) is GlobalTensor]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
-                frame.copies[id(one)] = copy
-        return frame.copies[id(parameter)]
+                frame.copies[id(one), graph] = copy
+        return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
         return value
@@ -122,13 +123,13 @@ class _Frame:
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
-        copies: what it has gathered, by the id of the parameter.
+        copies: what it has gathered, by the id of the parameter and whether with a graph.
         gathered: those that autograd is not to keep.
     """
 
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
-        self.copies: dict[int, torch.Tensor] = {}
+        self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
 
 
