@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.shapes import shape_of, view_of
+from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written

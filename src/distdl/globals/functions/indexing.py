@@ -10,7 +10,8 @@ import torch
 
 from distdl.geometry.boxes import Interval
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.shapes import Intervals, frozen, shape_of, view_of, whole_along
+from distdl.globals.functions.judging import frozen, shape_of
+from distdl.globals.functions.shapes import Intervals, view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor

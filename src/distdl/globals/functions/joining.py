@@ -11,8 +11,9 @@ from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.bounds import check_range
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.indexing import part
+from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.lines import brought
-from distdl.globals.functions.shapes import Intervals, shape_of
+from distdl.globals.functions.shapes import Intervals
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor

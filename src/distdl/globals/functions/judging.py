@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
+from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
@@ -43,3 +44,37 @@ def _described(value: Any, found: list[Context]) -> Hashable:
     if isinstance(value, dict):
         return tuple([(name, _described(one, found)) for name, one in value.items()])
     return type(value), value  # (1, 1.0 and True are equal)
+
+
+def frozen(value: Any) -> Hashable:
+    """A value of arguments as a key."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return tuple((name, frozen(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return (slice, frozen(value.start), frozen(value.stop), frozen(value.step))
+    if isinstance(value, torch.Tensor):
+        return int(value)  # (a number of dims or cells, which a model computed)
+    return (type(value), value) if isinstance(value, (bool, float)) else value  # (1, 1.0 and True are equal)
+
+
+def shape_of(func: Callable[..., Any], x: GlobalTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Shape:
+    """The shape that torch's function gives to a whole tensor; torch's error if it refuses. Asked once."""
+
+    key: Any = frozen(args)
+
+    def make() -> Shape:
+        given = map(_with_numbers, args, key)  # (to ask for one again would send messages, and not all come here)
+        return tuple(func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *given, **kwargs).shape)
+
+    return x._context.keep(("shape", func, x.shape, x.dtype.is_complex, key, frozen(kwargs)), make)
+
+
+def _with_numbers(value: Any, key: Any) -> Any:
+    """A value of arguments, with the numbers of its key in the places of tensors."""
+    if isinstance(value, torch.Tensor):
+        return key
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_with_numbers, value, key))
+    return value

@@ -11,7 +11,8 @@ from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.shapes import expanded, frozen, shape_of, whole_along
+from distdl.globals.functions.judging import frozen, shape_of
+from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import entered, map_tensors
 from distdl.globals.table import TABLE, handles

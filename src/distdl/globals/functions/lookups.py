@@ -10,8 +10,8 @@ from torch.nn import functional
 from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
+from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import handles

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.extremes import extreme_over
+from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -20,7 +21,6 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.functions.shapes import shape_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.functions.judging import frozen
 from distdl.globals.functions.reductions import dims_of, reduced_layout, without_dims
 from distdl.globals.functions.scans import wrapped
-from distdl.globals.functions.shapes import frozen, whole_along
+from distdl.globals.functions.shapes import whole_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved
 from distdl.globals.table import TABLE, handles

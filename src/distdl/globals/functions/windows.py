@@ -12,7 +12,8 @@ from distdl.geometry.borders import Border
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.applying import apply
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.shapes import shape_of, view_of, whole_along
+from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
