@@ -21,10 +21,11 @@ from distdl.globals.functions.reductions import (
     total,
     without_dims,
 )
-from distdl.globals.operands import block_of
+from distdl.globals.operands import block_of, derivatives_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
+from distdl.tensors.derivatives import NONE
 from distdl.tensors.function import Function
 
 
@@ -144,38 +145,88 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
         return y if keepdim else without_dims(y, dims)
     if p in (inf, -inf):
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
-    merge = (lambda parts: _Merged.apply(parts, p, dims)) if p > 1 and x.requires_grad else None
-    return in_two_steps(lambda block: over(block, p), x, dims, keepdim, "norm", merge)
+    # (numbers of few digits come together as torch adds them up)
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    recorded, dtype = derivatives_of(x._block) != NONE, x.dtype.to_real()
+    of_block, of_parts = (_Part.apply, _Merged.apply) if recorded else (_norm, _norm)
+
+    def merged(parts: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = of_parts(parts, p, dims, None)
+        return y.to(dtype)
+
+    return in_two_steps(lambda block: of_block(block, p, dims, wide), x, dims, keepdim, "norm", merged)
 
 
-class _Merged(Function):
-    r"""The norm of norms, :math:`y = |n|_p` of p > 1, with :math:`\partial n = (n / y)^{p - 1} \partial y`.
+def _norm(x: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:
+    y: torch.Tensor = torch.linalg.vector_norm(x, p, dims, keepdim=True, dtype=wide)
+    return y
 
-    Where a norm is all of y, the quotient is 1, also if both are infinite: so cells beside an infinite one get the
-    gradient 0, as in torch, and not nan.
+
+class _Part(Function):
+    r"""The norm :math:`n = |x|_p` of a block, of which a norm y of norms is made, by :class:`_Merged`.
+
+    The derivative of y is :math:`\partial x = x |x|^{p - 2} f` with :math:`f = y^{1 - p} \partial y`. It knows no n:
+    that may be zero or infinite where y has derivatives of any order. So what passes between the two as the derivative
+    by n is the factor f, and not :math:`n^{p - 1} f`.
     """
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, p: float, dims: Sequence[int]) -> torch.Tensor:
-        y: torch.Tensor = torch.linalg.vector_norm(parts, p, dims, keepdim=True)
-        ctx.p, ctx.dims = p, dims
-        ctx.save_for_backward(parts, y)
-        ctx.save_for_forward(parts, y)
-        return y
+    def forward(ctx: Any, x: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:
+        ctx.p, ctx.dims, ctx.wide = p, dims, wide
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return _norm(x, p, dims, wide)
 
     @staticmethod
-    def _share(ctx: Any) -> torch.Tensor:
-        parts, y = ctx.saved_tensors
-        share: torch.Tensor = torch.where(parts == y, 1, parts / y)
-        return share if ctx.p == 2 else share ** (ctx.p - 1)
+    def _direction(ctx: Any) -> torch.Tensor:
+        """:math:`x |x|^{p - 2}`, by those operators of which torch makes it: its derivatives exist where torch's do."""
+        (saved,), p = ctx.saved_tensors, ctx.p
+        x: torch.Tensor = saved if ctx.wide is None else saved.to(ctx.wide)
+        if p == 2:
+            return x
+        if p > 2:
+            return x * x.abs().pow(p - 2)
+        size = x.abs().pow(p - 1)
+        return x.sgn() * (size if p > 1 else size.masked_fill(x == 0, 0))
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Merged._share(ctx) * dy, None, None
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (x,) = ctx.saved_tensors
+        return (_Part._direction(ctx) * factor).to(x.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return (_Merged._share(ctx) * tangent).sum(ctx.dims, keepdim=True)
+        along = _Part._direction(ctx).conj() * tangent
+        return (along.real if along.is_complex() else along).sum(ctx.dims, keepdim=True)
+
+
+class _Merged(Function):
+    """The norm y of norms of blocks, and the factor that the derivatives of all blocks have in common."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, p: float, dims: Sequence[int], wide: torch.dtype | None) -> torch.Tensor:
+        y = _norm(parts, p, dims, wide)
+        ctx.p, ctx.dims, ctx.shape = p, dims, parts.shape
+        ctx.save_for_backward(y)
+        ctx.save_for_forward(y)
+        return y
+
+    @staticmethod
+    def _factor(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        r""":math:`y^{1 - p} \partial y`, and 0 where y is 0, by torch's operators likewise."""
+        p: float = ctx.p
+        y: torch.Tensor = ctx.saved_tensors[0]
+        if p == 2:  # (a factor of dy, so that the derivative by dy is 0, too)
+            return dy * y.reciprocal().masked_fill(y == 0, 0)
+        return dy * y.pow(1 - p) if p < 1 else (dy / y.pow(p - 1)).masked_fill(y == 0, 0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Merged._factor(ctx, dy).expand(ctx.shape), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _Merged._factor(ctx, tangent.sum(ctx.dims, keepdim=True))
 
 
 @handles("vector_norm", "linalg")

@@ -1,0 +1,80 @@
+"""Norms over split dims: derivatives of second order, also where what a worker has of a vector is zero, or nothing."""
+
+from math import inf
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+from distdl.globals.functions.norms import _Merged, _Part
+
+# over 4 workers along dim 0 the last block is empty; along dim 1, whole blocks are zero, and of dim 0, whole columns
+x = noise(3, 7)
+x[:, 4:] = 0
+x[1, :2] = 0
+x[0, 2:4] = 0
+x[2, 6] = 1.5
+GRIDS = [(1, 4), (4, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 1.5, 2, 3, inf, -1])
+def test_second_derivatives_beside_zeros(p):
+    def function(x):
+        return torch.linalg.vector_norm(x, p, 1), x.norm(p), torch.norm(x[:, :4], p, 0, True)
+
+    assert_same(function, Global(x), grids=GRIDS, twice=True, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (F.normalize(x), F.normalize(x, 3.0, 1), F.cosine_similarity(x, x.cos() * x + 1)),
+        lambda x: (F.pairwise_distance(x, x * x, 2.0, 0.0), torch.dist(x, x * x), (x.norm(dim=1) - 1) ** 2),
+        lambda x: (torch.linalg.norm(x), torch.linalg.matrix_norm(x), torch.linalg.norm(x, dim=0)),
+    ],
+)  # fmt: skip
+def test_second_derivatives_of_what_is_made_of_norms(function):
+    assert_same(function, Global(x), grids=GRIDS[:2], twice=True, tolerance=1e-10)
+
+
+def test_vectors_that_are_zero_everywhere():
+    """torch's own second derivatives are nan there. Those of the other vectors are not."""
+    zero = x.index_fill(0, torch.tensor([1]), 0)
+    assert_same(lambda x: (x.norm(dim=1), x.norm()), Global(zero), grids=GRIDS, twice=True, tolerance=1e-10)
+    assert_same(lambda x: x.norm(3, 1), Global(zero), grids=GRIDS, twice=True, tolerance=1e-10)
+
+
+def test_gradient_penalty():
+    """Of a critic that normalises its features: of one sample, the gradient is zero on a whole worker."""
+
+    def penalty(x, w):
+        features = F.normalize(x * w, dim=1)
+        slope = torch.autograd.grad((features * features[:, :1] * w).sum(), x, create_graph=True)[0]
+        return (slope.norm(dim=1) - 1) ** 2
+
+    assert_same(penalty, Global(x), noise(7), grids=GRIDS[:1], twice=True, tolerance=1e-9)
+
+
+def test_complex_numbers():
+    z = torch.complex(x, x.flip(0) * 2)
+    assert_same(lambda z: (z.norm(dim=1), z.norm(3), z.norm(1.5, 1)), Global(z), grids=GRIDS[2:], twice=True)
+
+
+def test_few_digits():
+    for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)):
+        few = (noise(4, 40) * 3).to(dtype)
+        assert_same(lambda x: (x.norm(dim=1), x.norm(3, 1)), Global(few), grids=[(1, 4), (2, 2)], tolerance=tolerance)
+
+
+@pytest.mark.parametrize("p", [0.5, 2.0, 3.0])
+def test_both_ways_to_differentiate_agree(p):
+    def whole(first, second):
+        parts = [_Part.apply(one, p, (1,), None) for one in (first, second)]
+        return _Merged.apply(torch.cat(parts, 1), p, (1,), None)
+
+    blocks = [noise(3, 2).requires_grad_(), noise(3, 4).requires_grad_()]
+    assert gradcheck(whole, blocks, check_forward_ad=True)
+    assert gradgradcheck(whole, blocks)
+    assert gradcheck(whole, [one.to(torch.complex128) * (1 + 2j) for one in blocks], check_forward_ad=True)
