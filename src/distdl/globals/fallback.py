@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import write
+from distdl.globals.apart import Apart, error_of, report
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.pointwise import writes
 from distdl.globals.operands import moved, moved_block
@@ -21,7 +22,6 @@ from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.connection import zeros_on
 from distdl.tensors.dtypes import DTYPES, dtype_code
 
 
@@ -53,47 +53,48 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     name = getattr(func, "__name__", str(func))
     _announce(context, name, found)
     worker = int(grid.workers.flat[0])
-    gathered = {id(one): moved(one, context.whole(one.shape, worker), name) for one in found}
-    beside = list(gathered.values())  # all that the results depend on, also on the workers that do not compute
+    apart = Apart(context, worker, name)
+    gathered = {id(one): apart.takes(moved(one, context.whole(one.shape, worker), name)) for one in found}
 
     def plain(one: torch.Tensor) -> Any:
         if type(one) is GlobalTensor:
             return gathered[id(one)]
-        if type(one) is Replica or one.requires_grad:
-            one = entered(one, context)
-            beside.append(one)
-        return one
+        return apart.takes(entered(one, context)) if type(one) is Replica or one.requires_grad else one
 
     given, named = map_tensors((args, kwargs), plain)
+    inputs = [gathered[id(one)] for one in found]
     result: Any = None
     mine: Any = None
     if context.me == worker:
         try:
-            before = [gathered[id(one)]._version for one in found]
-            result = func(*given, **named)
-            mine = _describe(result, [gathered[id(one)] for one in found], before)
-        except Exception as error:
-            mine = {"error": str(error), "type": type(error).__name__}
+            before = [one._version for one in inputs]
+            with apart.runs():
+                result = func(*given, **named)
+            mine = _describe(result, inputs, before)
+        except Exception as problem:
+            mine = report(problem)
     if context.comm.imagined:
         told = mine or _imagine(func, args, kwargs, found)
     else:
         told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, mine)
     if "error" in told:
-        kinds: dict[str, type[Exception]] = {
-            one.__name__: one for one in (ValueError, TypeError, IndexError, NotImplementedError)
-        }
-        kind = kinds.get(told["type"], RuntimeError)
-        raise kind(f"{name} of a global tensor, on worker {worker}: {told['error']}")
-    values = iter(_tensors(result)) if context.me == worker else None
+        raise error_of(told, name, worker)
+    described = [*_descriptions(told["result"]), *(description for _, description in told["written"])]
+    if context.me == worker:
+        values = [*_tensors(result), *(inputs[place] for place, _ in told["written"])]
+    else:
+        values = [_nothing(description, context, worker, inputs[0].device) for description in described]
+    curved = [place for place, description in enumerate(described) if description["gradient"]]
+    for place, value in zip(curved, apart.gives([values[place] for place in curved]), strict=True):
+        values[place] = value
+    rest = iter(values)
 
     def spread(description: dict[str, Any]) -> GlobalTensor:
-        value = next(values) if values is not None else None
-        return _spread(description, value, worker, found, beside, grid, context, name)
+        return _spread(description, next(rest), worker, found, grid, context, name)
 
     y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
-        value = gathered[id(found[place])] if context.me == worker else None
-        _spread({**description, "written": place}, value, worker, found, beside, grid, context, name)
+        spread({**description, "written": place})
     return y
 
 
@@ -124,6 +125,19 @@ def _built(description: Any, spread: Callable[[dict[str, Any]], Any]) -> Any:
     if isinstance(description, (tuple, list)):
         return type(description)(_built(one, spread) for one in description)
     return description
+
+
+def _descriptions(description: Any) -> list[dict[str, Any]]:
+    """Those of the tensors of a result, in their order."""
+    found: list[dict[str, Any]] = []
+    _built(description, found.append)
+    return found
+
+
+def _nothing(description: dict[str, Any], context: Context, worker: int, device: torch.device) -> torch.Tensor:
+    """What a worker that does not compute has of a result."""
+    local = context.whole(description["shape"], worker).local
+    return torch.zeros(local, dtype=DTYPES[description["dtype"]], device=device)
 
 
 def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:
@@ -160,10 +174,9 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 def _spread(
     description: dict[str, Any],
-    value: torch.Tensor | None,
+    value: torch.Tensor,
     worker: int,
     found: list[GlobalTensor],
-    beside: list[torch.Tensor],
     grid: Any,
     context: Context,
     name: str,
@@ -172,12 +185,6 @@ def _spread(
     extents: Shape = tuple(description["shape"])
     owned = context.whole(extents, worker)
     written = description["written"]
-    if value is None:
-        value = torch.zeros(owned.local, dtype=DTYPES[description["dtype"]], device=beside[0].device)
-    wanted = [zeros_on(one, ()).to(value.dtype) for one in beside if one.requires_grad]
-    if description["gradient"] and wanted:
-        # on every worker through the same operators, whatever this result depends on, and so its derivatives do, too
-        value = value + (sum(wanted[1:], wanted[0]).exp() - 1)
     target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
     if owned.rulers:
         block = moved_block(value, owned, target, name)

@@ -74,3 +74,8 @@ def is_recomputed() -> bool:
     Or that of a derivative, which is differentiated again.
     """
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is under way keeps the graph, for another one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,91 @@
+"""Functions that run on one worker: their derivatives, and what these raise."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import Global, assert_same, noise
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+square = noise(4, 4)
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no op for global tensors")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: torch.renorm(x * w, 2, 0, 1.0), lambda x, w: torch.linalg.inv(x @ x.mT + w @ w.mT),
+        lambda x, w: torch.linalg.svdvals(x * w), lambda x, w: torch.linalg.eigh(x + x.mT)[0] * w,
+        lambda x, w: torch.linalg.qr(x * w), lambda x, w: torch.linalg.solve(x, w), lambda x, w: torch.linalg.svd(x)[1],
+        lambda x, w: x.renorm_(2, 0, 1.0) * x,
+    ],
+)  # fmt: skip
+def test_derivatives_of_second_order(function):
+    assert_same(function, Global(square), noise(4, 4, seed=3), falls_back=True, twice=True, tolerance=1e-9)
+
+
+def differentiated(function, x):
+    """What is raised where a function's sum is differentiated."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.autograd.grad(function(x).sum(), x)
+    return str(raised.value)
+
+
+def derivative_of_labels(x):
+    """Of a loss that can be differentiated once."""
+    y = F.ctc_loss(x[:, None].log_softmax(2), torch.tensor([[1, 2]]), [4], [2])
+    return torch.autograd.grad(y, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.unique(x * 2), lambda x: x.unique_consecutive().sum() + x.exp().sum(),
+        lambda x: torch.linalg.qr(x[:, :2], mode="r")[1], derivative_of_labels,
+    ],
+)  # fmt: skip
+@on_workers
+def test_a_derivative_that_raises_raises_on_every_worker(function):
+    theirs = differentiated(function, square.clone().requires_grad_())
+    x = split(square.clone()).requires_grad_()
+    ours = differentiated(function, x)
+    assert theirs in ours and "of a global tensor, on worker 0: " in ours
+    assert_close((x * 2).sum(), (square * 2).sum())  # all go on
+
+
+@on_workers
+def test_of_a_result_that_every_worker_has():
+    x = split(square.clone()).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"derivative of unique.*, on worker 0: .*not implemented"):
+        (x.unique().full_tensor() * 2).sum().backward()
+
+
+@on_workers
+def test_a_graph_that_is_kept_and_one_that_is_not():
+    x = split(square.clone()).requires_grad_()
+    y = torch.linalg.inv(x).sum()
+    first, second = (torch.autograd.grad(y, x, retain_graph=kept)[0].full_tensor() for kept in (True, False))
+    assert torch.equal(first, second)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y, x)
+
+
+@on_workers
+def test_inside_a_checkpoint():
+    plain = square.clone().requires_grad_()
+    x = split(square.clone()).requires_grad_()
+
+    def function(x):
+        return torch.linalg.inv(x.exp()).sin() * x
+
+    for one in (plain, x):
+        checkpoint(function, one, use_reentrant=False).square().sum().backward()
+    assert_close(x.grad, plain.grad)
+
+
+@on_workers
+def test_what_is_written_in_place():
+    x = split(square.clone(), 1, 1).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        x.renorm_(2, 0, 0.1)
+    assert_close(x, square)
