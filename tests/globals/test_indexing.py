@@ -252,6 +252,74 @@ def test_views_that_are_written_in_place_twice_differentiable():
     assert_same(function, Global(x2), grids=[(4, 1), (2, 1)], twice=True)
 
 
+def _chain(x):
+    a = x.reshape(-1)
+    b = a.view(1, -1)
+    c = b[0]
+    c.div_(0.5)
+    return a, b, c
+
+
+def _part(x):
+    y = x.transpose(0, 1)[:1]
+    z = y.unsqueeze(0)
+    y *= y.detach() + 0.5
+    return x, y, z
+
+
+def _assigned(x):
+    y, z = x.view(x.shape), x[:1]
+    y[:1] = z.clone() * 2
+    y[:, :2] = 0.5
+    return x, y, z
+
+
+def _written_whole(x):
+    y = x.movedim(0, 1)
+    z = y[1:]
+    x.mul_(1.5).sin_()
+    return x, y, z
+
+
+def _parts_of_complex(x):
+    z = torch.complex(x, x * 0.5)
+    y = z.real
+    y[:1].mul_(2)
+    z.conj().imag.mul_(3)
+    w = torch.view_as_complex(torch.stack([x, x], -1))
+    w.mul_(2)
+    return z.real, y, w.imag
+
+
+def _between(x):
+    y = x[:1].squeeze(0)
+    x.t().mul_(1.5)  # (before the view is used for the first time)
+    y.add_(x[1].detach().clone())
+    return x, y, x.select(0, 0)
+
+
+@pytest.mark.parametrize("written", [_chain, _part, _assigned, _written_whole, _parts_of_complex, _between])
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (2, 0)])
+def test_views_written_in_place_on_workers_without_cells(written, used):
+    """Each of the views by itself, in first and second derivatives, where some workers have no cell of any of them."""
+
+    def function(x):
+        views = written(x.flip(0, 1) * 1)  # (the second derivative has to go back over the messages of this)
+        return sum((views[place] ** 3).sum() for place in used)
+
+    assert_same(function, Global(x2[:2, :3]), grids=[(1, 1), (3, 1), (1, 2)], workers=4, twice=True)
+
+
+def test_views_of_what_has_fallen_back_in_place():
+    def function(x):
+        y = x.flip(0) * 1
+        part = y[:1]
+        y.renorm_(2, 0, 0.5)
+        return (part**3).sum()
+
+    assert_same(function, Global(noise(2, 3)), grids=[(3, 1), (1, 2)], workers=4, falls_back=True, twice=True)
+
+
 def test_the_order_of_named_numbers_does_not_matter():
     assert_same(lambda x: x.narrow(dim=1, length=2, start=3), Global(noise(5, 7)))
     assert_same(lambda x: x.select(index=-2, dim=1), Global(noise(5, 7)))

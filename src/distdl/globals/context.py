@@ -67,6 +67,11 @@ class KnownLayout(Layout):
         return shape(self.box) if self.active else (0,) * max(len(self.rulers), 1)
 
     @cached_property
+    def empty(self) -> bool:
+        """Whether this worker holds no cell."""
+        return 0 in self.local
+
+    @cached_property
     def _lifted(self) -> dict[int, KnownLayout]:
         return {len(self.rulers): self}
 

@@ -199,10 +199,7 @@ def _spread(
     if torch.is_grad_enabled() and x._block.requires_grad and x._block.is_leaf:
         raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation.")
     if block is not x._block:
-        if x._block.numel() or not block.requires_grad:
-            x._block.copy_(block)
-        else:  # (what is written in place without volume loses its graph)
-            x._block = block
+        x._block.copy_(block)
     note_written(x, name)
     written_to: GlobalTensor = x
     return written_to

@@ -14,6 +14,7 @@ from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.partition import Layout, Partition
+from distdl.tensors.connection import replayed
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _raw_node = _base.grad_fn.__get__
@@ -56,7 +57,7 @@ class GlobalTensor(torch.Tensor):
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             GlobalTensor, layout.size, dtype=block.dtype, device=block.device, requires_grad=block.requires_grad
         )
-        made._block = block
+        made._block = replayed(block) if layout.empty else block
         made._layout = layout
         made._context = layout.context
         return made

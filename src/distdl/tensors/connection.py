@@ -48,6 +48,36 @@ def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     return own
 
 
+def replayed(y: torch.Tensor) -> torch.Tensor:
+    """A tensor of zero volume; if it is a view, one that stays connected where it, or what it is a view of, is written.
+
+    Once one of them is written in place, torch makes the views of the same tensor anew in the graph: by as_strided,
+    whose derivative cuts the graph at zero volume, or by the functions that have made them, if it took note of these.
+    """
+    if not y._is_view() or torch._C._autograd._get_creation_meta(y) != _ORDINARY:
+        return y  # (others cannot be written in place: torch refuses it)
+    base: torch.Tensor = y._base  # type: ignore[assignment]  # (a view has one)
+    if base.dtype.to_real() is not y.dtype.to_real():
+        return y  # (of the bits of another dtype, which has no derivative)
+    noted = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        with torch.enable_grad():
+            made = (base if base.dim() else base.view(1))[:0]
+            if made.is_complex() and not y.is_complex():
+                made = made.real
+            elif y.is_complex() and not made.is_complex():
+                made = torch.view_as_complex(made.view(0, 2))
+            made = made.view(y.shape)
+            made = made if made.is_conj() is y.is_conj() else made.conj()
+            return made if made.is_neg() is y.is_neg() else torch._neg_view(made)
+    finally:
+        torch._C._set_view_replay_enabled(noted)
+
+
+_ORDINARY = torch._C._autograd.CreationMeta.DEFAULT
+
+
 class _Whole(Function):
     """A view as a tensor by itself, in the same memory: its graph does not change where it is written in place."""
 
