@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from distdl.exchange import Operator, Together
 from distdl.geometry.boxes import Shape, shape
-from distdl.ops.loss import ABSENT, differentiable, sum_to_first
+from distdl.ops.loss import ABSENT, sum_to_first
 from distdl.ops.setup import Site, same
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.layout import Lookup
@@ -218,7 +218,8 @@ class _Total:
             total, count = self.add(total, divisor)
             # detached: the first worker has to stay as linear as the others, whose second derivatives pass no sum here
             count = count.detach()
-        return differentiable((total / count if total.numel() else total.sum()).to(result))
+        loss: torch.Tensor = total / count if total.numel() else total.sum()
+        return loss.to(result)
 
 
 def finishing(places: Places, moved: torch.dtype) -> _Each | _Total:

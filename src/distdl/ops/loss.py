@@ -100,10 +100,10 @@ class ElementLoss:
             return found if found.dtype is moved else found.to(moved), found.dtype
 
         def divided(total: tuple[torch.Tensor, torch.dtype]) -> torch.Tensor:
-            y, dtype = add(total[0]), total[1]
+            y: torch.Tensor = add(total[0])
             if not y.numel():
-                return differentiable(y.sum().to(dtype))
-            return differentiable((y if divisor == 1 else y / divisor).to(dtype))
+                return y.sum().to(total[1])
+            return (y if divisor == 1 else y / divisor).to(total[1])
 
         return Setup(move_in, total, divided)
 
@@ -158,13 +158,6 @@ def sum_to_first(site: Site, shape: Shape) -> Plan:
     """The plan that adds tensors of one shape up on the first worker."""
     first = site.partition.create_partition_inclusive([0])
     return broadcast(first, site.partition, Lookup(site.members, lambda worker: shape), site.me).T
-
-
-def differentiable(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, such that ``backward()`` may be called on it even if nothing that it depends on requires a gradient."""
-    if torch.is_grad_enabled() and not loss.requires_grad and (loss.is_floating_point() or loss.is_complex()):
-        return loss + torch.empty(0, dtype=loss.dtype, device=loss.device, requires_grad=True).sum()
-    return loss
 
 
 def broadcasts(shape: Shape, to: Shape) -> bool:

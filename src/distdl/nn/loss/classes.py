@@ -12,7 +12,7 @@ import torch
 from distdl.agreement import Headers, can_be_read
 from distdl.geometry.boxes import Shape, shape
 from distdl.nn.layer import Layer, tiled
-from distdl.nn.loss.common import alone, check_reduction, described, is_given, or_absent
+from distdl.nn.loss.common import alone, check_reduction, described, finished, is_given, or_absent
 from distdl.nn.module import Option
 from distdl.ops import Site
 from distdl.ops.class_loss import ClassSetup, CrossEntropy, NegativeLogLikelihood
@@ -136,7 +136,7 @@ def _forward(self: Any, x: torch.Tensor, target: Any = None) -> Any:
     tensors = (x, target if self._reads_targets or not self._member else _nothing(target, x), or_absent(self.weight))
     setup = _agree(self, *tensors)
     moved = setup.move_in(*tensors)
-    return setup.move_out(setup.local(*moved))
+    return finished(setup.move_out(setup.local(*moved)), self.reduction)
 
 
 def _agree(self: Any, x: torch.Tensor, target: Any, weight: torch.Tensor) -> Any:

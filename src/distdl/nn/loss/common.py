@@ -9,7 +9,7 @@ import torch
 
 from distdl.agreement import Headers
 from distdl.nn.module import Module
-from distdl.ops.loss import ABSENT, differentiable
+from distdl.ops.loss import ABSENT
 from distdl.partition import Partition
 from distdl.tensors.connection import outside, zeros_on
 
@@ -49,8 +49,15 @@ def _alone(reduction: str, x: torch.Tensor, target: Any, *weights: torch.Tensor)
     y = x if reduction == "none" else x.sum()
     if isinstance(target, torch.Tensor) and target.requires_grad:
         y = y + zeros_on(target, ()).to(y.dtype)
-    y = outside(y)
-    return y if reduction == "none" else differentiable(y)
+    return outside(y)
+
+
+def finished(loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The loss, such that ``backward()`` may be called on it even if nothing that it depends on requires a gradient."""
+    differentiable = loss.is_floating_point() or loss.is_complex()
+    if reduction == "none" or loss.requires_grad or not (differentiable and torch.is_grad_enabled()):
+        return loss
+    return loss + torch.empty(0, dtype=loss.dtype, device=loss.device, requires_grad=True).sum()
 
 
 def described(loss: Module) -> str:

@@ -30,7 +30,7 @@ from distdl.agreement import Headers, can_be_read
 from distdl.exchange import Together
 from distdl.geometry.boxes import runs
 from distdl.nn.layer import Layer
-from distdl.nn.loss.common import alone, check_reduction, described, is_given, or_absent
+from distdl.nn.loss.common import alone, check_reduction, described, finished, is_given, or_absent
 from distdl.nn.module import Option
 from distdl.ops import Setup, Site
 from distdl.ops.loss import ElementLoss, broadcasts
@@ -164,7 +164,7 @@ def _apply(self: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
         given = int(self.weight is not None), int(self.pos_weight is not None)
         setup = self.agree(*tensors, extra=(out_of_range, *given))
     moved = setup.move_in(*tensors)
-    return setup.move_out(setup.local(*moved))
+    return finished(setup.move_out(setup.local(*moved)), self.reduction)
 
 
 _forward: Callable[..., Any] = _apply  # (that of a layer in general takes one tensor)
