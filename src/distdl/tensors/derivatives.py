@@ -79,3 +79,10 @@ def is_recomputed() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward that is under way keeps the graph, for another one."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def next_node() -> int:
+    """A number between those of the autograd nodes that this thread has made and those that it will make."""
+    with torch.enable_grad():
+        node = torch.ops.aten.alias(torch.empty(0, device="meta", requires_grad=True)).grad_fn
+    return int(node._sequence_nr())

@@ -14,6 +14,7 @@ from distdl.globals.replicas import Replica, entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
+from distdl.tensors.connection import no_view
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.transport import Label
 
@@ -71,9 +72,12 @@ def run(made: Ready, *tensors: Any) -> Any:
 
 
 def as_global(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
-    """The global tensor of a block, which may have any shape without cells where the layout has none."""
+    """The global tensor of a block, which may have any shape without cells where the layout has none.
+
+    Its block is no view: a view without cells that is written in place loses its graph (see ``no_view``).
+    """
     if block.shape != layout.local:
-        block = block.reshape(layout.local)
+        block = no_view(block.reshape(layout.local))
     return GlobalTensor._of(block, layout)
 
 

@@ -24,6 +24,7 @@ from distdl.globals.paths import Place, current_path, put
 from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
+from distdl.tensors.derivatives import next_node
 from distdl.transport import Communicator
 from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
@@ -223,7 +224,7 @@ class _Watch(TorchFunctionMode):
         if any(one.is_meta for one in found):  # a table that the model made on the way
             args, kwargs = map_tensors((args, kwargs), lambda one: one if one.is_meta else one.to("meta"))
         if first is not None and current_path() != self._marks[-1][1]:
-            self._marks.append((_next_node(), current_path()))
+            self._marks.append((next_node(), current_path()))
         self._functions.append(name)
         try:
             y = func(*args, **kwargs)
@@ -291,13 +292,6 @@ class _Saving:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.counts(tensor)
-
-
-def _next_node() -> int:
-    """A number between those of the autograd nodes that were made before and those that come."""
-    with torch.enable_grad():
-        node = torch.ops.aten.alias(torch.empty(0, device="meta", requires_grad=True)).grad_fn
-    return int(node._sequence_nr())
 
 
 def _grid(layout: KnownLayout) -> tuple[int, ...]:

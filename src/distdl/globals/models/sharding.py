@@ -30,7 +30,7 @@ from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
 from distdl.partition import Partition
-from distdl.tensors.derivatives import saved_tensors_hooks
+from distdl.tensors.derivatives import next_node, saved_tensors_hooks
 
 
 class Shares:
@@ -84,7 +84,7 @@ class Shares:
         if self._frames and self._frames[-1].module is module:
             frame = self._frames.pop()
             if frame.gathered:
-                _gather_before(result, frame.gathered)
+                _gather_before(result, frame.gathered, frame.first)
             for one in frame.gathered:
                 one.release()
 
@@ -114,6 +114,9 @@ class Shares:
         copies = gathered.copies()
         if frame is not None and frame.hooks is self.keep:
             gathered.hold(copies)
+            if not frame.gathered:
+                node = copies[0].grad_fn
+                frame.first = next_node() if node is None else int(node._sequence_nr())
             frame.gathered.append(gathered)
         return [Replica._of(one, self._context) if one.requires_grad else one for one in copies]
 
@@ -125,12 +128,14 @@ class _Frame:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         gathered: those that autograd is not to keep.
+        first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
 
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
+        self.first = 0
 
 
 class _Begin:
@@ -211,8 +216,12 @@ def _grids(count: int, dims: int) -> Iterator[Shape]:
                 yield (n, *rest)
 
 
-def _gather_before(result: Any, gathered: list[Gathered]) -> None:
-    """Gather weights again as soon as the gradient of a module's result is there: at the same point on every worker."""
+def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
+    """Gather weights again as soon as the gradient of a module's result is there: at the same point on every worker.
+
+    A view that is written in place behind the module gets another node, and its own never runs. So of a view it is the
+    node of its base, unless that was there before the weights were.
+    """
 
     def gather(gradients: Any) -> None:
         for one in gathered:
@@ -222,9 +231,14 @@ def _gather_before(result: Any, gathered: list[Gathered]) -> None:
 
     def note(one: torch.Tensor) -> None:
         block = one._block if type(one) is GlobalTensor else one._plain if type(one) is Replica else one
-        if block.grad_fn is not None and block.grad_fn not in nodes:
-            nodes.add(block.grad_fn)
-            block.grad_fn.register_prehook(gather)
+        node: Any = block.grad_fn
+        base: Any = block._base
+        made = None if base is None else base.grad_fn
+        if made is not None and made._sequence_nr() >= first:
+            node = made
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            node.register_prehook(gather)
 
     map_tensors(result, note)
 
