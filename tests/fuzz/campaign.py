@@ -11,10 +11,11 @@ from typing import Any
 
 import disorders
 import layers
+import models
 import movements
 import tensors
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from judging import judge, judge_chain, judge_disorder, judge_movements
+from judging import judge, judge_chain, judge_disorder, judge_movements, judge_network
 from team import Team, quietly
 
 KINDS: dict[str, tuple[Any, Any, int]] = {  # the strategy, the judge, and how many cases in a hundred
@@ -24,6 +25,7 @@ KINDS: dict[str, tuple[Any, Any, int]] = {  # the strategy, the judge, and how m
     "chains of layers": (layers.chains(), judge_chain, 10),
     "layers where one worker does otherwise": (layers.chains(faulty=True), judge_chain, 10),
     "layers in another order on one worker": (disorders.disorders(), judge_disorder, 5),
+    "networks of torch's modules": (models.networks(), judge_network, 2),
 }
 
 

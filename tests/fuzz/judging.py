@@ -10,6 +10,7 @@ from typing import Any
 from chains import Chain, assert_call, sequential
 from disorders import Disorder
 from movements import Movements, assert_moved, imagined, members_of
+from networks import Network
 from partitions import WORKERS
 from programs import Program, assert_equal
 from team import Failed, Team, failure_of
@@ -59,6 +60,29 @@ def judge(program: Program, team: Team) -> str:
         assert matches(raised[1], ALLOWED), f"torch raises in step {raised[0]}: {raised[1]}"
         return matches(raised[1], ALLOWED)
     assert_equal(expected, found, 1e-4 if program.is_single else 1e-9)
+    return "equal"
+
+
+def judge_network(network: Network, team: Team) -> str:
+    """Train a network both ways; the same.
+
+    Returns: ``equal``, ``same error``, or ``at a kink`` where derivatives jump, and rounding decides.
+    """
+    expected = network.sequential()
+    found = team.run(network.distributed)
+    raised = expected if isinstance(expected, tuple) else None
+    if any(map(failure_of, found)):
+        step, error = same_error(found, raised)
+        assert raised is not None, f"torch computes this, and here step {step} fails: {error}"
+        assert step == raised[0], f"step {step} fails, not {raised[0]}: {error}, not {raised[1]}"
+        return "same error"
+    assert raised is None, f"torch raises: {raised}"
+    try:
+        assert_equal(expected, found, 1e-3 if network.single else 1e-8)
+    except AssertionError:
+        if network.jumps():
+            return "at a kink"
+        raise
     return "equal"
 
 

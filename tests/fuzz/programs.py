@@ -81,7 +81,7 @@ class Program:
 
     def sequential(self) -> Any:
         """The tensors of the outputs, then the gradients of the inputs that want one; or the failure."""
-        return _attempt(lambda place: self._run([one.tensor() for one in self.inputs], place))
+        return attempt(lambda place: self._run([one.tensor() for one in self.inputs], place))
 
     def distributed(self, world: Partition) -> Any:
         """The same, each tensor as the box and block of this worker; or the failure."""
@@ -91,9 +91,9 @@ class Program:
             for one in self.inputs:
                 whole = one.tensor()
                 given.append(whole if one.blocks is None else entered(whole, one.blocks, world))
-            return [_local(value) for value in self._run(given, place)]
+            return [local(value) for value in self._run(given, place)]
 
-        return _attempt(run)
+        return attempt(run)
 
     def _run(self, given: Sequence[torch.Tensor], place: _Place) -> list[Any]:
         values: list[Any] = []
@@ -172,7 +172,7 @@ class _Place:
     step: int = 0
 
 
-def _attempt(run: Any) -> Any:
+def attempt(run: Any) -> Any:
     """What it returns; if it fails, the number of the step, or of steps for the backward, and the error."""
     place = _Place()
     try:
@@ -194,7 +194,7 @@ class Local:
     block: torch.Tensor
 
 
-def _local(value: Any) -> Any:
+def local(value: Any) -> Any:
     if not isinstance(value, distdl.GlobalTensor):
         return value.detach() if isinstance(value, torch.Tensor) else value
     layout = value.layout

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from chains import Chain
-from judging import judge, judge_chain
+from judging import judge, judge_chain, judge_network
+from networks import Batch, Network, Part
 from partitions import Blocks
 from programs import Input, Program, Ref, Step
 from team import Team, quietly
@@ -82,6 +83,21 @@ FOUND = {
     ),
 }
 
+_WEIGHT = Part("Conv1d", (1, 1, 1))
+_ALONE = Blocks((0,), ((1,), (1,), (4,)))
+NETWORKS = {
+    "in place behind weights in shares, workers outside do not gather them again": Network(
+        (_WEIGHT, Part("ReLU", (), (("inplace", True),))), (Batch(_ALONE, 0),), _ALONE, "sharded",
+    ),
+    "nor does anybody where what a layer returns is a view": Network(
+        (Part("Flatten", (0, 1)), _WEIGHT, Part("ReLU", (), (("inplace", True),))), (Batch(_ALONE, 0, wants=True),),
+        _ALONE, "sharded",
+    ),
+    "a loss of classes requires a gradient where nothing does": Network(
+        (Part("Identity"),), (Batch(_ALONE, 0), Batch(_ALONE, 1)), _ALONE, classes=True
+    ),
+}  # fmt: skip
+
 OUTCOMES = {
     "a tensor is multiplied in place by a view of it": "torch refuses: to write what it reads",
     "torch refuses a view, and then each worker what was written in place": "torch refuses: a view of these strides",
@@ -101,6 +117,11 @@ def test_what_fuzzing_has_found(team, what):
     case = FOUND[what]
     judged = judge_chain if isinstance(case, Chain) else judge
     assert quietly(lambda: judged(case, team)) == OUTCOMES.get(what, "equal")
+
+
+@pytest.mark.parametrize("what", NETWORKS)
+def test_what_random_networks_have_found(team, what):
+    assert quietly(lambda: judge_network(NETWORKS[what], team)) == "equal"
 
 
 def test_what_one_worker_has_forgotten_is_made_alike():
