@@ -81,6 +81,11 @@ FOUND = {
         (Step("Tensor.reshape", (Ref(0), (14, 1, -1))), Step("Tensor.add_", (Ref(0), 2)), Step("torch.exp", (Ref(1),))),
         (1, 2),
     ),
+    "a value of a border that repeats cells was not looked at": Program(
+        (Input((1, 1, 1), 0, "normal", False, False, Blocks((0,), ((1,), (1,), (1,)))),),
+        (Step("functional.pad", (Ref(0), (0, 0), "replicate", -7)),),
+        (0,),
+    ),
 }
 
 _WEIGHT = Part("Conv1d", (1, 1, 1))
@@ -99,6 +104,7 @@ NETWORKS = {
 }  # fmt: skip
 
 OUTCOMES = {
+    "a value of a border that repeats cells was not looked at": "same error",
     "a tensor is multiplied in place by a view of it": "torch refuses: to write what it reads",
     "torch refuses a view, and then each worker what was written in place": "torch refuses: a view of these strides",
     "what should be a view does not see what is written into its tensor": "refused: a view would see a write",

@@ -147,7 +147,7 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if not (value is None or isinstance(value, Complex if input.is_complex() else Real)):
             raise TypeError(f"pad() needs value to be a number; got {value!r}, a {type(value).__name__}")
         widths = tuple(int(n) for n in pad)
-        shape = shape_of(func, input, (widths, mode), {})  # (for torch's error)
+        shape = shape_of(func, input, (widths, mode, None if mode == "constant" else value), {})  # (for torch's error)
         pairs = [(0, 0)] * input.dim()
         for place in range(len(widths) // 2):
             pairs[-1 - place] = (widths[2 * place], widths[2 * place + 1])
