@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
+from partitions import Blocks, blocks
 from programs import Input, Ref
 
 T = TypeVar("T")
@@ -55,6 +56,10 @@ class Pick:
             return None
         back = min(self.number(0, len(found) - 1), self.number(0, len(found) - 1))
         return Ref(found[len(found) - 1 - back])
+
+    def blocks(self, shape: Sequence[int]) -> Blocks:
+        """How a tensor of this shape may lie, as evenly as possible."""
+        return self._draw(blocks(tuple(shape), even=True))
 
     def value(self, ref: Ref) -> torch.Tensor:
         return self.values[ref.at]

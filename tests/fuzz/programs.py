@@ -26,7 +26,7 @@ class Input:
     """A tensor that a program begins with.
 
     Attributes:
-        kind: of its numbers: normal, positive, integers, booleans.
+        kind: of its numbers: normal, positive, integers, booleans, single, complex.
         wants: whether it requires a gradient.
         leaf: whether the program gets the leaf itself, and not a product with it.
         blocks: how it lies on the workers; a plain tensor, the same on all of them, has none.
@@ -44,6 +44,8 @@ class Input:
         if self.kind == "integers":
             return torch.randint(0, 3, self.shape, generator=generator)
         noise = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        if self.kind == "complex":
+            return torch.complex(noise, noise.flip(tuple(range(noise.dim()))) + 0.5)
         return {"normal": noise, "positive": noise.abs() + 0.1, "booleans": noise > 0, "single": noise.float()}[
             self.kind
         ]
@@ -51,7 +53,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a function of torch, by its path: ``torch.sum``, ``Tensor.add_``, ``functional.conv2d``."""
+    """A call of a function of torch, by its path: ``torch.sum``, ``Tensor.add_``, ``functional.conv2d``.
+
+    Or of one of ours: ``ours.redistributed``.
+    """
 
     function: str
     arguments: tuple[Any, ...]
@@ -113,12 +118,21 @@ def taken(step: Step, values: Sequence[torch.Tensor]) -> list[Any]:
     """The tensors that a step returns, given those so far."""
     space, _, name = step.function.partition(".")
     spaces = {"torch": torch, "Tensor": torch.Tensor, "functional": torch.nn.functional, "linalg": torch.linalg}
-    result = getattr(spaces[space], name)(
+    function = redistributed if space == "ours" else getattr(spaces[space], name)
+    result = function(
         *_resolved(step.arguments, values), **{key: _resolved(value, values) for key, value in step.options}
     )
     if isinstance(result, torch.Tensor):
         return [result]
     return [one for one in result or () if isinstance(one, torch.Tensor)]
+
+
+def redistributed(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The same tensor, split otherwise."""
+    if not isinstance(x, distdl.GlobalTensor):
+        return x * 1
+    y: torch.Tensor = x.redistribute(blocks.partition(distdl.world()))
+    return y * 1
 
 
 def _resolved(value: Any, values: Sequence[torch.Tensor]) -> Any:
@@ -134,11 +148,11 @@ def gradients(
     wanted = [y for y in outputs if y.requires_grad]
     if not wanted or not leaves:
         return []
-    loss = sum((y * _weights(y)).sum() for y in wanted)
+    loss = sum(_real((y * _weights(y)).sum()) for y in wanted)
     found = torch.autograd.grad(loss, leaves, create_graph=bool(twice), allow_unused=True)
     if not twice:
         return list(found)
-    loss = sum((found[at] * found[at]).sum() for at in twice)
+    loss = sum(_real((found[at] * found[at]).sum()) for at in twice)
     return [*found, *torch.autograd.grad(loss, leaves, allow_unused=True)]
 
 
@@ -156,7 +170,12 @@ def twice_differentiable(program: Program) -> tuple[int, ...]:
 
 
 def _weights(y: torch.Tensor) -> torch.Tensor:
-    return (torch.arange(y.numel(), dtype=y.dtype) * 0.37).cos().reshape(tuple(y.shape))
+    weights = (torch.arange(y.numel(), dtype=y.real.dtype) * 0.37).cos().reshape(tuple(y.shape))
+    return weights * (1 - 0.3j) if y.is_complex() else weights
+
+
+def _real(y: torch.Tensor) -> torch.Tensor:
+    return y.real if y.is_complex() else y
 
 
 def entered(whole: torch.Tensor, blocks: Blocks, world: Partition) -> distdl.GlobalTensor:
@@ -224,6 +243,8 @@ def assert_close(ours: Any, theirs: torch.Tensor, what: str, tolerance: float) -
     assert type(ours) is torch.Tensor, f"{what} is a {type(ours).__name__}"
     assert ours.shape == theirs.shape, f"{what} has the shape {list(ours.shape)}, not {list(theirs.shape)}"
     assert ours.dtype == theirs.dtype, f"{what} has the dtype {ours.dtype}, not {theirs.dtype}"
+    if theirs.is_complex():
+        ours, theirs = torch.view_as_real(ours.resolve_conj()), torch.view_as_real(theirs.resolve_conj())
     if not theirs.is_floating_point():
         assert torch.equal(ours, theirs), f"{what} is {ours.tolist()}, not {theirs.tolist()}"
         return

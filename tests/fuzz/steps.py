@@ -10,85 +10,32 @@ from picking import Pick
 from programs import Ref, Step
 
 UNARY = [
-    "relu",
-    "exp",
-    "tanh",
-    "sigmoid",
-    "abs",
-    "neg",
-    "sin",
-    "square",
-    "erf",
-    "softplus",
-    "gelu",
-    "silu",
-    "elu",
-    "leaky_relu",
-    "hardtanh",
-    "logsigmoid",
-]
+    "relu", "exp", "tanh", "sigmoid", "abs", "neg", "sin", "square", "erf", "softplus", "gelu", "silu", "elu",
+    "leaky_relu", "hardtanh", "logsigmoid",
+]  # fmt: skip
 IN_PLACE = ["mul_", "add_", "sub_", "div_", "clamp_min_", "fill_"]
 COMPARISONS = ["gt", "le", "ne"]
 OVER_DIMS = [
-    "torch.sum",
-    "torch.mean",
-    "torch.amax",
-    "torch.amin",
-    "torch.logsumexp",
-    "torch.var",
-    "torch.std",
+    "torch.sum", "torch.mean", "torch.amax", "torch.amin", "torch.logsumexp", "torch.var", "torch.std",
     "linalg.vector_norm",
-]
+]  # fmt: skip
 ALONG = ["softmax", "log_softmax", "cumsum", "cumprod", "sort", "cummax", "logcumsumexp"]
 SHAPES = [
-    "reshape",
-    "reshape",
-    "permute",
-    "transpose",
-    "flatten",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "movedim",
+    "reshape", "reshape", "permute", "transpose", "flatten", "unsqueeze", "squeeze", "expand", "movedim",
     "unflatten",
-]
+]  # fmt: skip
 PARTS = [
-    "getitem",
-    "getitem",
-    "setitem",
-    "narrow",
-    "select",
-    "index_select",
-    "flip",
-    "roll",
-    "split",
-    "tril",
-    "chunk",
-    "diagonal",
-    "mask",
-    "gather",
-]
+    "getitem", "getitem", "setitem", "narrow", "select", "index_select", "flip", "roll", "split", "tril", "chunk",
+    "diagonal", "mask", "gather", "indexed", "indexed",
+]  # fmt: skip
 LOSSES = [
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy_with_logits",
-    "kl_div",
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div",
     "poisson_nll_loss",
-]
+]  # fmt: skip
 WINDOWS = [
-    "conv",
-    "conv",
-    "conv_transpose",
-    "max_pool",
-    "avg_pool",
-    "pad",
-    "interpolate",
-    "adaptive_avg_pool",
-    "adaptive_max_pool",
-    "lp_pool",
-]
+    "conv", "conv", "conv_transpose", "max_pool", "avg_pool", "pad", "interpolate", "adaptive_avg_pool",
+    "adaptive_max_pool", "lp_pool",
+]  # fmt: skip
 NUMBERS = (0.5, -1.25, 2, 3.0)
 
 
@@ -162,6 +109,34 @@ def reduction(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
     if name == "norm":
         return Step("torch.norm", (ref, pick.of(1, 2, 3, float("inf")), pick.dim(x)), keep)
     return Step(f"torch.{name}", (ref, pick.dim(x)), keep)
+
+
+COMPLEX = ["exp", "sin", "tanh", "abs", "neg", "square", "real", "imag", "angle", "conj", "view_as_real", "reciprocal"]
+
+
+def complex_numbers(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
+    """Of complex tensors; of others, one is made."""
+    if x.dtype is torch.float64 and x.dim() and x.shape[-1] == 2 and pick.flag():
+        return Step("torch.view_as_complex", (ref,))
+    if not x.is_complex():
+        other = pick.tensor(lambda y: y.dtype is x.dtype and y.shape == x.shape)
+        return Step(pick.of("torch.complex", "torch.polar"), (ref, other)) if x.dtype is torch.float64 else None
+    name = pick.of("unary", "unary", "binary", "reduction", "matmul")
+    if name == "unary" or not x.dim():
+        return Step(f"torch.{pick.of(*COMPLEX)}", (ref,))
+    if name == "binary":
+        other = pick.tensor(lambda y: (y.is_complex() or y.dtype is torch.float64) and _broadcast(x, y) and y.dim() < 5)
+        return Step(pick.of("torch.mul", "torch.add", "torch.sub", "torch.div", "Tensor.mul_"), (ref, other or 0.5j))
+    if name == "matmul":
+        return Step("torch.matmul", (ref, ref)) if x.dim() > 1 and x.shape[-1] == x.shape[-2] else None
+    dims = pick.some(range(x.dim()))
+    reduced = pick.of("torch.sum", "torch.mean", "torch.cumsum", "torch.prod", "torch.cumprod", "linalg.vector_norm")
+    return Step(reduced, (ref, dims[0] if "cum" in reduced or "prod" in reduced else dims))
+
+
+def arranging(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
+    """The same tensor, split otherwise."""
+    return Step("ours.redistributed", (ref, pick.blocks(x.shape))) if 0 < x.dim() < 6 else None
 
 
 def reshape(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
@@ -239,6 +214,8 @@ def subscript(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
         return Step("torch.narrow", (ref, dim, start, pick.number(0, extent - start)))
     if name == "select":
         return Step("torch.select", (ref, dim, pick.number(-extent, extent - 1))) if extent else None
+    if name == "indexed":
+        return _indexed(pick, ref, x)
     if name in ("index_select", "gather"):
 
         def fits(y: torch.Tensor) -> bool:
@@ -263,6 +240,31 @@ def subscript(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
     if x.dim() < 2:
         return None
     return Step(f"torch.{name}", (ref, pick.number(-2, 2)))
+
+
+def _indexed(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
+    """By a tensor of places, two of them, or one of truth values, behind or in front of other dims."""
+    first = pick.number(0, x.dim() - 1)
+
+    def fits(y: torch.Tensor, dim: int) -> bool:
+        if y.dtype is torch.bool:
+            return y.dim() > 0 and y.shape == x.shape[dim : dim + y.dim()]
+        most = int(y.max()) if y.dtype is torch.int64 and y.numel() and y.dim() < 3 else x.numel()
+        return dim < x.dim() and most < x.shape[dim]
+
+    index = pick.tensor(lambda y: fits(y, first))
+    if index is None:
+        return None
+    places: tuple[Any, ...] = (*[slice(None)] * first, index)
+    behind = first + max(1, pick.value(index).dim() if pick.value(index).dtype is torch.bool else 1)
+    if pick.flag() and behind < x.dim():
+        second = pick.tensor(
+            lambda y: y.shape == pick.value(index).shape and y.dtype is torch.int64 and fits(y, behind)
+        )
+        places += (pick.of(slice(None, None, 2), None, 0 if x.shape[behind] else None) if second is None else second,)
+    if floating(x) and pick.rarely():
+        return Step("Tensor.__setitem__", (ref, places, pick.of(*NUMBERS)))
+    return Step("Tensor.__getitem__", (ref, places))
 
 
 def joining(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
@@ -379,5 +381,5 @@ def windows(pick: Pick, ref: Ref, x: torch.Tensor) -> Step | None:
 
 FAMILIES = (
     unary, binary, binary, compare, reduction, reduction, reshape, reshape, subscript, subscript, joining,
-    in_place, products,     normalising, losses, windows, windows,
+    in_place, products, complex_numbers, arranging, normalising, losses, windows, windows,
 )  # fmt: skip

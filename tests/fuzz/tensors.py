@@ -13,6 +13,7 @@ from programs import Input, Program, Step, taken, twice_differentiable
 from steps import FAMILIES
 
 _MOST = 3000  # elements of a tensor
+KINDS = ["normal", "normal", "normal", "positive", "integers", "booleans", "single", "complex"]
 
 
 @st.composite
@@ -24,7 +25,7 @@ def inputs(draw: st.DrawFn) -> tuple[Input, ...]:
     wants = draw(st.integers(0, 3)) > 0
     found = [Input(first, draw(st.integers(0, 99)), "normal", wants, draw(st.booleans()), draw(blocks(first)))]
     for _ in range(draw(st.integers(0, 3))):
-        kind = draw(st.sampled_from(["normal", "normal", "normal", "positive", "integers", "booleans", "single"]))
+        kind = draw(st.sampled_from(KINDS))
         shape = draw(st.sampled_from(_beside(first)))
         wants = kind not in ("integers", "booleans") and draw(st.booleans())
         lies = draw(blocks(shape)) if shape and draw(st.booleans()) else None

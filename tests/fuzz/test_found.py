@@ -86,6 +86,11 @@ FOUND = {
         (Step("functional.pad", (Ref(0), (0, 0), "replicate", -7)),),
         (0,),
     ),
+    "torch's logsumexp over no dims fails": Program(
+        (Input((1, 2), 0, "normal", False, False, Blocks((0,), ((1,), (2,)))),),
+        (Step("torch.logsumexp", (Ref(0), [])),),
+        (0,),
+    ),
 }
 
 _WEIGHT = Part("Conv1d", (1, 1, 1))
@@ -104,6 +109,7 @@ NETWORKS = {
 }  # fmt: skip
 
 OUTCOMES = {
+    "torch's logsumexp over no dims fails": "same error",
     "a value of a border that repeats cells was not looked at": "same error",
     "a tensor is multiplied in place by a view of it": "torch refuses: to write what it reads",
     "torch refuses a view, and then each worker what was written in place": "torch refuses: a view of these strides",
