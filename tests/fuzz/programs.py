@@ -84,6 +84,10 @@ class Program:
             one.function == "Tensor.float" for one in self.steps
         )
 
+    def name(self, step: int) -> str:
+        """The function of a step."""
+        return self.steps[step].function if step < len(self.steps) else "backward"
+
     def sequential(self) -> Any:
         """The tensors of the outputs, then the gradients of the inputs that want one; or the failure."""
         return attempt(lambda place: self._run([one.tensor() for one in self.inputs], place))

@@ -1,4 +1,4 @@
-"""2,000 random cases, the same in every run. New ones, and more, by ``make fuzz CASES=...``."""
+"""2,040 random cases, the same in every run. New ones, and more, by ``make fuzz CASES=...``."""
 
 from collections import Counter
 

@@ -96,7 +96,8 @@ def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any, keepdim: bool = False) -> Any:
         x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
         dims, layout = dims_of(x, dim), x._layout
-        if dim in ((), []):  # (for torch's error: it takes no dims for all of them, and then fails without keepdim)
+        if isinstance(dim, (tuple, list)) and not dim:
+            # (for torch's error: it takes no dims for all of them, and then fails without keepdim)
             func(torch.zeros((1,) * x.dim(), dtype=x.dtype), dim, keepdim)
         if not prod(x.shape[one] for one in dims):
             return total(x, dims, keepdim) - inf
