@@ -1,6 +1,9 @@
 """What goes wrong with a checkpoint is the same error on every worker, and nothing is loaded in part."""
 
+import contextlib
 import json
+import resource
+import time
 import zlib
 
 import pytest
@@ -158,6 +161,10 @@ def lengthen(path):
         (lambda path: truncate(path / "index.json"), "index.json is damaged"),
         (lambda path: (path / "index.json").write_text("[" * 100_000), "index.json is damaged"),
         (lambda path: (path / "index.json").write_text("{}"), "is no index of a checkpoint"),
+        (
+            lambda path: (path / "index.json").write_bytes(b"\x80\x04"),
+            "index.json is damaged: 'utf-8' codec",
+        ),  # a pickle
     ],
 )
 def test_damage(damage, words, tmp_path):
@@ -284,6 +291,63 @@ def test_a_worker_that_cannot_write(wait, tmp_path, monkeypatch):
     model = make("plain", None)
     assert distdl.load(tmp_path, model) == 2
     assert_equal(dict(model.state_dict()), dict(make("plain", None, seed=2).state_dict()))
+
+
+@contextlib.contextmanager
+def no_byte_more():
+    """No file of this process can grow: what a full disk does, also to the small files by which workers agree."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_without_a_free_byte(wait, tmp_path):
+    """It is told as soon as it is asked for, and not at the time limit."""
+    save(tmp_path, step=1)
+    before = files_of(tmp_path)
+
+    def work():
+        P = distdl.world()
+        model = make("sharded", P, seed=2)
+        distdl.save(tmp_path, model, step=2, wait=wait)
+        distdl.finish_saving()
+
+    began = time.monotonic()
+    with no_byte_more():
+        kind, text = run(work)
+    assert kind is OSError and ".safetensors cannot be written: " in text and "File too large" in text
+    assert ("earlier distdl.save" in text) is not wait and time.monotonic() - began < 20
+    assert files_of(tmp_path) == before and len(list(tmp_path.glob("data-*"))) == 1
+    assert distdl.load(tmp_path, make("plain", None)) == 1
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("kind", ["a file", "below a file", "a link to nothing", "no name"])
+def test_a_path_where_no_folder_can_be(kind, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    path = {"a file": "file", "below a file": "file/x", "a link to nothing": "link", "no name": "x" * 5000}[kind]
+    assert run(lambda: distdl.save(tmp_path / path, zeros(nn.Linear(1, 1))))[0] is OSError
+    assert run(lambda: distdl.load(tmp_path / path, nn.Linear(1, 1)))[0] in (OSError, FileNotFoundError)
+
+
+def test_what_does_not_belong_there_is_not_followed(tmp_path):
+    """A link in the place of the data is removed, and not what it leads to; a file among steps stays."""
+    save(tmp_path / "one")
+    (data,) = {file.parent for file in files_of(tmp_path / "one")}
+    data.rename(tmp_path / "elsewhere")
+    data.symlink_to(tmp_path / "elsewhere")
+    save(tmp_path / "one", step=2)
+    assert not data.exists() and len(list((tmp_path / "elsewhere").iterdir())) == WORKERS
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "step-000000007").touch()
+    save(tmp_path / "steps", step=8, keep=1)
+    assert distdl.load(tmp_path / "steps", make("plain", None)) == 8
 
 
 @pytest.mark.fault("threads")

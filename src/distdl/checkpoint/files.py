@@ -73,8 +73,13 @@ def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor]) -> tuple[int, d
     """Write a file of blocks, down to the disk.
 
     Returns: its bytes, and the checksum of each block.
+    Raises: OSError if the disk is full, or if it fails in another way.
     """
-    safetensors().torch.save_file(dict(blocks), path)
+    library = safetensors()
+    try:
+        library.torch.save_file(dict(blocks), path)
+    except library.SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     sync(path)
     return path.stat().st_size, {key: checksum(block) for key, block in blocks.items()}
 
@@ -170,7 +175,7 @@ def steps_in(path: Path, damaged: bool = False) -> list[tuple[int, Path]]:
     for one in path.iterdir():
         if _STEP.fullmatch(one.name) and (one / INDEX).is_file():
             try:
-                found.append((from_text((one / INDEX).read_text(), one / INDEX).serial, one))
+                found.append((from_text(text_of(one / INDEX), one / INDEX).serial, one))
             except ValueError:
                 if not damaged:
                     raise
@@ -178,17 +183,28 @@ def steps_in(path: Path, damaged: bool = False) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
+def text_of(index: Path) -> str:
+    """The text of an index.
+
+    Raises: ValueError if it is none.
+    """
+    try:
+        return index.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{index} is damaged: {error}") from error
+
+
 def find(path: Path) -> tuple[str, Path]:
     """The text of the index of a checkpoint, and its folder; of a folder of steps, of the one saved last.
 
-    Raises: FileNotFoundError if there is no complete checkpoint.
+    Raises: FileNotFoundError if there is no complete checkpoint; ValueError if its index is no text.
     """
     if (path / INDEX).is_file():
-        return (path / INDEX).read_text(), path
+        return text_of(path / INDEX), path
     steps = steps_in(path) if path.is_dir() else []
     if not steps:
         raise FileNotFoundError(f"there is no complete checkpoint in {path}")
-    return (steps[-1][1] / INDEX).read_text(), steps[-1][1]
+    return text_of(steps[-1][1] / INDEX), steps[-1][1]
 
 
 class Place:
@@ -233,7 +249,7 @@ class Place:
                     "workers share"
                 )
         new = self.folder / f"{INDEX}.new"
-        new.write_text(to_text(index))
+        new.write_text(to_text(index), "utf-8")
         for one in (new, self.data, self.folder):
             sync(one)
         os.replace(new, self.folder / INDEX)
@@ -244,7 +260,7 @@ class Place:
         if self.keep is not None:
             for _, folder in steps_in(self.path, damaged=True)[: -self.keep]:
                 (folder / INDEX).unlink()  # so that what is half removed is no checkpoint
-                shutil.rmtree(folder)
+                _remove(folder)
 
     def abandon(self) -> None:
         """Remove what was written, unless it is the checkpoint by now."""
@@ -268,19 +284,27 @@ class Place:
         """Remove what interrupted saves have left."""
         index = self.folder / INDEX
         try:
-            kept = (*kept, self.folder / from_text(index.read_text(), index).folder)
+            kept = (*kept, self.folder / from_text(text_of(index), index).folder)
         except FileNotFoundError:
             pass
         except ValueError:  # of what is damaged, nothing is removed before there is something new
             return
         for one in self.folder.iterdir():
             if _DATA.fullmatch(one.name) and one not in kept:
-                shutil.rmtree(one)
+                _remove(one)
         (self.folder / f"{INDEX}.new").unlink(missing_ok=True)
         if self.folder != self.path:  # other steps that were never finished
             for one in self.path.iterdir():
-                if _STEP.fullmatch(one.name) and one != self.folder and not (one / INDEX).exists():
-                    shutil.rmtree(one)
+                if _STEP.fullmatch(one.name) and one != self.folder and one.is_dir() and not (one / INDEX).exists():
+                    _remove(one)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or a link to one (what it leads to stays)."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _lock(path: Path) -> int | None:

@@ -123,6 +123,7 @@ class Saving:
     ) -> None:
         self.comm, self.index, self.data, self.blocks, self.place = comm, index, data, blocks, place
         self._thread: threading.Thread | None = None
+        self._failed_elsewhere = threading.Event()
         self._error: Exception | None = None
 
     def run(self, copy: Callable[[], None], wait: bool) -> None:
@@ -156,17 +157,27 @@ class Saving:
 
         Raises: its error, or that of another worker's thread.
         """
-        assert self._thread is not None
-        self._thread.join()
-
-        def outcome() -> None:
-            if self._error is not None:
-                raise self._error
-
+        thread, what = self._thread, "an earlier distdl.save"
+        assert thread is not None
+        # the thread of worker 0 waits for files of the others. On a full disk they cannot write these, so they say here
+        # that they have failed, before worker 0 waits for its thread
+        if self.place is None:
+            thread.join()
         try:
-            together(self.comm, "an earlier distdl.save", outcome)
+            try:
+                together(self.comm, what, lambda: None if self.place is not None else self._outcome())
+            except Exception:
+                self._failed_elsewhere.set()
+                raise
+            finally:
+                thread.join()
+            together(self.comm, what, self._outcome)
         except Exception as error:
             raise type(error)(f"an earlier distdl.save with wait=False failed: {error}") from error
+
+    def _outcome(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _write(self) -> list[Any]:
         """Write this worker's file; returns its bytes (None if there is none), and the checksums of the blocks."""
@@ -215,7 +226,8 @@ class Saving:
                     f"worker {worker} has not written its blocks after {self.comm.timeout:g} s, or {path} is "
                     "not on a file system that all workers share"
                 )
-            time.sleep(_POLL)
+            if self._failed_elsewhere.wait(_POLL):
+                raise OSError("another worker could not write its blocks")
         report = json.loads(path.read_text())
         path.unlink()
         return report

@@ -29,7 +29,7 @@ def together(comm: Communicator, what: str, work: Callable[[], Any]) -> list[Any
         report = (work(),)
     except Exception as error:  # whatever it is, the others wait
         own = error
-        report = (next((k for k, kind in _KINDS.items() if type(error) is kind), "RuntimeError"), _text(error))
+        report = (_kind(error), _text(error))
     comm.where = what
     told = gather_values(comm, tuple(range(comm.size)), what, report)
     failed = [worker for worker, one in enumerate(told) if len(one) == 2]
@@ -41,6 +41,12 @@ def together(comm: Communicator, what: str, work: Callable[[], Any]) -> list[Any
     return [one[0] for one in told]
 
 
+def _kind(error: Exception) -> str:
+    """The name of the kind that is raised for an error: its own, or else what it is one of."""
+    kinds = (type(error), OSError, ValueError, RuntimeError)
+    return next((k.__name__ for k in kinds if _KINDS.get(k.__name__) is k and isinstance(error, k)), "RuntimeError")
+
+
 def _text(error: Exception) -> str:
-    expected = type(error).__name__ in _KINDS
+    expected = type(error).__name__ in _KINDS or isinstance(error, OSError)  # (which says itself what it is)
     return str(error) if expected else f"{type(error).__name__}: {error}"
