@@ -12,7 +12,8 @@ from saved_models import assert_equal, equip, make
 from torch import nn
 
 import distdl
-from distdl.checkpoint import files, saving
+from distdl.__main__ import main as command_line
+from distdl.checkpoint import files, randomness, saving
 
 WORKERS = 3
 
@@ -183,6 +184,14 @@ def rewrite(path, change):
     (path / "index.json").write_text(json.dumps(content))
 
 
+def of_bias(index):
+    return index["tensors"]["model/fc.bias"]
+
+
+def in_state(index, **found):
+    index["optimiser"]["state"]["model/fc.bias"]["exp_avg"] = found
+
+
 @pytest.mark.fault("threads")
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -196,9 +205,29 @@ def rewrite(path, change):
             lambda index: index["tensors"].pop("optimiser/model/fc.bias/exp_avg"),
             "it has no optimiser/model/fc.bias/exp_avg",
         ),
+        (lambda index: of_bias(index)["blocks"][0].update(file="../x"), "a number from 0 is needed; it is '../x'"),
+        (lambda index: of_bias(index)["blocks"][0].update(box=[[-(10**30), 3]]), "a number from 0 is needed"),
+        (lambda index: of_bias(index).update(shape=[10**30]), "do not tile it"),
+        (lambda index: index.update(sizes={}), "it has no size of the file of worker"),
+        (lambda index: index.update(step=[1, 2]), "a number from 0 is needed; it is '[1, 2]'"),
+        (lambda index: index.update(step=float("nan")), "Out of range float values"),
+        (lambda index: index.update(workers=0), "a number from 1 is needed"),
+        (lambda index: index.update(aliases={"model/more": "model/none"}), "it has no model/none"),
+        (lambda index: index.update(extra_state=None), "'None' is no extra_state"),
+        (lambda index: index.update(random={"layers": 3, "draws": None}), "'3' is no random layers"),
+        (lambda index: index.update(random={"layers": {}, "draws": [1, [[2]]]}), "is no random draws"),
+        (lambda index: index.update(random="x"), "is damaged: TypeError"),
+        (lambda index: index.update(scheduler=[1]), "needs a scheduler of the class that was saved"),
+        (lambda index: index.update(scheduler={"dict": [3]}), "stands for no value"),
+        (lambda index: index.update(scheduler={"dict": [[{"dict": []}, 3]]}), "unhashable"),
+        (lambda index: index["optimiser"].update(groups=[{}, {}]), "is damaged: KeyError: 'params'"),
+        (lambda index: index["optimiser"]["groups"][0].update(options=7), "'7' is no options of a group"),
+        (lambda index: index["optimiser"].update(state=None), "'None' is no state of an optimiser"),
+        (lambda index: index["optimiser"]["state"].update({"model/fc.bias": 5}), "is no state of an optimiser"),
+        (lambda index: in_state(index, tensor="../../passwd", follows=True), "it has no ../../passwd"),
     ],
 )
-def test_a_forged_index(change, words, tmp_path):
+def test_a_forged_index(change, words, tmp_path, capsys):
     def work():
         model = make("sharded", distdl.world())
         steps, schedule = equip(model)
@@ -210,6 +239,97 @@ def test_a_forged_index(change, words, tmp_path):
     rewrite(tmp_path, change)
     kind, text = refused(tmp_path)
     assert kind is ValueError and words in text
+    if "index.json is damaged" in text:
+        for command in (["inspect", str(tmp_path)], ["convert", str(tmp_path), str(tmp_path / "theirs")]):
+            assert command_line(command) == 1 and words in capsys.readouterr().out
+
+
+def test_what_is_no_state_of_a_generator():
+    randomness.check({"torch": torch.get_rng_state()})
+    with pytest.raises(ValueError, match=r"\(3,\) torch.uint8 is no state of torch's torch generator"):
+        randomness.check({"torch": torch.zeros(3, dtype=torch.uint8)})
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_optimiser_of_another_class(optimiser, tmp_path):
+    def work():
+        model = make("replicated", distdl.world())
+        distdl.load(tmp_path, model, optimiser([{"params": one["params"]} for one in equip(model)[0].param_groups]))
+
+    save(tmp_path)
+    kind, text = run(work)
+    assert kind is ValueError and f"saved was the optimiser AdamW, and not {optimiser.__name__}: it has no " in text
+
+
+def test_adam_takes_what_adamw_has_left(tmp_path):
+    def work():
+        model = make("replicated", distdl.world())
+        groups = [{"params": one["params"]} for one in equip(model)[0].param_groups]
+        return distdl.load(tmp_path, model, torch.optim.Adam(groups))
+
+    save(tmp_path, step=4)
+    assert distdl.run_workers(work, 2) == [4, 4]
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau", "ChainedScheduler"])
+def test_a_scheduler_of_another_class(name, tmp_path):
+    """Also one that torch refuses only when the model has been set: then that is undone."""
+    kinds = torch.optim.lr_scheduler
+    others = {
+        "StepLR": lambda steps: kinds.StepLR(steps, 3),
+        "CosineAnnealingLR": lambda steps: kinds.CosineAnnealingLR(steps, 3),
+        "ReduceLROnPlateau": kinds.ReduceLROnPlateau,
+        "ChainedScheduler": lambda steps: kinds.ChainedScheduler([kinds.ConstantLR(steps)]),
+    }
+
+    def work():
+        model = make("modules", distdl.world(), seed=1)
+        steps, _ = equip(model)
+        schedule = others[name](steps)
+        before, told = distdl.export_state(model, steps), schedule.state_dict()
+        try:
+            distdl.load(tmp_path, model, steps, schedule)
+        finally:
+            assert_equal(distdl.export_state(model, steps), before)
+            assert {key: str(one) for key, one in schedule.state_dict().items()} == {k: str(v) for k, v in told.items()}
+
+    save(tmp_path)
+    assert ("the class that was saved" in run(work)[1]) is (name != "ChainedScheduler")
+
+
+class Noted(nn.Module):
+    """A module with a state of its own, which some workers do not take."""
+
+    def __init__(self, value, takes=True):
+        super().__init__()
+        self.weight, self.value, self.takes = nn.Parameter(torch.full((2,), float(value))), value, takes
+
+    def get_extra_state(self):
+        return {"value": self.value}
+
+    def set_extra_state(self, state):
+        if not self.takes and state["value"] != self.value:
+            raise KeyError("of a user")
+        self.value = state["value"]
+
+
+@pytest.mark.fault("threads")
+def test_a_worker_that_cannot_set_what_it_has_read(tmp_path):
+    """What it and the others have set by then is undone."""
+    distdl.save(tmp_path, Noted(7))
+    left = []
+
+    def work():
+        model = Noted(1, takes=distdl.world().rank != 1)
+        try:
+            distdl.load(tmp_path, model)
+        finally:
+            left.append((model.value, model.weight.tolist()))
+
+    assert run(work) == (RuntimeError, "KeyError: 'of a user' (on worker 1)")
+    assert left == [(1, [1.0, 1.0])] * WORKERS
 
 
 @pytest.mark.fault("threads")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distdl.checkpoint.checking import check_facts, number
 from distdl.checkpoint.records import Record
 from distdl.geometry.boxes import Box, Shape, volume
 from distdl.partition import dims
@@ -201,37 +202,51 @@ def from_text(text: str, where: object) -> Index:
         raise ValueError(f"{where} is no index of a checkpoint of distdl")
     if content.get("version") != VERSION:
         raise ValueError(f"{where} is of version {content.get('version')} of the format; this distdl reads {VERSION}")
-    checksum = content.pop("crc32", None)
-    if checksum != _checksum(content):
-        raise ValueError(
-            f"{where} is damaged: its checksum is {checksum}, and that of its content {_checksum(content)}"
-        )
     try:
+        checksum, own = content.pop("crc32", None), _checksum(content)
+        if checksum != own:
+            raise ValueError(f"its checksum is {checksum}, and that of its content {own}")
         return _read(content)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _read(content: dict[str, Any]) -> Index:
     tensors = {}
     for key, one in content["tensors"].items():
-        blocks = tuple(Block(int(b["file"]), _box(b["box"]), int(b["crc32"])) for b in one["blocks"])
-        tensors[key] = saved = Saved(_DTYPES[one["dtype"]], tuple(map(int, one["shape"])), blocks)
+        blocks = tuple(Block(number(b["file"]), _ranges(b["box"]), number(b["crc32"])) for b in one["blocks"])
+        tensors[key] = saved = Saved(_DTYPES[one["dtype"]], tuple(map(number, one["shape"])), blocks)
         if _uncovered(saved):
-            raise KeyError(f"the blocks of {key} do not tile it")
+            raise ValueError(f"the blocks of {key} do not tile it")
     if not _FOLDER.fullmatch(content["folder"]):  # (nothing outside of the checkpoint is read)
-        raise KeyError(f"{content['folder']!r} is no folder of files")
+        raise ValueError(f"{content['folder']!r} is no folder of files")
+    sizes = {int(worker): number(size) for worker, size in content["sizes"].items()}
+    without = {block.worker for saved in tensors.values() for block in saved.blocks} - sizes.keys()
+    if without:
+        raise ValueError(f"it has no size of the file of worker {min(without)}")
+    aliases = dict(content["aliases"])
+    unknown = sorted(set(aliases.values()) - tensors.keys())
+    if unknown:
+        raise ValueError(f"it has no {unknown[0]}")
+    facts = {key: content[key] for key in ("optimiser", "scheduler", "random", "extra_state")}
+    check_facts(facts, tensors)
     return Index(
         tensors=tensors,
-        aliases=dict(content["aliases"]),
-        facts={key: content[key] for key in ("optimiser", "scheduler", "random", "extra_state")},
-        step=content["step"],
-        workers=int(content["workers"]),
+        aliases=aliases,
+        facts=facts,
+        step=None if content["step"] is None else number(content["step"]),
+        workers=number(content["workers"], 1),
         folder=content["folder"],
-        serial=int(content["serial"]),
-        sizes={int(worker): int(size) for worker, size in content["sizes"].items()},
+        serial=number(content["serial"]),
+        sizes=sizes,
         about=dict(content["about"]),
     )
+
+
+def _ranges(found: Any) -> Box:
+    return tuple((number(start), number(stop)) for start, stop in found)
 
 
 def _checksum(content: dict[str, Any]) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from distdl.checkpoint import optimisers, randomness
-from distdl.checkpoint.contents import check_alike, having_extra_state, of_model
+from distdl.checkpoint.contents import check_alike, having_extra_state, of_model, state_of
 from distdl.checkpoint.files import INDEX, Reader, find, safetensors
 from distdl.checkpoint.index import Index, from_text
 from distdl.checkpoint.records import Record, Records, communicator_of, local
@@ -95,14 +98,19 @@ def _found(path: str | os.PathLike[str], reads: bool) -> tuple[str, str, str]:
 def install_together(comm: Any, what: str, stage: Any, staged: list[Staged]) -> None:
     """Stage on every worker, check that together they have all names, and then install. Collective.
 
-    Raises: the same error on every worker; only if it comes from a ``load_state_dict`` of an optimiser's or a
-        scheduler's own, something may have been set.
+    Raises: the same error on every worker, and then what was set is as it was before.
     """
     names = together(comm, what, stage)
     missing = sorted(staged[0].wanted.difference(*names))
     if missing:
         raise ValueError(f"the model has no {_listed(missing)}, and the checkpoint has it")
-    together(comm, what, staged[0].install)
+    try:
+        together(comm, what, staged[0].install)
+    except Exception:
+        with suppress(Exception):  # (of a load_state_dict that is not torch's)
+            staged[0].undo()
+        raise
+    staged[0].restore_random()
 
 
 class Staged:
@@ -141,31 +149,46 @@ class Staged:
             self.names |= _in_groups(optimisers.names_of(optimiser, records))
             self.wanted |= _in_groups([group["params"] for group in facts["optimiser"]["groups"]])
         self._schedule = None if scheduler is None else decode(facts["scheduler"], self._whole)
+        if scheduler is not None:
+            _check_kind(scheduler, self._schedule)
         self._extra = [
             (module, decode(facts["extra_state"][path], self._whole))
             for path, module in having_extra_state(model)
             if path in facts["extra_state"]
         ]
         self._generators: dict[str, torch.Tensor] | None = None
+        self._undoing = ExitStack()
 
     def read_random(self, worker: int, size: int) -> None:
-        """Read the states of the generators with which this worker goes on."""
+        """Read the states of the generators with which this worker goes on.
+
+        Raises: ValueError for what is no state of a generator.
+        """
         keys = randomness.keys_for(worker, size, self.index.workers, self.index.tensors)
         self._generators = {kind: self._whole(key) for kind, key in keys.items()}
+        randomness.check(self._generators)
 
     def install(self) -> None:
-        """Set everything."""
-        with torch.no_grad():
-            for record, cells in self._tensors:
-                assert record.tensor is not None
-                target = local(record.tensor)
-                target.copy_(cells.reshape(target.shape))
+        """Set everything but the states of generators, so that it can be undone."""
+        for record, cells in self._tensors:
+            self._undoing.callback(_swap, record, cells)
+            _swap(record, cells)
         if self.optimiser is not None and self._state is not None:
+            self._undoing.callback(self.optimiser.load_state_dict, self.optimiser.state_dict())
             self.optimiser.load_state_dict(self._state)
         if self.scheduler is not None:
+            self._undoing.callback(self.scheduler.load_state_dict, deepcopy(state_of(self.scheduler)))
             self.scheduler.load_state_dict(self._schedule)
         for module, state in self._extra:
+            self._undoing.callback(module.set_extra_state, deepcopy(module.get_extra_state()))
             module.set_extra_state(state)
+
+    def undo(self) -> None:
+        """Set everything to what it was before :meth:`install`, as far as that came."""
+        self._undoing.close()
+
+    def restore_random(self) -> None:
+        """Go on with the random numbers that were read: the last thing to set. They were checked, so it cannot fail."""
         if self._generators is not None:
             comm = communicator_of(self.model)
             randomness.restore(self.model, comm, self.index.facts["random"], self._generators)
@@ -205,6 +228,30 @@ class Staged:
         if key not in self.index.tensors:
             raise ValueError(f"the checkpoint is damaged: it has no {key}")
         return self.index.tensors[key]
+
+
+def _swap(record: Record, cells: torch.Tensor) -> None:
+    """Exchange this worker's cells of a tensor of the model for others: twice, and it is as before."""
+    assert record.tensor is not None
+    target = local(record.tensor)
+    before = target.to(cells.device, copy=True)
+    with torch.no_grad():
+        target.copy_(cells.reshape(target.shape))
+        cells.copy_(before.reshape(cells.shape))
+
+
+def _check_kind(scheduler: Any, saved: Any) -> None:
+    """Check that what was saved has all that the scheduler keeps. (Names that begin with _ come and go with torch.)
+
+    Raises: ValueError.
+    """
+    own, found = (one if isinstance(one, Mapping) else {} for one in (state_of(scheduler), saved))
+    missing = sorted(str(name) for name in own if str(name)[:1] != "_" and name not in found)
+    if missing:
+        raise ValueError(
+            f"a checkpoint needs a scheduler of the class that was saved; a {type(scheduler).__name__} has "
+            f"{', '.join(missing)}; saved were {', '.join(sorted(map(str, found))) or 'none of them'}"
+        )
 
 
 def _in_groups(groups: list[list[str]]) -> set[str]:

@@ -113,9 +113,11 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
     Args:
         index: as :func:`describe` returns it, of all workers together.
         read: gives the tensor of a key: with a record, the cells that this worker has of it, else the whole.
-    Raises: ValueError if the optimiser has other groups, or other parameters in them.
+    Raises: ValueError if the optimiser is of another class with other options, has other groups, or other parameters
+        in them.
     """
     names = names_of(optimiser, records)
+    _check_kind(optimiser, index)
     check_groups(names, index)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -135,6 +137,20 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
         named = {"param_names": group["param_names"]} if "param_names" in group else {}
         groups.append({**options, "params": numbers, **named})
     return {"state": state, "param_groups": groups}
+
+
+def _check_kind(optimiser: torch.optim.Optimizer, index: dict[str, Any]) -> None:
+    """Check that an optimiser of another class has no options besides those that were saved (Adam and AdamW have not).
+
+    Raises: ValueError.
+    """
+    kind = type(optimiser).__name__
+    if index["kind"] in ("", kind):  # (a state_dict does not say its class)
+        return
+    saved = {name for group in index["groups"] for name, _ in group["options"]["dict"]}
+    missing = sorted(set(optimiser.defaults) - saved)
+    if missing:
+        raise ValueError(f"saved was the optimiser {index['kind']}, and not {kind}: it has no {', '.join(missing)}")
 
 
 def check_groups(names: list[list[str]], index: dict[str, Any]) -> None:

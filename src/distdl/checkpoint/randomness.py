@@ -51,6 +51,19 @@ def restore(model: torch.nn.Module, comm: Communicator, found: dict[str, Any], s
         torch.cuda.set_rng_state(states["cuda"])
 
 
+def check(states: dict[str, torch.Tensor]) -> None:
+    """Check that torch's generators can go on with these states.
+
+    Raises: ValueError.
+    """
+    for kind, own in _generators():
+        if kind in states and (states[kind].dtype, states[kind].shape) != (own.dtype, own.shape):
+            found = f"{tuple(states[kind].shape)} {states[kind].dtype}"
+            raise ValueError(
+                f"{found} is no state of torch's {kind} generator, which has {tuple(own.shape)} {own.dtype}"
+            )
+
+
 def keys_for(worker: int, size: int, workers: int, keys: Any) -> dict[str, str]:
     """By kind of generator, the key of the state with which a worker goes on: its own, or that of worker 0 if another
     number of workers has saved.

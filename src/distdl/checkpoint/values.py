@@ -66,10 +66,17 @@ def decode(found: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
             return tensor(inside)
         if kind == "tuple" and isinstance(inside, list):
             return tuple(decode(item, tensor) for item in inside)
-        if kind in ("dict", "counter") and isinstance(inside, list) and all(len(pair) == 2 for pair in inside):
+        if kind in ("dict", "counter") and _are_pairs(inside):
             pairs = {decode(key, tensor): decode(one, tensor) for key, one in inside}
             return Counter(pairs) if kind == "counter" else pairs
     raise ValueError(f"{str(found)[:80]} stands for no value")
+
+
+def _are_pairs(inside: Any) -> bool:
+    """Whether it is a list of pairs, each of a key and a value."""
+    return isinstance(inside, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and not isinstance(pair[0], list) for pair in inside
+    )
 
 
 def _no_tensor(path: str, tensor: torch.Tensor) -> None:
