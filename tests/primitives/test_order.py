@@ -1,6 +1,7 @@
 """Workers that make calls, or run a backward, in another order than the others: an error, and never a wrong number."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -374,3 +375,24 @@ def test_under_debug_a_backward_in_another_order_is_an_error_before_it_is_sent(n
         in texts[0]
     )
     assert "and worker 1 in the backward of exchange 2" in texts[0], texts[0]
+
+
+@pytest.mark.fault("threads")
+def test_under_debug_a_call_of_one_worker_more_names_what_the_others_do(monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+    texts = {}
+
+    def main():
+        P = distdl.world()
+        layer = all_sum(P)
+        y = layer(torch.ones(2, requires_grad=True))
+        with pytest.raises(CommunicationError) as error:
+            layer(torch.ones(2)) if P.rank == 1 else y.sum().backward()
+        texts[P.rank] = str(error.value)
+
+    distdl.run_workers(main, WORKERS)
+    (text,) = set(texts.values())
+    others = ", ".join(str(worker) for worker in range(WORKERS) if worker != 1)
+    assert re.search(
+        rf"together: the backward of exchange \d+, AllSumReduce .* on {others}; AllSumReduce .* on 1$", text
+    ), text

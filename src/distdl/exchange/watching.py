@@ -47,7 +47,7 @@ def watch(comm: Communicator) -> None:
         if dtype is not None:
             what = f"{what}, moving {dtype}"
         source = calls.underive()  # in which the members may differ: it is compared with the rest
-        told = gather_values(comm, members, "what is compared before an exchange (DISTDL_DEBUG)", what)
+        told = gather_values(comm, members, "what is compared before an exchange (DISTDL_DEBUG)", what, shown=what)
         if source:
             calls.derive(source)
         for worker, other in zip(members, told, strict=True):

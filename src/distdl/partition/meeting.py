@@ -62,12 +62,13 @@ CHANGED = Header._fields.index("changed")
 LENGTH = FIELDS + 3 * MOST_TENSORS  # of the header and the derivatives, in integers
 
 
-def meet(comm: Communicator, members: Group, call: str, length: int = 0) -> int:
+def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: str = "") -> int:
     """Find out that all members are in the same call. Every member calls it.
 
     Args:
         call: what the workers do, with its options.
         length: of the value that this worker will send.
+        shown: what an error says of the call, if it says more than ``call``.
     Returns: the largest length.
     Raises: CommunicationError, the same on every member, if they are not.
     """
@@ -78,7 +79,7 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0) -> int:
     sent[:FIELDS] = header
     received = Header(*comm.through.all_max(members, sent)[:FIELDS].tolist())
     if not received.alike:
-        raise different(comm, members, received, call)
+        raise different(comm, members, received, shown or call)
     return received.length
 
 

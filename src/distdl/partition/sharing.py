@@ -44,14 +44,16 @@ def broadcast_value(comm: Communicator, members: Group, call: str, root: int, va
     return _value_of(root, content.numpy().tobytes())
 
 
-def gather_values(comm: Communicator, members: Group, call: str, value: Any) -> list[Any]:
+def gather_values(comm: Communicator, members: Group, call: str, value: Any, shown: str = "") -> list[Any]:
     """The values of all members, in their order, on every member.
 
+    Args:
+        call, shown: as of :func:`distdl.partition.meeting.meet`.
     Raises: as :func:`broadcast_value`.
     """
     message = _message_of(value)
     message = struct.pack("<Q", len(message)) + message
-    rows = comm.through.all_gather(members, padded(message, meet(comm, members, call, len(message))))
+    rows = comm.through.all_gather(members, padded(message, meet(comm, members, call, len(message), shown)))
     contents = [row.numpy().tobytes() for row in rows]
     lengths = [struct.unpack_from("<Q", content)[0] for content in contents]
     return [
