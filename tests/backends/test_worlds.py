@@ -187,6 +187,8 @@ def test_threads_inside_a_process_world_are_refused_and_serial_has_one_worker():
         distdl.run_workers(lambda: 0, 2, "serial")
     with pytest.raises(ValueError, match="at least one worker"):
         distdl.run_workers(lambda: 0, 0)
+    with pytest.raises(ValueError, match="run_workers starts at most 10000 workers; got 1000000000"):
+        distdl.run_workers(lambda: 0, 10**9)
     with pytest.raises(RuntimeError, match="mpirun -n 3 python SCRIPT"):
         distdl.run_workers(lambda: 0, 3, "mpi")
     with pytest.raises(ValueError, match="a function that they can import"):

@@ -16,6 +16,8 @@ from distdl.workers.worlds import inside, launched, world
 
 Result = TypeVar("Result")
 
+_MOST = 10_000  # workers that one call starts: a machine has no use for more, and may not survive them
+
 
 @checks_arguments
 def run_workers(function: Callable[[], Result], workers: int = 4, backend: str | None = None) -> list[Result]:
@@ -30,7 +32,8 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
             ``DISTDL_BACKEND`` names, or on threads.
     Returns: the results in the order of the workers. In a launched job they are gathered, and must be numbers, strings,
         arrays, tensors, or tuples, lists or dicts of these.
-    Raises: what a worker raised, with its traceback; ValueError if the launched job has another size.
+    Raises: what a worker raised, with its traceback; ValueError if the launched job has another size, and for more than
+        10,000 workers on one machine.
     """
     if workers < 1:
         raise ValueError(f"run_workers needs at least one worker; got {workers}")
@@ -39,6 +42,8 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
     here = launched()
     if here is not None and backend in (None, here):
         return _run_here(function, workers, here)
+    if workers > _MOST:
+        raise ValueError(f"run_workers starts at most {_MOST} workers; got {workers}")
     name = backend or chosen()
     found = find(name)
     if found.check is not None:
