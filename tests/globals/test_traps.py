@@ -413,6 +413,15 @@ def test_values_tables_and_constants():
 
 
 @on_workers
+def test_a_part_is_contiguous_on_all_workers_or_on_none():
+    """Of two columns, the block of two rows is not contiguous, and the block of one row is."""
+    part = split(x35)[:, 1:3]
+    assert part.is_contiguous() and part.stride() == (2, 1)
+    image = split(noise(2, 3, 4, 5)).contiguous(memory_format=torch.channels_last)
+    assert image.is_contiguous() and not image.is_contiguous(memory_format=torch.channels_last)
+
+
+@on_workers
 def test_an_in_place_write_reaches_what_it_is_a_view_of():
     """Where the view had to move, the tensor itself is not used again in silence."""
     x, plain = split(x35) * 1, x35.clone()

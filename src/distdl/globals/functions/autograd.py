@@ -142,7 +142,7 @@ grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse
 is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia
 """
 _CALLED = """
-retain_grad element_size is_contiguous is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
+retain_grad element_size is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
 is_distributed is_coalesced
 """
 
@@ -170,13 +170,13 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Siz
     return size
 
 
-@handles("size dim numel nelement ndimension __len__ is_floating_point is_complex stride", "Tensor")
+@handles("size dim numel nelement ndimension __len__ is_floating_point is_complex stride is_contiguous", "Tensor")
 def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is known of the whole tensor."""
     x, *rest = args
     name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
-    if name == "stride":  # as if the whole were contiguous
-        return torch.empty(x.shape, device="meta").stride(*rest, **kwargs)
+    if name in ("stride", "is_contiguous"):  # as if the whole were contiguous: workers with other blocks agree
+        return getattr(torch.empty(x.shape, device="meta"), name)(*rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)
 
 
