@@ -23,6 +23,7 @@ REFUSED = {
     r"would write what a global tensor says into a plain tensor, .* because it requires a gradient": (
         "refused: written into a plain tensor"
     ),
+    r"needs .* whole numbers?, .*at most 2147483647; got \D*\d{11}": "refused: a number that no window has",
     r"^torch.cummax: Dimension out of range": "refused: a dim that is not there, of a tensor without elements",
 }
 # errors of torch where global tensors need none

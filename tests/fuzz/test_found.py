@@ -91,6 +91,16 @@ FOUND = {
         (Step("torch.logsumexp", (Ref(0), [])),),
         (0,),
     ),
+    "a stride that torch takes, for there is one window": Program(
+        (Input((1, 1, 1), 0, "normal", False, False, Blocks((0,), ((1,), (1,), (1,)))),),
+        (Step("functional.conv1d", (Ref(0), Ref(0)), (("stride", 2**62),)),),
+        (1,),
+    ),
+    "torch's cummax of nothing looks at no dim": Program(
+        (Input((0, 1), 0, "normal", False, False, Blocks((0,), ((0,), (1,)))),),
+        (Step("torch.cummax", (Ref(0), -7)),),
+        (2,),
+    ),
 }
 
 _WEIGHT = Part("Conv1d", (1, 1, 1))
@@ -109,6 +119,8 @@ NETWORKS = {
 }  # fmt: skip
 
 OUTCOMES = {
+    "a stride that torch takes, for there is one window": "refused: a number that no window has",
+    "torch's cummax of nothing looks at no dim": "refused: a dim that is not there, of a tensor without elements",
     "torch's logsumexp over no dims fails": "same error",
     "a value of a border that repeats cells was not looked at": "same error",
     "a tensor is multiplied in place by a view of it": "torch refuses: to write what it reads",
