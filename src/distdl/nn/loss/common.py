@@ -54,8 +54,9 @@ def _alone(reduction: str, x: torch.Tensor, target: Any, *weights: torch.Tensor)
 
 def finished(loss: torch.Tensor, reduction: str) -> torch.Tensor:
     """The loss, such that ``backward()`` may be called on it even if nothing that it depends on requires a gradient."""
-    differentiable = loss.is_floating_point() or loss.is_complex()
-    if reduction == "none" or loss.requires_grad or not (differentiable and torch.is_grad_enabled()):
+    if reduction == "none" or loss.requires_grad or not torch.is_grad_enabled():
+        return loss
+    if not (loss.is_floating_point() or loss.is_complex()):
         return loss
     return loss + torch.empty(0, dtype=loss.dtype, device=loss.device, requires_grad=True).sum()
 
