@@ -1,5 +1,6 @@
 """A worker that leaves is named, workers end with their launcher, and no error that is known gets lost."""
 
+import atexit
 import json
 import os
 import signal
@@ -220,8 +221,25 @@ def test_torchrun_is_told_of_the_error_and_takes_the_cause_for_the_first(monkeyp
         sys.excepthook(type(error), error, None)
         failures[type(error)] = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
         assert json.loads(file.read_text())["message"]["message"] == f"{type(error).__name__}: {error}"
+    atexit.unregister(launchers._remove_empty)
     assert min(failures, key=lambda kind: failures[kind].timestamp) is KeyError
     assert "the reason" in failures[KeyError].message["message"] and "KeyError" in capsys.readouterr().err
+
+
+def test_the_empty_folders_of_torchrun_are_removed_and_no_others(tmp_path):
+    files = [tmp_path / "torchelastic_x" / "none_y" / "attempt_0" / worker / "error.json" for worker in "01"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+    files[1].touch()
+    launchers._remove_empty(files[0])
+    assert not files[0].parent.exists() and files[1].exists()
+    files[1].unlink()
+    launchers._remove_empty(files[1])
+    assert tmp_path.exists() and not any(tmp_path.iterdir())
+    own = tmp_path / "logs" / "none_y" / "attempt_0" / "0" / "error.json"  # of --log-dir
+    own.parent.mkdir(parents=True)
+    launchers._remove_empty(own)
+    assert own.parent.exists()
 
 
 # -- a last checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -31,6 +33,14 @@ def serve_launcher() -> None:
         end_with(os.getppid())
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         _record_errors(os.environ["TORCHELASTIC_ERROR_FILE"])
+
+
+def _remove_empty(file: Path) -> None:
+    """Remove the temporary folders that torchrun made for a file, as far as they are empty: it leaves them there."""
+    ours = [one for one in file.parents if any(two.name.startswith("torchelastic_") for two in (one, *one.parents))]
+    with contextlib.suppress(OSError):  # there is an error in it, or the folder of another worker
+        for folder in ours:
+            folder.rmdir()
 
 
 def end_with(parent: int) -> None:
@@ -76,3 +86,4 @@ def _record_errors(file: str) -> None:
     hook: Any = record
     hook.records = True
     sys.excepthook = hook
+    atexit.register(_remove_empty, Path(file))
