@@ -211,3 +211,25 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
         return len(NO_TENSOR)
 
     assert distdl.run_workers(work) == [6] * 4
+
+
+def test_sizes_that_adaptive_poolings_do_not_make():
+    """2**62 outputs were listed one by one, until memory was full; True was taken for 1, and -7 for a third result."""
+
+    def work():
+        F, P = torch.nn.functional, distdl.world().reshape(1, 1, 2, 1)
+        x = distdl.distribute_tensor(torch.rand(1, 2, 4, 4), P)
+        layer = distdl.nn.DistributedAdaptiveMaxPool2d(P, (1, 2**31 - 1))
+        for pool in F.adaptive_avg_pool2d, F.adaptive_max_pool2d:
+            assert pool(x, 1).shape == (1, 2, 1, 1)  # (1 and True are equal)
+            with pytest.raises(TypeError, match="must be tuple of ints, not bool"):
+                pool(x, True)
+            with pytest.raises(RuntimeError, match="overflow"):
+                pool(x, (1, 2**62))
+            with pytest.raises(ValueError, match=r"makes at most 4194304 outputs along a dim; got 1099511627776"):
+                pool(x, (1, 2**40))
+        with pytest.raises(ValueError, match=r"AdaptiveMaxPool2d.* makes at most 4194304 outputs along a dim"):
+            layer(x.to_local())
+        return len(F.adaptive_max_pool2d(x, (1, 1), -7))
+
+    assert distdl.run_workers(work, 2) == [2, 2]

@@ -37,6 +37,8 @@ from distdl.tensors.dtypes import HALVES
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
 
+_MOST = 1 << 22  # outputs along a dim: each is planned by itself
+
 
 @dataclass(frozen=True)
 class AdaptiveAverage:
@@ -276,11 +278,13 @@ def _planar(x: torch.Tensor, outputs: Shape) -> Shape:
 def _computed(name: str, owned: Layout, asked: tuple[int | None, ...]) -> Layout:
     """Where y will be.
 
-    Raises: ValueError if x is empty in space.
+    Raises: ValueError if x is empty in space, or if there are more outputs than can be planned one by one.
     """
     if 0 in owned.extents[2:]:
         raise ValueError(f"{name} needs an input that is not empty in space; its shape is {dims(owned.extents)}")
     counts = [extent if n is None else n for extent, n in zip(owned.extents[2:], asked, strict=True)]
+    if max(counts) > _MOST:
+        raise ValueError(f"{name} makes at most {_MOST} outputs along a dim; got {max(counts)}")
     spans = [balanced(n, places) for n, places in zip(counts, owned.partition.workers.shape[2:], strict=True)]
     return Layout.along(owned.partition, [*owned.intervals[:2], *spans])
 

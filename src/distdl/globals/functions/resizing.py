@@ -10,6 +10,7 @@ import torch
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, numbers, single
+from distdl.globals.functions.judging import frozen, judge
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
@@ -126,7 +127,7 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
 def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, output_size: Any) -> Any:
-        return _adaptive(func, input, AdaptiveAverage(_extents(_space_of(func), output_size)))
+        return _adaptive(func, input, output_size, AdaptiveAverage(_extents(_space_of(func), output_size)))
 
     return run(*args, **kwargs)
 
@@ -139,15 +140,21 @@ def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, output_size: Any, return_indices: bool = False) -> Any:
         # (torch.adaptive_max_pool1d always gives both)
-        indices = return_indices or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
-        return _adaptive(func, input, AdaptiveMaximum(_extents(_space_of(func), output_size), indices))
+        indices = bool(return_indices) or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
+        op = AdaptiveMaximum(_extents(_space_of(func), output_size), indices)
+        return _adaptive(func, input, output_size, op)
 
     return run(*args, **kwargs)
 
 
-def _adaptive(func: Any, input: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:
-    space = len(op.extents)
-    return _batched(space, input, lambda x: apply(lambda: _accepting(op, (1,) * (space + 2), x), op, x, func.__name__))
+def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:
+    space, key = len(op.extents), (op, frozen(output_size))
+
+    def accepted(x: GlobalTensor) -> Any:
+        judge(func, (x, output_size), {})
+        return _accepting(op, (1,) * (space + 2), x)
+
+    return _batched(space, input, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
 
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
