@@ -206,6 +206,9 @@ def test_what_is_no_tensor_is_a_type_error_that_says_so(monkeypatch, noted):
             torch.nn.functional.lp_pool1d(x.unsqueeze(0), 2.0, 1, 1, None)
         with pytest.raises(RuntimeError, match="adaptive pooling in 1 dims needs an output_size of 1"):
             torch.nn.functional.adaptive_avg_pool1d(x.unsqueeze(0), (2, 2))
+        assert torch.nn.functional.normalize(x, None).shape == (4, 5)  # (in torch, None is 2)
+        with pytest.raises(TypeError, match="must be tuple of ints, not dict"):
+            torch.nn.functional.normalize(x, 2.0, {})
         with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
             _ = x.nonsense
         return len(NO_TENSOR)

@@ -1,11 +1,15 @@
 """Functions that run on one worker: their derivatives, and what these raise."""
 
+import gc
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import distdl
 
 square = noise(4, 4)
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no op for global tensors")
@@ -81,6 +85,25 @@ def test_inside_a_checkpoint():
     for one in (plain, x):
         checkpoint(function, one, use_reentrant=False).square().sum().backward()
     assert_close(x.grad, plain.grad)
+
+
+def test_a_checkpoint_keeps_nothing_after_its_derivative():
+    """What an operator's own node saves of its result would keep the node, which keeps it."""
+
+    def matrices():
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.shape == (23, 23) for one in gc.get_objects())
+
+    def work():
+        x = distdl.distribute_tensor(torch.eye(23), distdl.world().reshape(1, 1)).requires_grad_()
+        found = []
+        for _ in range(4):
+            checkpoint(torch.linalg.inv, x, use_reentrant=False).sum().backward()
+            found.append(matrices())
+        return found
+
+    ((first, *_, last),) = distdl.run_workers(work, 1)
+    assert first == last
 
 
 @on_workers

@@ -87,6 +87,17 @@ def test_detached():
 
 
 @on_workers
+def test_hooks_of_several_leaves():
+    """torch finds the node of a leaf by a view of it, also on a worker without cells."""
+    x, y, seen = split(noise(3, 5)).requires_grad_(), split(noise(3, 5, seed=2)).requires_grad_(), []
+    handle = torch.autograd.graph.register_multi_grad_hook([x, y], seen.extend)
+    (x * y).sum().backward()
+    handle.remove()
+    assert_close(seen[0], y.full_tensor())
+    assert_close(seen[1], x.full_tensor())
+
+
+@on_workers
 def test_hooks():
     x, seen = split(x35).requires_grad_(), []
     handle = x.register_hook(lambda dx: (seen.append(dx.full_tensor()), dx * 2)[1])

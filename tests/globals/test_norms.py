@@ -4,9 +4,11 @@ from math import inf
 
 import pytest
 import torch
+from launched import assert_close, on_workers, split
 from same import Global, assert_same, noise
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from distdl.globals.functions.norms import _Merged, _Part
 
@@ -66,6 +68,17 @@ def test_few_digits():
     for dtype, tolerance in ((torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)):
         few = (noise(4, 40) * 3).to(dtype)
         assert_same(lambda x: (x.norm(dim=1), x.norm(3, 1)), Global(few), grids=[(1, 4), (2, 2)], tolerance=tolerance)
+
+
+@on_workers
+def test_inside_a_checkpoint():
+    def function(x):
+        return x.norm(dim=1) + x.norm(3.0) + F.normalize(x, dim=0).norm(0.5)
+
+    plain, blocks = x.clone().requires_grad_(), split(x.clone(), 1, 2).requires_grad_()
+    for one in (plain, blocks):
+        checkpoint(function, one, use_reentrant=False).square().sum().backward()
+    assert_close(blocks.grad, plain.grad)
 
 
 @pytest.mark.parametrize("p", [0.5, 2.0, 3.0])

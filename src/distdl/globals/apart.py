@@ -62,7 +62,7 @@ class Apart:
 
     def runs(self) -> Any:
         """Where the function runs. It keeps what its derivative needs, which a checkpoint would recompute alone."""
-        return saved_tensors_hooks(_same, _same) if is_checkpointed() else nullcontext()
+        return saved_tensors_hooks(_cells, _same) if is_checkpointed() else nullcontext()
 
     def gives(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results in the workers' graph. On the other workers they are zeros, without volume."""
@@ -106,11 +106,16 @@ class Apart:
             raise error_of(told, call, self.worker)
 
 
+def _cells(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()  # (a result that its own node saves would keep the node, which keeps it)
+
+
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-setattr(_same, KEEPS_TENSORS, True)
+for _hook in (_cells, _same):
+    setattr(_hook, KEEPS_TENSORS, True)
 
 
 class _With(Function):

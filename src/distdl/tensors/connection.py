@@ -63,7 +63,7 @@ def replayed(y: torch.Tensor) -> torch.Tensor:
     torch._C._set_view_replay_enabled(True)
     try:
         with torch.enable_grad():
-            made = (base if base.dim() else base.view(1))[:0]
+            made = (base if base.dim() else base.view(1))[:0] if base.numel() else base
             if made.is_complex() and not y.is_complex():
                 made = made.real
             elif y.is_complex() and not made.is_complex():

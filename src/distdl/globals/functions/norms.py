@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.extremes import extreme_over
-from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -178,10 +178,9 @@ class _Part(Function):
         return _norm(x, p, dims, wide)
 
     @staticmethod
-    def _direction(ctx: Any) -> torch.Tensor:
+    def _direction(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         """:math:`x |x|^{p - 2}`, by those operators of which torch makes it: its derivatives exist where torch's do."""
-        (saved,), p = ctx.saved_tensors, ctx.p
-        x: torch.Tensor = saved if ctx.wide is None else saved.to(ctx.wide)
+        p, x = ctx.p, x if ctx.wide is None else x.to(ctx.wide)
         if p == 2:
             return x
         if p > 2:
@@ -191,12 +190,12 @@ class _Part(Function):
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (x,) = ctx.saved_tensors
-        return (_Part._direction(ctx) * factor).to(x.dtype), None, None, None
+        (x,) = ctx.saved_tensors  # (once: a checkpoint gives it only once)
+        return (_Part._direction(ctx, x) * factor).to(x.dtype), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        along = _Part._direction(ctx).conj() * tangent
+        along = _Part._direction(ctx, *ctx.saved_tensors).conj() * tangent
         return (along.real if along.is_complex() else along).sum(ctx.dims, keepdim=True)
 
 
@@ -268,8 +267,9 @@ def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @handles("normalize", "functional")
 def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-        return input / norm_over(input, p, dim, True).clamp_min(eps)
+    def run(input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+        judged(func, (input, p, dim, eps), {})
+        return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
 
     return run(*args, **kwargs)
 
