@@ -13,7 +13,7 @@ from torch import nn
 
 import distdl
 from distdl.__main__ import main as command_line
-from distdl.checkpoint import files, randomness, saving
+from distdl.checkpoint import files, loading, randomness, saving
 
 WORKERS = 3
 
@@ -211,6 +211,7 @@ def in_state(index, **found):
         (lambda index: index.update(sizes={}), "it has no size of the file of worker"),
         (lambda index: index.update(step=[1, 2]), "a number from 0 is needed; it is '[1, 2]'"),
         (lambda index: index.update(step=float("nan")), "Out of range float values"),
+        (lambda index: index.update(scheduler_kind=["StepLR"]), "is no kind of a scheduler"),
         (lambda index: index.update(workers=0), "a number from 1 is needed"),
         (lambda index: index.update(aliases={"model/more": "model/none"}), "it has no model/none"),
         (lambda index: index.update(extra_state=None), "'None' is no extra_state"),
@@ -272,6 +273,45 @@ def test_adam_takes_what_adamw_has_left(tmp_path):
     assert distdl.run_workers(work, 2) == [4, 4]
 
 
+class Tuned(torch.optim.AdamW):
+    """An optimiser that derives from the one that was saved, and has one option more."""
+
+    def __init__(self, groups):
+        super().__init__(groups)
+        self.defaults["mine"] = 3
+
+
+class Renamed(torch.optim.lr_scheduler.MultiStepLR):
+    """A scheduler that derives from the one that was saved."""
+
+
+def test_a_class_that_has_gained_something_since(tmp_path):
+    def work(kind, optimiser=None):
+        model = make("replicated", distdl.world())
+        steps, _ = equip(model)
+        if optimiser is not None:
+            steps = optimiser([{"params": one["params"]} for one in steps.param_groups])
+        schedule = kind(steps, [7])
+        schedule.added = 3
+        found = distdl.load(tmp_path, model, steps, schedule)
+        return found, schedule.added, sorted(schedule.milestones)
+
+    save(tmp_path, step=4)
+    same = torch.optim.lr_scheduler.MultiStepLR
+    for arguments in ((same,), (Renamed,), (Renamed, Tuned)):
+        assert distdl.run_workers(lambda arguments=arguments: work(*arguments), 2) == [(4, 3, [2, 3])] * 2
+
+
+def test_a_checkpoint_that_does_not_say_the_class_of_its_scheduler(tmp_path):
+    """One that was saved before distdl kept it."""
+    model = make("plain", None)
+    steps, schedule = equip(model)
+    distdl.save(tmp_path, model, steps, schedule, step=4)
+    rewrite(tmp_path, lambda index: index.pop("scheduler_kind"))
+    schedule.added = 3
+    assert distdl.load(tmp_path, model, steps, schedule) == 4 and schedule.added == 3
+
+
 @pytest.mark.fault("threads")
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau", "ChainedScheduler"])
 def test_a_scheduler_of_another_class(name, tmp_path):
@@ -296,7 +336,7 @@ def test_a_scheduler_of_another_class(name, tmp_path):
             assert {key: str(one) for key, one in schedule.state_dict().items()} == {k: str(v) for k, v in told.items()}
 
     save(tmp_path)
-    assert ("the class that was saved" in run(work)[1]) is (name != "ChainedScheduler")
+    assert ("the class that was saved, MultiStepLR; a " in run(work)[1]) is (name != "ChainedScheduler")
 
 
 class Noted(nn.Module):
@@ -304,9 +344,12 @@ class Noted(nn.Module):
 
     def __init__(self, value, takes=True):
         super().__init__()
-        self.weight, self.value, self.takes = nn.Parameter(torch.full((2,), float(value))), value, takes
+        self.weight, self.takes = nn.Parameter(torch.full((2,), float(value or 0))), takes
+        self.value = value
 
     def get_extra_state(self):
+        if self.value is None:
+            raise RuntimeError("it is not set yet")
         return {"value": self.value}
 
     def set_extra_state(self, state):
@@ -330,6 +373,49 @@ def test_a_worker_that_cannot_set_what_it_has_read(tmp_path):
 
     assert run(work) == (RuntimeError, "KeyError: 'of a user' (on worker 1)")
     assert left == [(1, [1.0, 1.0])] * WORKERS
+
+
+def test_a_module_that_has_no_state_yet(tmp_path):
+    distdl.save(tmp_path, Noted(7))
+    model = Noted(None)
+    distdl.load(tmp_path, model)
+    assert model.value == 7 and model.weight.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.fault("threads")
+def test_a_tensor_that_cannot_be_set(tmp_path, monkeypatch):
+    """What was set before it is undone, and it stays as it is."""
+    save(tmp_path)
+    plain, chosen = loading._swap, []
+
+    def choose(model):
+        if distdl.world().rank == 1:
+            chosen.append(list(model.parameters())[-1])
+
+    def swap(record, cells):
+        if chosen and record.tensor is chosen[0]:
+            chosen.clear()  # (the second time it works)
+            raise RuntimeError("out of memory")
+        plain(record, cells)
+
+    monkeypatch.setattr(loading, "_swap", swap)
+    assert refused(tmp_path, change=choose) == (RuntimeError, "out of memory (on worker 1)")
+
+
+@pytest.mark.fault("threads")
+def test_a_model_without_memory(tmp_path):
+    def work(rank):
+        model = nn.Linear(2, 2, device="meta" if distdl.world().rank >= rank else None)
+        distdl.load(tmp_path, model)
+
+    distdl.save(tmp_path, nn.Linear(2, 2))
+    text = (
+        "a checkpoint needs a model whose tensors have memory; weight is on the device meta. Materialise the model "
+        "first (torch.nn.Module.to_empty)"
+    )
+    assert run(lambda: work(0)) == (ValueError, text)
+    assert run(lambda: work(2)) == (ValueError, f"{text} (on worker 2)")
+    assert run(lambda: distdl.save(tmp_path / "new", nn.Linear(2, 2, device="meta"))) == (ValueError, text)
 
 
 @pytest.mark.fault("threads")

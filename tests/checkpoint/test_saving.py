@@ -44,6 +44,38 @@ def test_keep(tmp_path):
         distdl.save(tmp_path / "step-000000030", model, step=6, keep=2)
 
 
+class Shown(nn.Module):
+    """A module whose state has its parameter in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.state = None
+
+    def get_extra_state(self):
+        return {"weight": self.weight.detach(), "first": self.weight.detach()[:1]}
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_tensors_that_share_memory(wait, tmp_path):
+    """Each is kept by itself."""
+    model = nn.Sequential(Shown(), nn.Linear(2, 2))
+    rate = torch.tensor(0.01)
+    steps = torch.optim.Adam([{"params": one.parameters(), "lr": rate} for one in model])
+    distdl.save(tmp_path, model, steps, wait=wait)
+    distdl.finish_saving()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    rate.zero_()
+    distdl.load(tmp_path, model, steps)
+    assert model[0].weight.tolist() == [1.0, 2.0]
+    assert_equal(model[0].state, {"weight": torch.tensor([1.0, 2.0]), "first": torch.tensor([1.0])})
+    assert_equal([group["lr"] for group in steps.param_groups], [torch.tensor(0.01)] * 2)
+
+
 def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
     """Files still have to be brought to the disk: an error there is one of the save."""
     plain = os.fsync

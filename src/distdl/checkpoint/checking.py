@@ -18,6 +18,11 @@ def number(value: Any, least: int = 0) -> int:
     return value
 
 
+def is_kind(thing: Any, name: str | None) -> bool:
+    """Whether the class of something, or one that it derives from, has a name; True where no name is known."""
+    return not name or name in {kind.__name__ for kind in type(thing).__mro__}
+
+
 def check_facts(facts: dict[str, Any], tensors: Container[str]) -> None:
     """Check what stands in an index besides tensors.
 
@@ -31,8 +36,9 @@ def check_facts(facts: dict[str, Any], tensors: Container[str]) -> None:
         decode(found, lambda key: _known(key, tensors))
         return True
 
-    scheduler, random = facts["scheduler"], facts["random"]
+    scheduler, kind, random = facts["scheduler"], facts["scheduler_kind"], facts["random"]
     _need(scheduler is None or is_value(scheduler), "scheduler", scheduler)
+    _need(kind is None or type(kind) is str, "kind of a scheduler", kind)
     _need(_is_dict(facts["extra_state"], is_value), "extra_state", facts["extra_state"])
     if random is not None:
         layers, draws = random["layers"], random["draws"]

@@ -49,6 +49,7 @@ def collect(
     facts = {
         "optimiser": None if optimiser is None else optimisers.describe(optimiser, records),
         "scheduler": None if scheduler is None else encode(state_of(scheduler), "scheduler", keep),
+        "scheduler_kind": None if scheduler is None else type(scheduler).__name__,
         "random": randomness.describe(model, comm, records) if random else None,
         "extra_state": {
             path: encode(module.get_extra_state(), f"extra_state/{path}", keep)
@@ -142,6 +143,7 @@ def _merged(told: list[dict[str, Any]], workers: int) -> Index:
         facts={
             "optimiser": None if optimiser is None else optimisers.merge([one["optimiser"] for one in facts]),
             "scheduler": facts[0]["scheduler"],
+            "scheduler_kind": facts[0]["scheduler_kind"],
             "random": None if random is None else randomness.merge([one["random"] for one in facts]),
             "extra_state": facts[0]["extra_state"],
         },

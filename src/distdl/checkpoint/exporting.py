@@ -160,9 +160,8 @@ class States:
                 self.tensors[_MODEL + name] = value
             else:
                 raise TypeError(f"a state_dict needs tensors; {name} is a {type(value).__name__}")
-        self.index = Index(
-            {}, {}, {"optimiser": None, "scheduler": None, "random": None, "extra_state": extra}, None, 1
-        )
+        nothing = dict.fromkeys(("optimiser", "scheduler", "scheduler_kind", "random"))
+        self.index = Index({}, {}, {**nothing, "extra_state": extra}, None, 1)
         self._list()
 
     def add_optimiser(self, state: Mapping[str, Any], names: list[list[str]]) -> None:

@@ -77,11 +77,22 @@ def write_blocks(path: Path, blocks: Mapping[str, torch.Tensor]) -> tuple[int, d
     """
     library = safetensors()
     try:
-        library.torch.save_file(dict(blocks), path)
+        library.torch.save_file(_apart(blocks), path)
     except library.SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     sync(path)
     return path.stat().st_size, {key: checksum(block) for key, block in blocks.items()}
+
+
+def _apart(blocks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same blocks, of which none lies in the memory of another: safetensors refuses these."""
+    taken: set[int] = set()
+    apart = {}
+    for key, block in blocks.items():
+        memory = block.untyped_storage().data_ptr()
+        apart[key] = block.clone() if memory in taken else block
+        taken.add(memory)
+    return apart
 
 
 class Reader:

@@ -57,7 +57,8 @@ class Index:
     Attributes:
         tensors: by key: of the model, ``model/NAME``; then what the optimiser and others keep.
         aliases: further names in the model, and the name of the same tensor.
-        facts: ``optimiser``, ``scheduler`` and ``random``, or None, and ``extra_state`` of modules.
+        facts: ``optimiser``, ``scheduler``, ``scheduler_kind`` (the name of its class, where it is known) and
+            ``random``, or None, and ``extra_state`` of modules.
         step: what the user said.
         workers: how many have written it.
         folder: where the files lie, beside the index.
@@ -231,6 +232,7 @@ def _read(content: dict[str, Any]) -> Index:
     if unknown:
         raise ValueError(f"it has no {unknown[0]}")
     facts = {key: content[key] for key in ("optimiser", "scheduler", "random", "extra_state")}
+    facts["scheduler_kind"] = content.get("scheduler_kind")  # (distdl did not keep it at first)
     check_facts(facts, tensors)
     return Index(
         tensors=tensors,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from distdl.checkpoint import optimisers, randomness
+from distdl.checkpoint.checking import is_kind
 from distdl.checkpoint.contents import check_alike, having_extra_state, of_model, state_of
 from distdl.checkpoint.files import INDEX, Reader, find, safetensors
 from distdl.checkpoint.index import Index, from_text
@@ -53,7 +54,7 @@ def load(
         path: a checkpoint, or a folder of steps, of which the one saved last is loaded.
         model: one with the names and shapes of the one that was saved, distributed in any way.
         optimiser: of the same parameters, in the same groups; its options become those that were saved.
-        scheduler: of the same class.
+        scheduler: of the same class, or of one that derives from it.
         random: whether the counters of random layers and torch's generators go on from where they were. With another
             number of workers, all generators go on from that of worker 0.
     Returns: the ``step`` with which it was saved.
@@ -150,7 +151,7 @@ class Staged:
             self.wanted |= _in_groups([group["params"] for group in facts["optimiser"]["groups"]])
         self._schedule = None if scheduler is None else decode(facts["scheduler"], self._whole)
         if scheduler is not None:
-            _check_kind(scheduler, self._schedule)
+            _check_kind(scheduler, facts["scheduler_kind"], self._schedule)
         self._extra = [
             (module, decode(facts["extra_state"][path], self._whole))
             for path, module in having_extra_state(model)
@@ -171,21 +172,26 @@ class Staged:
     def install(self) -> None:
         """Set everything but the states of generators, so that it can be undone."""
         for record, cells in self._tensors:
-            self._undoing.callback(_swap, record, cells)
             _swap(record, cells)
+            self._undoing.callback(_swap, record, cells)
         if self.optimiser is not None and self._state is not None:
             self._undoing.callback(self.optimiser.load_state_dict, self.optimiser.state_dict())
             self.optimiser.load_state_dict(self._state)
         if self.scheduler is not None:
-            self._undoing.callback(self.scheduler.load_state_dict, deepcopy(state_of(self.scheduler)))
+            self._keep_for_undo(self.scheduler.load_state_dict, self.scheduler.state_dict)
             self.scheduler.load_state_dict(self._schedule)
         for module, state in self._extra:
-            self._undoing.callback(module.set_extra_state, deepcopy(module.get_extra_state()))
+            self._keep_for_undo(module.set_extra_state, module.get_extra_state)
             module.set_extra_state(state)
 
     def undo(self) -> None:
         """Set everything to what it was before :meth:`install`, as far as that came."""
         self._undoing.close()
+
+    def _keep_for_undo(self, sets: Callable[[Any], Any], gets: Callable[[], Any]) -> None:
+        """Undo what is set next by setting what there is now; nothing where a user's code cannot tell it (yet)."""
+        with suppress(Exception):
+            self._undoing.callback(sets, deepcopy(gets()))
 
     def restore_random(self) -> None:
         """Go on with the random numbers that were read: the last thing to set. They were checked, so it cannot fail."""
@@ -240,17 +246,21 @@ def _swap(record: Record, cells: torch.Tensor) -> None:
         cells.copy_(before.reshape(cells.shape))
 
 
-def _check_kind(scheduler: Any, saved: Any) -> None:
-    """Check that what was saved has all that the scheduler keeps. (Names that begin with _ come and go with torch.)
+def _check_kind(scheduler: Any, kind: str | None, saved: Any) -> None:
+    """Check that a scheduler is of the class that was saved, or derives from it, or keeps no more than was saved.
+
+    (Names that begin with _ come and go with torch.)
 
     Raises: ValueError.
     """
+    if is_kind(scheduler, kind) and isinstance(saved, Mapping):
+        return
     own, found = (one if isinstance(one, Mapping) else {} for one in (state_of(scheduler), saved))
     missing = sorted(str(name) for name in own if str(name)[:1] != "_" and name not in found)
     if missing:
         raise ValueError(
-            f"a checkpoint needs a scheduler of the class that was saved; a {type(scheduler).__name__} has "
-            f"{', '.join(missing)}; saved were {', '.join(sorted(map(str, found))) or 'none of them'}"
+            f"a checkpoint needs a scheduler of the class that was saved, {kind}; a {type(scheduler).__name__} "
+            f"has {', '.join(missing)}; saved were {', '.join(sorted(map(str, found))) or 'none of them'}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.checkpoint.checking import is_kind
 from distdl.checkpoint.records import Record, Records, local
 from distdl.checkpoint.values import decode, encode
 from distdl.geometry.boxes import whole
@@ -113,8 +114,8 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
     Args:
         index: as :func:`describe` returns it, of all workers together.
         read: gives the tensor of a key: with a record, the cells that this worker has of it, else the whole.
-    Raises: ValueError if the optimiser is of another class with other options, has other groups, or other parameters
-        in them.
+    Raises: ValueError if the optimiser is of another class with options that were not saved, has other groups, or other
+        parameters in them.
     """
     names = names_of(optimiser, records)
     _check_kind(optimiser, index)
@@ -140,17 +141,21 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
 
 
 def _check_kind(optimiser: torch.optim.Optimizer, index: dict[str, Any]) -> None:
-    """Check that an optimiser of another class has no options besides those that were saved (Adam and AdamW have not).
+    """Check that an optimiser is of the class that was saved, or derives from it, or has no further options.
+
+    (Adam has none besides those of AdamW. A state_dict does not say its class.)
 
     Raises: ValueError.
     """
-    kind = type(optimiser).__name__
-    if index["kind"] in ("", kind):  # (a state_dict does not say its class)
+    if is_kind(optimiser, index["kind"]):
         return
     saved = {name for group in index["groups"] for name, _ in group["options"]["dict"]}
     missing = sorted(set(optimiser.defaults) - saved)
     if missing:
-        raise ValueError(f"saved was the optimiser {index['kind']}, and not {kind}: it has no {', '.join(missing)}")
+        raise ValueError(
+            f"saved was the optimiser {index['kind']}, and not {type(optimiser).__name__}: it has no "
+            f"{', '.join(missing)}"
+        )
 
 
 def check_groups(names: list[list[str]], index: dict[str, Any]) -> None:

@@ -79,8 +79,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def records_of(model: torch.nn.Module) -> Records:
     """The records of a model: its parameters and its persistent buffers. No message.
 
-    Raises: TypeError if it is no module; ValueError for a parameter whose shape is not known yet, or whose block is not
-        what the layout says.
+    Raises: TypeError if it is no module; ValueError for a parameter whose shape is not known yet, for a tensor on the
+        device meta, and for a block that is not what the layout says.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"a checkpoint needs a model that is a torch.nn.Module; got a {type(model).__name__}")
@@ -119,6 +119,11 @@ def records_of(model: torch.nn.Module) -> Records:
 def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves: bool, equal: bool) -> Record:
     if tensor is not None and torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"a checkpoint needs a model whose parameters have their shapes; {key} gets it in a forward")
+    if tensor is not None and local(tensor).is_meta:
+        raise ValueError(
+            f"a checkpoint needs a model whose tensors have memory; {key} is on the device meta. Materialise the model "
+            "first (torch.nn.Module.to_empty)"
+        )
     if isinstance(tensor, GlobalTensor):
         layout = tensor.layout
     if layout is None:
