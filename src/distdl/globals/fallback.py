@@ -21,6 +21,7 @@ from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
+from distdl.globals.writes import Writes
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES, dtype_code
 
@@ -67,10 +68,9 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     mine: Any = None
     if context.me == worker:
         try:
-            before = [one._version for one in inputs]
-            with apart.runs():
+            with apart.runs(), Writes(inputs) as writes_seen:
                 result = func(*given, **named)
-            mine = _describe(result, inputs, before)
+            mine = _describe(result, inputs, writes_seen)
         except Exception as problem:
             mine = report(problem)
     if context.comm.imagined:
@@ -113,9 +113,11 @@ def _imagine(
             id(one): torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad).clone()
             for one in found
         }
-        before = [inputs[id(one)]._version for one in found]
         given, named = map_tensors((args, kwargs), whole)
-        return _describe(func(*given, **named), [inputs[id(one)] for one in found], before)
+        listed = [inputs[id(one)] for one in found]
+        with Writes(listed) as writes_seen:
+            result = func(*given, **named)
+        return _describe(result, listed, writes_seen)
 
 
 def _built(description: Any, spread: Callable[[dict[str, Any]], Any]) -> Any:
@@ -140,12 +142,12 @@ def _nothing(description: dict[str, Any], context: Context, worker: int, device:
     return torch.zeros(local, dtype=DTYPES[description["dtype"]], device=device)
 
 
-def _describe(result: Any, inputs: list[torch.Tensor], before: list[int]) -> dict[str, Any]:
+def _describe(result: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> dict[str, Any]:
     returned = set(map(id, _tensors(result)))
     written = [
         (place, _described(one, inputs))
-        for place, (one, version) in enumerate(zip(inputs, before, strict=True))
-        if one._version != version and id(one) not in returned
+        for place, one in enumerate(inputs)
+        if writes_seen.into(one) and id(one) not in returned
     ]
     return {"result": _described(result, inputs), "written": written}
 

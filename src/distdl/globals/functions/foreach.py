@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import result_of
-from distdl.globals.operands import aligned, block_of
+from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.table import TABLE, handles
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.partition.sharing import reduce_values
 
 
@@ -63,3 +63,57 @@ def unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     context = next(one for one in tensors if type(one) is GlobalTensor)._context
     func([block_of(one) if type(one) is GlobalTensor else one for one in tensors], found_inf, by)
     found_inf.fill_(reduce_values(context.comm, context.everyone, "unscaling of gradients", float(found_inf), "max"))
+
+
+_LISTS_LIKE_PARAMETERS = {"_fused_sgd_": 3, "_fused_adagrad_": 3, "_fused_adam_": 5, "_fused_adamw_": 5}
+
+
+@handles(" ".join(_LISTS_LIKE_PARAMETERS), "torch")
+def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The step of an optimiser with ``fused=True``, element by element: on blocks, which it all writes in place.
+
+    The first lists (parameters, gradients, moments) have tensors of equal shapes, which come to the parameter's layout;
+    then come lists of numbers of steps. Torch's kernels read memory without asking for shapes or strides.
+
+    Raises: TypeError if a global parameter has a plain gradient or moment, or the other way round; RuntimeError if
+        shapes differ, or if a parameter requires a gradient and grad mode is on.
+    """
+    name = func.__name__
+    like = args[: _LISTS_LIKE_PARAMETERS[name]]
+    given: list[list[Any]] = [[*one] for one in like]
+    written: list[tuple[GlobalTensor, torch.Tensor, GlobalTensor]] = []
+    for place, x in enumerate(args[0]):
+        for order, (tensors, blocks) in enumerate(zip(like, given, strict=True)):
+            if not tensors:  # (moments that this optimiser does not keep)
+                continue
+            one = tensors[place]
+            _check_fused(name, x, one)
+            if type(one) is GlobalTensor:
+                blocks[place] = moved(one, x._layout, name).contiguous()
+                if order != 1 or kwargs.get("grad_scale") is not None:  # (gradients are written if they are unscaled)
+                    written.append((one, blocks[place], x))
+    steps = [[_whole(one) for one in tensors] for tensors in args[len(like) :]]
+    func(*given, *steps, **{key: _whole(one) for key, one in kwargs.items()})
+    for one, block, x in written:
+        if block is not one._block:
+            one._block.copy_(moved(GlobalTensor._of(block, x._layout), one._layout, name))
+        note_written(one, name)
+
+
+def _check_fused(name: str, x: Any, one: Any) -> None:
+    kinds = ["global" if type(each) is GlobalTensor else "plain" for each in (x, one)]
+    if kinds[0] != kinds[1]:
+        raise TypeError(
+            f"{name} needs gradients and moments that are global as the parameter is, or plain as it is; got a "
+            f"{kinds[1]} one beside a {kinds[0]} parameter"
+        )
+    if one.shape != x.shape:
+        raise RuntimeError(
+            f"{name} needs gradients and moments of the parameter's shape {tuple(x.shape)}; got {tuple(one.shape)}"
+        )
+    if torch.is_grad_enabled() and one.requires_grad and type(one) is GlobalTensor:
+        raise RuntimeError(f"{name} writes in place into a tensor that requires a gradient; call it in torch.no_grad()")
+
+
+def _whole(one: Any) -> Any:
+    return one.full_tensor() if type(one) is GlobalTensor else one

@@ -1,0 +1,65 @@
+"""Which tensors a function writes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distdl.globals.replicas import map_tensors
+
+
+class Writes:
+    """A context in which a function runs, and which knows afterwards what memory it has written.
+
+    Torch counts the writes of a tensor, but not of one made in inference mode: for these, each operator's schema tells
+    which of its arguments it writes.
+
+    Args:
+        inputs: plain tensors, of which it is asked.
+    """
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        self._before = {id(one): one._version for one in inputs if not one.is_inference()}
+        self._operators = _Operators() if len(self._before) < len({id(one) for one in inputs}) else None
+        self._running = ExitStack()
+
+    def __enter__(self) -> Writes:
+        if self._operators is not None:
+            self._running.enter_context(self._operators)
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        self._running.close()
+
+    def into(self, one: torch.Tensor) -> bool:
+        """Whether one of the inputs has been written."""
+        if id(one) in self._before:
+            return one._version != self._before[id(one)]
+        return self._operators is not None and one.untyped_storage()._cdata in self._operators.written
+
+
+class _Operators(TorchDispatchMode):
+    """Takes note of the storages that operators write. (The inputs' own live on, so no other gets their address.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # (in inference mode, operators come here that consist of others, which write)
+            y = func.decompose(*args, **kwargs)
+        if y is not NotImplemented:
+            return y
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                map_tensors(args[place] if place < len(args) else kwargs.get(argument.name), self._note)
+        return func(*args, **kwargs)
+
+    def _note(self, one: torch.Tensor) -> None:
+        if one.layout is torch.strided:
+            self.written.add(one.untyped_storage()._cdata)

@@ -1,0 +1,109 @@
+"""What is written where torch does not count the writes: by fused optimisers, and in inference mode."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import noise
+
+import distdl
+from distdl import GlobalTensor
+
+x35 = noise(3, 5)
+
+FUSED = {
+    "AdamW": lambda given: torch.optim.AdamW(given, lr=0.1, fused=True),
+    "Adam": lambda given: torch.optim.Adam(given, lr=torch.tensor(0.1), amsgrad=True, fused=True),
+    "SGD": lambda given: torch.optim.SGD(given, lr=0.1, fused=True),
+    "SGD with momentum": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "Adagrad": lambda given: torch.optim.Adagrad(given, lr=0.1, fused=True),
+}
+
+
+def _steps(optimiser, loss):
+    for _ in range(3):
+        optimiser.zero_grad()
+        loss().backward()
+        optimiser.step()
+
+
+@pytest.mark.filterwarnings("error:.*has no op")
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+@on_workers
+def test_fused_optimisers(make):
+    """Of global leaves, one without dims and one whose blocks are not contiguous, and of a sharded model."""
+    found = []
+    for place in (split, torch.clone):
+        leaves = [place(x35).requires_grad_(), place(x35)[0, 0].clone().requires_grad_()]
+        leaves.append(place(x35).t().detach().requires_grad_())
+        _steps(make(leaves), lambda leaves=leaves: (leaves[0] ** 2 * leaves[1] * leaves[2].t()).sum())
+        model = torch.nn.Linear(5, 4).double()
+        model.load_state_dict({"weight": noise(4, 5), "bias": noise(4)})
+        if place is split:
+            model = distdl.distribute(model, split(x35).layout.partition, weights="sharded")
+        _steps(make(model.parameters()), lambda model=model, place=place: model(place(x35)).pow(2).sum())
+        found.append([*leaves, *(whole.clone() for whole in model.state_dict().values())])
+    assert len(found[0]) == 5 and all(type(leaf) is GlobalTensor for leaf in found[0][:3])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+    assert not torch.equal(found[1][0], x35)
+
+
+NUMBERS = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+
+
+def _fused_sgd(x, dx, momentum, **given):
+    torch._fused_sgd_([x], [dx], [momentum], **NUMBERS, is_first_step=False, **given)
+
+
+@pytest.mark.parametrize("infinite", [0.0, 1.0])
+@on_workers
+def test_a_fused_step_unscales_gradients_that_lie_otherwise(infinite):
+    found = []
+    for place, other in ((split, lambda x: split(x, 1, 2)), (torch.clone, torch.clone)):
+        x, dx, momentum = place(x35), other(noise(3, 5, seed=2)), other(noise(3, 5, seed=3))
+        _fused_sgd(x, dx, momentum, grad_scale=torch.tensor(4.0), found_inf=torch.tensor(infinite))
+        found.append((x, dx, momentum))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@on_workers
+def test_what_a_fused_step_refuses():
+    x = split(x35)
+    with pytest.raises(TypeError, match=r"got a plain one beside a global parameter"):
+        _fused_sgd(x, split(x35), x35.clone())
+    with pytest.raises(TypeError, match=r"got a global one beside a plain parameter"):
+        _fused_sgd(x35.clone(), split(x35), x35.clone())
+    with pytest.raises(RuntimeError, match=r"of the parameter's shape \(3, 5\); got \(5, 3\)"):
+        _fused_sgd(x, split(x35.t().contiguous()), split(x35))
+    with pytest.raises(RuntimeError, match=r"requires a gradient; call it in torch\.no_grad"):
+        _fused_sgd(split(x35).requires_grad_(), split(x35), split(x35))
+    assert_close(x, x35)
+
+
+@torch.library.custom_op("distdl_tests::double", mutates_args={"x"})
+def double(x: torch.Tensor) -> None:
+    """An operator that writes into its argument and returns nothing."""
+    x.mul_(2)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_fallbacks_in_inference_mode():
+    """What they return, what they write and return, and what they write and do not return."""
+    square, rows = x35 @ x35.t(), torch.tensor([1, 0])
+    found = []
+    for place in (split, torch.clone):
+        before = place(square).requires_grad_()
+        with torch.inference_mode():
+            x, y, z, w = place(square), place(x35), place(x35), before.detach()
+            results = [torch.linalg.matrix_exp(x), torch.linalg.matrix_exp(before)]
+            returned = y.index_put_((rows,), y[1:].clone())
+            assert returned is y
+            double(z)
+            double(w)
+        found.append([*results, y, z, w, torch.linalg.matrix_exp(x)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+    assert_close(found[0][3], 2 * x35)
+    assert_close(found[0][4], 2 * square)
