@@ -65,15 +65,6 @@ def settled(value: Any) -> Any:
     return whole
 
 
-def explain(error: RuntimeError) -> None:
-    """Say in torch's error about ``self.b.data = t`` what is wrong and what works: torch says that types differ."""
-    if "`variable.set_data(tensor)`" in str(error):
-        error.add_note(
-            "The .data of a plain tensor, as a parameter or a buffer of a distributed model is, cannot be set to a "
-            "global tensor; write its values: self.b.data.copy_(t)"
-        )
-
-
 class _Standing:
     """The tie of a global tensor to the parameter or buffer that has been set to it: in torch, they are one.
 

@@ -55,12 +55,7 @@ class GlobalTensor(torch.Tensor):
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
         """The global tensor of which this worker has this block."""
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
-            GlobalTensor,
-            layout.size,
-            dtype=block.dtype,
-            device=block.device,
-            requires_grad=block.requires_grad,
-            layout=torch.sparse_coo,  # (of no memory of its own: a plain tensor must not take it by .data = x)
+            GlobalTensor, layout.size, dtype=block.dtype, device=block.device, requires_grad=block.requires_grad
         )
         made._block = replayed(block) if layout.empty else block
         made._layout = layout

@@ -18,7 +18,6 @@ from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
 from distdl.globals.paths import Place, put, running
 from distdl.globals.replicas import map_tensors
-from distdl.globals.standing import explain
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
@@ -106,9 +105,6 @@ class Forward:
                 if self._own is not None:
                     return self._own(*given, **named)
                 return type(self.module).forward(self.module, *given, **named)
-        except RuntimeError as error:
-            explain(error)
-            raise
         finally:
             copies.running -= 1
             if not copies.running:
