@@ -151,8 +151,9 @@ def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | Ada
     space, key = len(op.extents), (op, frozen(output_size))
 
     def accepted(x: GlobalTensor) -> Any:
+        taken = _accepting(op, (1,) * (space + 2), x)
         judge(func, (x, output_size), {})
-        return _accepting(op, (1,) * (space + 2), x)
+        return taken
 
     return _batched(space, input, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
 
