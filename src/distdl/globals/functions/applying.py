@@ -74,7 +74,7 @@ def run(made: Ready, *tensors: Any) -> Any:
 def as_global(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
     """The global tensor of a block, which may have any shape without cells where the layout has none.
 
-    Its block is no view: a view without cells that is written in place loses its graph (see ``no_view``).
+    What is reshaped is no view: the node of a view, and a hook on it, does not run once the view is written in place.
     """
     if block.shape != layout.local:
         block = no_view(block.reshape(layout.local))
