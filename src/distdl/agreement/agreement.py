@@ -55,7 +55,7 @@ class fixed_shapes(ContextDecorator):
     It holds for this thread, for the forwards made inside and their backward; it can be nested. The first call of a
     layer still agrees. A change raises RuntimeError on the worker that sees it; the others then end as for any failed
     worker. Messages between two workers still carry a tag that follows from all exchanges so far, so that crossed calls
-    wait instead of delivering to each other. A transport's own collectives carry none: if they crossed, the first
+    wait instead of delivering to each other. MPI's and NCCL's own collectives carry none: if they crossed, the first
     agreement outside is an error.
     """
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from distdl.backends import register
+from distdl.transport import parts
 from distdl.transport.communicator import (
     CommunicationError,
     Communicator,
@@ -36,12 +37,13 @@ from distdl.transport.communicator import (
     deliver,
     empty,
     name_workers,
+    sent_whole,
 )
 from distdl.transport.job import job, of_group
 from distdl.transport.stores import absent, described, within
 from distdl.transport.watch import Watch
 
-# what the transports can add up; other dtypes are summed by messages
+# what NCCL can add up; other dtypes are summed by messages
 _SUMS = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int8, torch.int32, torch.int64, torch.uint8,
@@ -115,31 +117,40 @@ class TorchCommunicator(Communicator):
             call([as_bytes(tensor)], worker, 0)
         return [(calls[0][2], group._end_coalescing(device))]
 
+    # gloo's own collectives carry no tag: those of different calls would meet, and end the process if lengths differ
+
     def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
+        if not self._direct(tensor):
+            if len(group) == 2 or sent_whole(group, tensor):
+                return super().broadcast(group, tensor, tag)
+            return parts.broadcast(self, group, tensor, tag)
         sends = self.rank == group[0]
         buffer = self._readable(tensor) if sends else self._landing(tensor)
-        handle, root = self._group(group, self._direct(tensor)), sorted(group).index(group[0])
+        handle, root = self._group(group, True), sorted(group).index(group[0])
         work = self._begin(group, handle.broadcast, as_bytes(buffer), root)
         return self._pending(work, group, buffer if sends else tensor, buffer)
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
-        if self.ordered or tensor is None or tensor.dtype not in _SUMS or len(group) == 2:
-            return super().sum(group, x, y, tag)
-        # gloo leaves partial sums in the tensors of the other members, so those give a copy
+        assert tensor is not None
+        if self.ordered or tensor.dtype not in _SUMS or len(group) == 2 or not self._direct(tensor):
+            if self.ordered or len(group) == 2 or sent_whole(group, tensor):
+                return super().sum(group, x, y, tag)
+            return parts.add_up(self, group, x, y, tag)
+        # NCCL may leave partial sums in the tensors of the other members, so those give a copy
         buffer = self._readable(tensor).clone() if y is None else self._landing(y)
         if y is not None:
             begin_with(buffer, x)
-        handle, root = self._group(group, self._direct(tensor)), sorted(group).index(group[0])
+        handle, root = self._group(group, True), sorted(group).index(group[0])
         work = self._begin(group, handle.reduce, buffer, root, dist.ReduceOp.SUM)
         return self._pending(work, group, buffer if y is None else y, buffer)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
-        if self.ordered or y.dtype not in _SUMS or len(group) < 3:
+        if self.ordered or y.dtype not in _SUMS or len(group) < 3 or not self._direct(y):
             return super().all_sum(group, x, y, tag)
         buffer = self._landing(y)
         buffer.copy_(x)
-        work = self._begin(group, self._group(group, self._direct(y)).allreduce, buffer, dist.ReduceOp.SUM)
+        work = self._begin(group, self._group(group, True).allreduce, buffer, dist.ReduceOp.SUM)
         return self._pending(work, group, y, buffer)
 
     def all_max(self, group: Group, values: IntArray) -> IntArray:

@@ -36,7 +36,7 @@ IntArray = NDArray[np.int64]
 T = TypeVar("T")
 
 _CALLS = ("exchange", "start", "broadcast", "sum", "all_sum", "all_gather", "all_max")
-SMALL_SUM = 1 << 15  # bytes that each member of an all-sum sends to each other rather than add up in parts
+SMALL_SUM = 1 << 19  # bytes up to which a worker sends its tensor to all others of a collective, rather than in parts
 
 
 class CommunicationError(RuntimeError):
@@ -52,6 +52,11 @@ class LongGroup(tuple[int, ...]):
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
+
+
+def sent_whole(group: Group, tensor: torch.Tensor) -> bool:
+    """Whether the messages of a collective, in one round, are each the whole tensor: two rounds would take longer."""
+    return tensor.nbytes * (len(group) - 1) <= SMALL_SUM
 
 
 def check_group(members: Group, size: int, what: str) -> None:
@@ -269,7 +274,7 @@ class Communicator(ABC):
         Of a large tensor each member adds up one part and then sends it to the others, so that what it sends does not
         grow with the group. Of a small one each adds up all of it, in one round.
         """
-        whole = x.nbytes <= SMALL_SUM
+        whole = sent_whole(group, x)
         x, y = x.view(-1), y.view(-1)
         parts = [(0, x.numel())] * len(group) if whole else balanced(x.numel(), len(group))
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}

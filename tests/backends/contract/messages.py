@@ -104,13 +104,13 @@ def check_collectives_over_groups():
         assert highest.tolist() == [max(group), -min(group)]
 
 
-def check_sums_of_large_tensors():
-    """Beyond the size at which members add up parts, and not a multiple of their number."""
+def check_collectives_of_large_tensors():
+    """Up to the size at which members send parts, and beyond; not a multiple of their number."""
     comm = distdl.world().comm
     for group in (tuple(range(comm.size)), tuple(range(comm.size))[:2]):
         if comm.rank not in group or len(group) < 2:
             continue
-        for count in (SMALL_SUM // 8 + 1, 3 * SMALL_SUM + 7):
+        for count in (SMALL_SUM // 8 // len(group), SMALL_SUM // 8 + 1, SMALL_SUM // 2 + 7):
             mine = torch.arange(count, dtype=torch.float64) * (comm.rank + 1)
             expected = torch.arange(count, dtype=torch.float64) * sum(worker + 1 for worker in group)
             y = torch.empty_like(mine)
@@ -120,6 +120,12 @@ def check_sums_of_large_tensors():
             y.zero_()
             comm.sum(group, mine, y if leads else None).wait()
             assert torch.equal(y, expected if leads else torch.zeros_like(y))
+            comm.sum(group, None if leads else mine, y if leads else None).wait()
+            own = torch.arange(count, dtype=torch.float64) * (group[0] + 1)
+            assert torch.equal(y, expected - own if leads else torch.zeros_like(y))
+            copied = mine.clone()
+            comm.broadcast(group, copied).wait()
+            assert torch.equal(copied, own)
 
 
 def check_collectives_of_overlapping_groups_at_once():
