@@ -1,11 +1,15 @@
-"""Measure distdl beside its transports: python benchmarks/run.py [ROUNDS] [primitives] [models].
+"""Measure distdl beside its transports: python benchmarks/run.py [ROUNDS] [primitives] [models] [--against TREE].
 
 Writes tables, JSON and a plot to results/. float32, forward and backward, of models with a step of the optimiser. The
 back-ends take turns, round after round, each in a job of its own, as times differ from launch to launch; in a job, the
 ways to do one thing take turns too. What is compared is medians, over all rounds, of the slowest worker's time; the
 spread is that of the medians of single launches.
+
+Against another checkout of distdl, each job is launched with that one (*before*) and with this (*now*), in turn;
+further words name the jobs, as mpi-2, if not all are wanted.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -31,12 +35,24 @@ JOBS = {
 
 
 def main():
-    rounds = next((int(one) for one in sys.argv[1:] if one.isdigit()), 3)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", help="how many rounds, which pages, which back-ends")
+    parser.add_argument("--against", type=Path, help="another checkout")
+    given = parser.parse_args()
+    words = given.words
+    rounds = next((int(one) for one in words if one.isdigit()), 3)
     results = HERE / "results"
     results.mkdir(exist_ok=True)
-    pages = [page for page in JOBS if page in sys.argv[1:]] or list(JOBS)
+    pages = [page for page in JOBS if page in words] or list(JOBS)
     for page in pages:
-        rows, kinds = measure(page, rounds)
+        if given.against:
+            jobs = [one for one in JOBS[page] if f"{one[0]}-{one[1]}" in words] or JOBS[page]
+            before, now = measure(page, jobs, rounds, [given.against.absolute() / "src", HERE.parent / "src"])
+            text = "\n".join([machine(), "", *compared(before[0], now[0])]) + "\n"
+            (results / f"{page}-against.txt").write_text(text)
+            print(f"\n{text}\nin {results}: {page}-against.txt")
+            continue
+        [(rows, kinds)] = measure(page, JOBS[page], rounds, [HERE.parent / "src"])
         text = "\n".join([machine(), "", *(primitives(rows) if page == "primitives" else models(rows, kinds))]) + "\n"
         (results / f"{page}.txt").write_text(text)
         (results / f"{page}.json").write_text(json.dumps({"machine": machine(), "rounds": rounds, "rows": [
@@ -48,23 +64,24 @@ def main():
         print(f"\n{text}\nin {results}: {page}.txt, {page}.json")
 
 
-def measure(page, rounds):
-    """From (back-end, workers, case, size) to the median seconds of each way in each launch; and the kinds of time."""
-    rows, kinds = {}, {}
+def measure(page, jobs, rounds, sources):
+    """For each source: from (back-end, workers, case, size) to the median seconds of each way in each launch; kinds."""
+    found = [({}, {}) for _ in sources]
     for number in range(rounds):
-        for backend, workers in JOBS[page]:
+        for backend, workers in jobs:
             print(f"{page}, round {number + 1} of {rounds}: {workers} workers on {backend}", flush=True)
-            explain = page == "models" and number == 0 and backend == "mpi"
-            for row in job(backend, workers, page, explain):
-                key = backend, workers, row["case"], row["size"]
-                for way, seconds in row["times"].items():
-                    rows.setdefault(key, {}).setdefault(way, []).append(statistics.median(seconds))
-                if "kinds" in row:
-                    kinds[key] = row["kinds"]
-    return rows, kinds
+            explain = page == "models" and number == 0 and backend == "mpi" and len(sources) == 1
+            for source, (rows, kinds) in list(zip(sources, found, strict=True))[:: -1 if number % 2 else 1]:
+                for row in job(source, backend, workers, page, explain):
+                    key = backend, workers, row["case"], row["size"]
+                    for way, seconds in row["times"].items():
+                        rows.setdefault(key, {}).setdefault(way, []).append(statistics.median(seconds))
+                    if "kinds" in row:
+                        kinds[key] = row["kinds"]
+    return found
 
 
-def job(backend, workers, page, explain):
+def job(source, backend, workers, page, explain):
     launch = {
         "mpi": [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable],
         "gloo": [BIN / "torchrun", "--nproc-per-node", workers],
@@ -74,7 +91,8 @@ def job(backend, workers, page, explain):
         path = Path(folder) / "times.json"
         options = [backend, path, "--workers", workers, "--page", page, *(["--explain"] if explain else [])]
         command = [str(part) for part in (*launch, HERE / "job.py", *options)]
-        done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1200)
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(source)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return json.loads(path.read_text())
@@ -138,6 +156,19 @@ def models(rows, kinds):
             found = f"{times['step']:8.1f} {times['share']:8.1f} {times['operators']:10.1f} "
             yield f"{what:55}{found}" + " ".join(f"{cell:>16}" for cell in cells)
     yield from reached(rows, goals.MODELS)
+
+
+def compared(before, now):
+    """Milliseconds of our ways before and now, their ratio, and both as ratios to the first of the others."""
+    yield f"{'':8} workers {'':29} {'':12} {'before':>9} {'now':>9}   now / before    as a ratio, before and now"
+    for key, ways in now.items():
+        backend, workers, case, size = key
+        other = next((way for way in ("floor", "half", "share") if way in ways), None)
+        for way in (way for way in ("ours", "fixed shapes", "modules", "global") if way in ways):
+            times = [seconds(rows, key, way) * 1e3 for rows in (before, now)]
+            ratios = f"{other} {ratio(before, key, way, other):.2f} {ratio(now, key, way, other):.2f}" if other else ""
+            cells = f"{way:12} {times[0]:9.3f} {times[1]:9.3f}   {times[1] / times[0]:12.2f}    {ratios}"
+            yield f"{backend:8} {workers:7} {case:15} {size:13} {cells}".rstrip()
 
 
 def reached(rows, wanted):
