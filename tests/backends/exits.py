@@ -89,13 +89,22 @@ def trains_on():
 
 def saves_when_asked():
     """Worker 0 is sent SIGTERM; both save at the same step."""
+    saves_after(lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def saves_when_its_parent_is_asked():
+    """mpirun, which has started both workers, is sent SIGUSR1, and passes it on; they save at the same step."""
+    saves_after(lambda: os.kill(os.getppid(), signal.SIGUSR1), [signal.SIGTERM, signal.SIGUSR1])
+
+
+def saves_after(asking, signals=(signal.SIGTERM,)):
     P = distdl.world()
     steps = []
-    check = distdl.on_terminate(lambda: (FOLDER / str(P.rank)).write_text(str(P.allgather_data(steps[-1]))))
-    for step in range(1000):
+    check = distdl.on_terminate(lambda: (FOLDER / str(P.rank)).write_text(str(P.allgather_data(steps[-1]))), signals)
+    for step in range(100):
         steps.append(step)
         if step == 3 and P.rank == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+            asking()
         time.sleep(0.05)
         check()
 

@@ -249,10 +249,22 @@ def test_the_empty_folders_of_torchrun_are_removed_and_no_others(tmp_path):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_path):
-    status, output = outcome([sys.executable, SCRIPT, "saves_when_asked", backend], EXITS_FOLDER=str(tmp_path))
+    assert saves_and_ends([sys.executable, SCRIPT, "saves_when_asked", backend], tmp_path) < 10
+
+
+@pytest.mark.fault("mpi")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scenario", ["saves_when_asked", "saves_when_its_parent_is_asked"])
+def test_all_mpi_workers_save_at_the_same_step_when_one_or_mpirun_gets_a_signal(scenario, tmp_path):
+    saves_and_ends(mpirun(2, SCRIPT, scenario, "alone"), tmp_path)
+
+
+def saves_and_ends(command, folder):
+    status, output = outcome(command, EXITS_FOLDER=str(folder))
     assert status == 143, output
-    saved = [json.loads((tmp_path / name).read_text()) for name in "01"]
-    assert saved[0] == saved[1] and saved[0][0] == saved[0][1] < 10
+    saved = [json.loads((folder / name).read_text()) for name in "01"]
+    assert saved[0] == saved[1] and saved[0][0] == saved[0][1]
+    return saved[0][0]
 
 
 def test_a_thread_of_the_users_cannot_catch_signals():
