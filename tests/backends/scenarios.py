@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 
 import torch
@@ -109,6 +110,31 @@ def backwards(results):
         raise
 
 
+def shares_its_calls():
+    """On worker 0 a second thread calls a layer while the first waits in another one, in which worker 1 then joins."""
+    P = distdl.world()
+    first, second = (AllSumReduce(P.reshape(2), [0]) for _ in range(2))
+    for layer in (first, second):
+        layer(torch.ones(2))
+    texts = []
+
+    def share():
+        while P.comm.waiting is None:
+            time.sleep(0.01)
+        texts.append(raised(lambda: second(torch.ones(2))))
+
+    thread = threading.Thread(target=share, name="of the user")
+    if P.rank == 0:
+        thread.start()
+    else:
+        time.sleep(0.7)
+    ended = raised(lambda: first(torch.ones(2)))
+    if P.rank == 0:
+        thread.join()
+    print(f"told {json.dumps([ended, raised(lambda: P.allgather_data(P.rank)), *texts])}", flush=True)
+    time.sleep(3)  # (what ends the job under MPI is that it cannot gather the results of its workers)
+
+
 def outlives():
     """Worker 1 dies; the others catch that, and ask again."""
     P = distdl.world()
@@ -122,4 +148,5 @@ def outlives():
 
 
 if __name__ == "__main__":
-    distdl.run_workers(globals()[sys.argv[1]], 4, sys.argv[2] if len(sys.argv) > 2 else None)
+    workers = int(os.environ.get("SCENARIO_WORKERS", "4"))
+    distdl.run_workers(globals()[sys.argv[1]], workers, sys.argv[2] if len(sys.argv) > 2 else None)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 
 import pytest
@@ -138,6 +139,83 @@ def test_crossed_calls_under_fixed_shapes_do_not_deliver_to_each_other():
         distdl.run_workers(main, 2)
 
 
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("call", [
+    lambda P, layer, y: layer(torch.ones(2)),
+    lambda P, layer, y: y.sum().backward(),
+    lambda P, layer, y: P.allgather_data(0),
+], ids=["layer", "backward", "data"])  # fmt: skip
+def test_a_second_thread_of_a_worker_that_waits_is_refused_and_both_are_named(call):
+    def main():
+        P = distdl.world()
+        first, second = (AllSumReduce(P.reshape(2), [0]) for _ in range(2))
+        y = second(torch.ones(2, requires_grad=True))
+        if P.rank == 1:
+            refused.wait(30)
+            first(torch.ones(2))
+
+        def share():
+            while P.comm.waiting is None:
+                time.sleep(0.001)
+            try:
+                call(P, second, y)
+            except CommunicationError as error:
+                texts.append(str(error))
+            finally:
+                refused.set()
+
+        threading.Thread(target=share, name="of the user").start()
+        first(torch.ones(2))
+
+    refused, texts = threading.Event(), []
+    with pytest.raises(CommunicationError) as error:
+        distdl.run_workers(main, 2)
+    [text] = texts
+    assert text == str(error.value)
+    assert text.startswith("worker 0 is in two calls at once: the thread 'of the user' calls ")
+    assert "while the thread 'worker 0' waits in AllSumReduce (P_x: 2 on workers 0, 1; " in text and "layer 0]" in text
+
+
+def test_another_thread_may_train_while_the_workers_own_does_not():
+    def main():
+        P = distdl.world()
+        layer, gradients = AllSumReduce(P.reshape(3), [0]), []
+
+        def train():
+            for step in range(20):
+                x = torch.ones(2, requires_grad=True)
+                (step * layer(x)).sum().backward()
+                gradients.append(x.grad.tolist())
+            P.allgather_data(0)
+
+        for _ in range(2):
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+            train()
+        return gradients
+
+    expected = [[3.0 * step] * 2 for step in range(20)]
+    assert distdl.run_workers(main, 3) == [4 * expected] * 3
+
+
+@pytest.mark.fault("threads")
+def test_the_layer_of_a_worker_that_waits_is_refused_to_another_one():
+    layers = {}
+
+    def main():
+        P = distdl.world()
+        layers[P.rank] = AllSumReduce(P.reshape(2), [0])
+        P.allgather_data("both have built theirs")
+        if P.rank == 1:
+            while layers[0]._agreement._comm.waiting is None:
+                time.sleep(0.001)
+        layers[0](torch.ones(2))
+
+    with pytest.raises(CommunicationError, match=r"worker 1 called AllSumReduce .* of worker 0: each worker builds"):
+        distdl.run_workers(main, 2)
+
+
 @pytest.mark.fault("serial")
 @pytest.mark.parametrize("change", ["dtype", "gradient"])
 def test_fixed_shapes_notice_other_changes_too(change):
@@ -236,6 +314,21 @@ def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit
     assert status != 0 and len(texts) == 4, output
     assert all(side in text for text in texts for side in sides), output
     assert "SIGABRT" not in output
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", JOBS)
+def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
+    command = {**JOBS, "mpi": lambda scenario: mpirun(2, SCENARIOS, scenario)}[backend]("shares_its_calls")
+    _, output = outcome(command, DISTDL_TIMEOUT="300", SCENARIO_WORKERS="2")
+    found = sorted(told(output), key=len)
+    assert [len(texts) for texts in found] == [2, 3], output
+    (heard, then), (ended, refused, own) = found
+    assert own.startswith("worker 0 is in two calls at once: the thread 'of the user' calls AllSumReduce (P_x: 2 on ")
+    assert "[layer 1] while the thread 'MainThread' waits in AllSumReduce (P_x: 2" in own and "[layer 0]. Only" in own
+    assert ended == own and f"after another worker had: {own}" in heard
+    assert all("out of step since an earlier error: worker" in text and own in text for text in (then, refused))
 
 
 @pytest.mark.fault("mpi")

@@ -167,7 +167,10 @@ class Agreement(Generic[Outcome]):
         Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
             members, CommunicationError if the members are in different calls, and what ``derive`` raises.
         """
-        self._comm.where = self._label
+        comm = self._comm
+        if comm.waiting is not None:
+            comm.refuse_thread(self._label)
+        comm.where = self._label
         mode = torch.is_grad_enabled()
         agreed = self._agreed.get(mode)
         if agreed is None or agreed.key is None or agreed.key != _key(tensors, extra):

@@ -177,8 +177,11 @@ class TorchCommunicator(Communicator):
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
         self._groups.clear()
 
-    def interrupt(self) -> None:
+    def interrupt(self, failure: CommunicationError | None = None) -> None:
         """Close the connections of gloo. There is no call for that, but a wait that takes too long does it."""
+        if failure is not None:
+            with suppress(RuntimeError):
+                within(_MARGIN, lambda: self._watch.tell(str(failure)))
         for (direct, workers), group in list(self._groups.items()):
             other = next((place for place, worker in enumerate(workers) if worker != self.rank), None)
             if other is not None and not direct:
@@ -282,6 +285,7 @@ class TorchCommunicator(Communicator):
         return CommunicationError(text)
 
     def _meet(self, wait: Callable[..., Any], workers: Group, awaited: Sequence[int], *limit: timedelta) -> Any:
+        self.begin_wait()
         self._watch.begin(self, awaited)
         try:
             return wait(*limit)
@@ -289,6 +293,7 @@ class TorchCommunicator(Communicator):
             raise self._lost(workers, error) from error
         finally:
             self._watch.end()
+            self.waiting = None
 
     def _begin(self, group: Group, call: Callable[..., Any], *arguments: Any) -> Any:
         """Begin a collective of a process group. (To begin one with a peer that is gone is an error already.)"""

@@ -189,6 +189,8 @@ class Operator:
         layout = x.shape, x.stride(), x.is_cpu
         program = self._programs.get(layout) or self._program(layout, x)
         comm = self.comm
+        if comm.waiting is not None:
+            comm.refuse_thread(self.label)
         comm.where = self._here
         if comm.watch is not None:
             comm.watch(self.label, self.members, self.dtype)

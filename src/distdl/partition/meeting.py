@@ -72,6 +72,8 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
     Returns: the largest length.
     Raises: CommunicationError, the same on every member, if they are not.
     """
+    if comm.waiting is not None:
+        comm.refuse_thread(shown or call)
     calls, identity = comm.calls(members), zlib.crc32(repr((call, tuple(members))).encode())
     sent = np.zeros(LENGTH, dtype=np.int64)
     history = calls.history

@@ -11,11 +11,12 @@ root, it comes first.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -145,6 +146,8 @@ class Communicator(ABC):
         imagined: whether the other workers are not there, and nothing is sent (see ``distdl.summary``).
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
+        waiting: the thread of this worker that waits for others (its ident), and where; None while none does. A
+            back-end sets it in its waits (see :meth:`begin_wait`), and every call looks at it first.
         generation: how many times it has been released.
         kept: what others keep for as long as this communicator lives, under keys of their own.
         ordered: whether sums are made in the order of the workers (see ``distdl.reproducible``), not as it is fastest.
@@ -168,6 +171,7 @@ class Communicator(ABC):
     def __init__(self) -> None:
         self.timeout = environment.timeout()
         self.kept: dict[Any, Any] = {}
+        self.waiting: tuple[int, object] | None = None
         self._calls: dict[Group, Calls] = {}
 
     @property
@@ -193,6 +197,35 @@ class Communicator(ABC):
             for call in _CALLS:  # (each call would take longer if it looked whether it may go on)
                 setattr(self, call, self._refuse)
         return error
+
+    def begin_wait(self) -> None:
+        """Note that this thread waits; the back-end sets :attr:`waiting` to None when it waits no longer.
+
+        Raises: as :meth:`refuse_thread`, where another thread waits.
+        """
+        ident = threading.get_ident()
+        if self.waiting is not None:
+            self.refuse_thread(self.where)
+        self.waiting = ident, self.where
+
+    def refuse_thread(self, call: object) -> NoReturn:
+        """Refuse a call that a thread makes while another one of the same worker waits.
+
+        Which of the two the other workers are in is not known: messages of both could meet. So both end, by one error.
+
+        Args:
+            call: the label of the layer, or what else is called.
+        Raises: CommunicationError that names both threads, and what each of them does.
+        """
+        ident, where = self.waiting or (0, self.where)
+        names = {thread.ident: repr(thread.name) for thread in threading.enumerate()}
+        error = CommunicationError(
+            f"worker {self.rank} is in two calls at once: the thread {threading.current_thread().name!r} calls "
+            f"{numbered(call)} while the thread {names.get(ident, 'that has ended')} waits in {numbered(where)}. "
+            f"Only one thread of a worker at a time may call layers, functions of global tensors, and their backward"
+        )
+        self.interrupt(self.poison(error))
+        raise error
 
     @property
     def place(self) -> str:
@@ -314,8 +347,12 @@ class Communicator(ABC):
         self._calls.clear()
         self.generation += 1
 
-    def interrupt(self) -> None:  # noqa: B027 (a back-end need not)
-        """End the waits of this worker, and those of the others for it, by an error. Another thread may call it."""
+    def interrupt(self, failure: CommunicationError | None = None) -> None:  # noqa: B027 (a back-end need not)
+        """End the waits of this worker, and those of the others for it, by an error. Another thread may call it.
+
+        Args:
+            failure: the error, if it is known.
+        """
 
     def leave(self, failure: BaseException | None = None) -> None:  # noqa: B027 (a back-end need not)
         """Say that this worker has come to its end, or failed, so that others that wait for it know. Called last."""

@@ -64,6 +64,12 @@ class Watch:
         if self._written is not None:
             self._bell.set()
 
+    def tell(self, text: str) -> None:
+        """Tell the others why this worker fails, unless another one has failed before."""
+        me = str(self._rank)
+        if self._store.compare_set("failed", "", me).decode() == me:
+            self._store.set(f"told/{me}", text)
+
     def first_failure(self, others: Sequence[int], late: bool, tell: Callable[[dict[int, str]], str]) -> str:
         """What the first worker to fail told, which may be this one.
 
@@ -147,7 +153,5 @@ class Watch:
             texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
             self._next = 2 * waited
             if any(texts) and wait is self._wait:
-                me = str(self._rank)
-                if self._store.compare_set("failed", "", me).decode() == me:
-                    self._store.set(f"told/{me}", next(filter(None, texts)))
+                self.tell(next(filter(None, texts)))
                 wait.comm.interrupt()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -302,17 +302,28 @@ class MPICommunicator(Communicator):
         for _ in range(_SPINS):
             if done():
                 return
-        begun = time.monotonic()
+        try:
+            self.begin_wait()
+            self._wait(done, requests, workers)
+        except CommunicationError:
+            self._abandoned.append((requests, memory))  # MPI may still write to it
+            raise
+        finally:
+            self.waiting = None
+
+    def _wait(self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+        begun, before = time.monotonic(), self.failure
         self._questions.begin()
         while not done():
             os.sched_yield()
+            if self.failure is not before:
+                raise CommunicationError(str(self.failure))  # found by another thread
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
                 self._questions.answer()
                 self._questions.compare(workers if len(requests) == len(workers) else (), waited)
                 self._check_left(requests, workers)
             if waited > self.timeout:
-                self._abandoned.append((requests, memory))  # MPI may still write to it
                 if len(requests) == len(workers):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
@@ -143,6 +144,14 @@ class ThreadCommunicator(Communicator):
                     end.exchange.open -= 1
                     if not end.exchange.open:
                         self.hub.ring(end.exchange.comm.rank)
+
+    def interrupt(self, failure: CommunicationError | None = None) -> None:
+        if failure is not None:
+            self.hub.fail(failure)
+
+    def refuse_thread(self, call: object) -> NoReturn:
+        self.hub.check_caller(self, call)
+        super().refuse_thread(call)
 
     def all_max(self, group: Group, values: IntArray) -> IntArray:
         with self.hub.lock:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distdl.transport.calls import numbered
 from distdl.transport.communicator import CommunicationError, Communicator, Group, IntArray, name_workers
 
 
@@ -71,26 +72,41 @@ class Hub:
         """Wait until ``ready()``. Whoever may have made it true rings; a worker is woken only if it is."""
         with self.lock:
             self._check_failure(comm)
-            caller = self.threads.get(threading.get_ident(), comm.rank)
-            if caller != comm.rank:
-                self._refuse(comm, caller)
+            thread = threading.get_ident()
+            if self.threads.get(thread, comm.rank) != comm.rank:
+                self._refuse(comm, self.threads[thread], comm.place)
             if ready():
                 return
-            self._waits[comm.rank] = _Wait(comm, ready, awaited)
-            self._check_deadlock(comm)
-        if not self._bells[comm.rank].acquire(timeout=comm.timeout):
+            alone = comm.waiting is None
+            if alone:
+                self._waits[comm.rank] = _Wait(comm, ready, awaited)
+                self._check_deadlock(comm)
+                comm.waiting = thread, comm.where
+        if not alone:
+            comm.refuse_thread(comm.where)
+        try:
+            if not self._bells[comm.rank].acquire(timeout=comm.timeout):
+                with self.lock:
+                    if self._waits.pop(comm.rank, None) is not None:
+                        error = comm.poison(comm.overdue(awaited()))
+                        self._end(error)
+                        raise error
+                self._bells[comm.rank].acquire()  # it rang between the end of the time and the lock
             with self.lock:
-                if self._waits.pop(comm.rank, None) is not None:
-                    error = comm.poison(comm.overdue(awaited()))
-                    self._end(error)
-                    raise error
-            self._bells[comm.rank].acquire()  # it rang between the end of the time and the lock
-        with self.lock:
-            self._check_failure(comm)
+                self._check_failure(comm)
+        finally:
+            comm.waiting = None
 
-    def _refuse(self, comm: Communicator, caller: int) -> None:
+    def check_caller(self, comm: Communicator, call: object) -> None:
+        """Raise if the thread that calls this belongs to another worker than the communicator."""
+        caller = self.threads.get(threading.get_ident(), comm.rank)
+        if caller != comm.rank:
+            with self.lock:
+                self._refuse(comm, caller, numbered(call))
+
+    def _refuse(self, comm: Communicator, caller: int, call: str) -> None:
         error = CommunicationError(
-            f"worker {caller} called {comm.place} of worker {comm.rank}: each worker builds its own layers and "
+            f"worker {caller} called {call} of worker {comm.rank}: each worker builds its own layers and "
             f"partitions, and another worker's cannot be shared between their threads"
         )
         self._end(comm.poison(error))
