@@ -3,6 +3,7 @@
 import pytest
 import torch
 from same import Global, assert_same
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import distdl
@@ -138,3 +139,30 @@ def test_blocks_of_single_cells():
             assert str(ours.value) == str(theirs.value)
 
     distdl.run_workers(work, 4)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, P: forward_ad.make_dual(x, torch.ones(6)),
+    lambda x, P: forward_ad.make_dual(torch.ones(6), x),
+    lambda x, P: forward_ad.unpack_dual(x),
+    lambda x, P: distdl.distribute_tensor(forward_ad.make_dual(torch.ones(6), torch.ones(6)), P),
+    lambda x, P: distdl.GlobalTensor.from_local(_dual_on(0, P), P),
+], ids=["make_dual", "tangent", "unpack_dual", "distribute_tensor", "from_local"])  # fmt: skip
+def test_tangents_of_global_tensors_are_one_error_and_what_it_names_works(call):
+    def main():
+        P = distdl.world()[:2].reshape(2)
+        x = distdl.distribute_tensor(torch.arange(6.0), P)
+        with pytest.raises((NotImplementedError, ValueError)) as error:
+            call(x, P)
+        y, tangent = torch.autograd.functional.jvp(lambda x: x * x, x, torch.ones(6))
+        return str(error.value), y.tolist(), tangent.tolist()
+
+    with forward_ad.dual_level():
+        (text, y, tangent), *others = distdl.run_workers(main, 3)
+    assert "torch.autograd.functional.jvp(function, x, tangent)" in text and others == [(text, y, tangent)] * 2
+    assert y == [0, 1, 4, 9, 16, 25] and tangent == [0, 2, 4, 6, 8, 10]
+
+
+def _dual_on(worker, P):
+    block = torch.ones(3)
+    return forward_ad.make_dual(block, torch.ones(3)) if P.rank == worker else block

@@ -18,10 +18,17 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.derivatives import has_tangent
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function
 
 _AXES = judge(Sequence[int | None])
+
+
+NO_TANGENTS = (
+    "global tensors have no forward-mode derivatives; torch.autograd.functional.jvp(function, x, tangent) computes the "
+    "same of global tensors, by two backwards"
+)
 
 
 def distribute_tensor(
@@ -38,8 +45,8 @@ def distribute_tensor(
             of P that are not named, x lies at place 0. So the labels of an image of batch, channel, height and width
             lie with it under ``axes=(0, 2, 3)``.
     Returns: the global tensor. It requires a gradient if x does.
-    Raises: ValueError, the same on every worker, if x is no tensor, has fewer dims than P axes, or other dims than
-        ``axes`` says.
+    Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, has fewer dims than P
+        axes, or other dims than ``axes`` says.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
     if not isinstance(P, Partition):
@@ -52,8 +59,8 @@ def distribute_tensor(
     if context.me == src:
         mine = (
             (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled(), seed(), Bounds.of(x))
-            if isinstance(x, torch.Tensor)
-            else type(x).__name__
+            if isinstance(x, torch.Tensor) and not has_tangent(x)
+            else _kind(x)
         )
     _begin(context, "distribute_tensor")
     told = broadcast_value(context.comm, context.everyone, "distribute_tensor", src, mine)
@@ -79,8 +86,8 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     if axes is not None:
         P = _along(context, P, axes, "GlobalTensor.from_local")
     _begin(context, "GlobalTensor.from_local")
-    mine: Any = type(block).__name__
-    if type(block) is not GlobalTensor and isinstance(block, torch.Tensor):
+    mine: Any = _kind(block)
+    if type(block) is not GlobalTensor and isinstance(block, torch.Tensor) and not has_tangent(block):
         wants = block.requires_grad and torch.is_grad_enabled()
         mine = (tuple(block.shape), dtype_code(block.dtype), wants, seed(), Bounds.of(block))
     told = gather_values(context.comm, context.everyone, "GlobalTensor.from_local", mine)
@@ -176,6 +183,12 @@ def _check_axes(axes: Any, what: str) -> None:
         raise TypeError(
             f"{what} needs axes= to be a sequence, for each dim an axis of the partition or None; got {axes!r}"
         )
+
+
+def _kind(x: object) -> str:
+    """What was given in the place of a plain tensor, for errors."""
+    dual = type(x) is not GlobalTensor and isinstance(x, torch.Tensor) and has_tangent(x)
+    return f"{type(x).__name__} with a tangent ({NO_TANGENTS})" if dual else type(x).__name__
 
 
 def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.entry import full_tensor
+from distdl.globals.entry import NO_TANGENTS, full_tensor
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import plain_of, variable_of
@@ -290,6 +290,12 @@ TABLE[torch.Tensor.register_hook] = _hooking
 TABLE[torch.Tensor.register_post_accumulate_grad_hook] = lambda func, args, kwargs: args[
     0
 ]._block.register_post_accumulate_grad_hook(lambda block: args[1](args[0]))
+
+
+@handles("_make_dual _unpack_dual", "torch")
+def refuse_tangents(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What moves follows from what all workers know, and whether a block has a tangent its worker alone knows."""
+    raise NotImplementedError(f"{func.__name__.removeprefix('_')} of a global tensor: {NO_TANGENTS}")
 
 
 def connected(block: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
