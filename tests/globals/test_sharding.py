@@ -275,6 +275,39 @@ def test_writing_what_backward_needs_is_an_error():
     run(work)
 
 
+class _WritesItsInput(nn.Module):
+    """A linear layer whose input, which its backward needs, is written after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        y = self.second(h)
+        h.add_(1)
+        return y
+
+
+@pytest.mark.fault("threads")
+def test_a_worker_outside_is_told_what_backward_has_raised_on_the_others():
+    def work():
+        P = distdl.world()
+        model = distdl.distribute(_WritesItsInput().double(), P[:2].reshape(2, 1), weights="sharded")
+        try:
+            model(noise(6, 4)).sum().backward()
+        except Exception as error:
+            texts[P.rank] = f"{type(error).__name__}: {error}"
+            raise
+
+    texts = {}
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor of shape"):
+        distdl.run_workers(work, 3)
+    told = "CommunicationError: another worker failed: "  # (of those that compute, too, one stops the other)
+    assert len(texts) == 3 and len({text.removeprefix(told) for text in texts.values()}) == 1
+    assert texts[2].startswith(f"{told}RuntimeError: one of the variables needed for gradient computation")
+
+
 def test_gradient_scaling():
     def work():
         sequential = network()
