@@ -32,13 +32,13 @@ from distdl.transport.communicator import (
     Message,
     Pending,
     as_bytes,
-    begin_with,
     contiguous,
     deliver,
     empty,
     name_workers,
     sent_whole,
 )
+from distdl.transport.folding import begin_with
 from distdl.transport.job import job, of_group
 from distdl.transport.stores import absent, described, within
 from distdl.transport.watch import Watch

@@ -21,7 +21,8 @@ from distdl.exchange.packing import pack, unpack
 from distdl.geometry.boxes import Shape
 from distdl.plan.plan import Index, Pattern, Role, Schedule
 from distdl.tensors.memory import SMALLEST, empty
-from distdl.transport.communicator import Communicator, Pending, contiguous, fold, fold_into, wait_all
+from distdl.transport.communicator import Communicator, Pending, contiguous, wait_all
+from distdl.transport.folding import fold, fold_into
 from distdl.transport.view import Addressed, View
 
 _SHORT_COPY = 1 << 15  # bytes; up to here torch takes longer to make views than to copy

@@ -44,7 +44,7 @@ from distdl.partition.layout import Layout
 from distdl.plan import Plan
 from distdl.plan.planning import copy
 from distdl.tensors.connection import local, zeros_on
-from distdl.transport.communicator import fold
+from distdl.transport.folding import fold
 
 
 @dataclass(frozen=True)

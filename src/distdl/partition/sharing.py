@@ -15,7 +15,8 @@ import torch
 
 from distdl.partition.encoding import decode, encode
 from distdl.partition.meeting import meet, padded
-from distdl.transport.communicator import Communicator, Group, fold
+from distdl.transport.communicator import Communicator, Group
+from distdl.transport.folding import fold
 
 _VALUE, _PROBLEM = b"\0", b"\1"
 _Combine = Callable[[Any, Any], Any]

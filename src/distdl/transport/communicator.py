@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -28,13 +28,13 @@ from distdl.geometry.boxes import balanced
 from distdl.tensors.memory import empty as empty
 from distdl.transport.calls import Calls as Calls
 from distdl.transport.calls import numbered
+from distdl.transport.folding import fold_into
 from distdl.transport.view import Addressed as Addressed
 from distdl.transport.view import Message as Message
 from distdl.transport.view import View as View
 
 Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
-T = TypeVar("T")
 
 _CALLS = ("exchange", "start", "broadcast", "sum", "all_sum", "all_gather", "all_max")
 SMALL_SUM = 1 << 19  # bytes up to which a worker sends its tensor to all others of a collective, rather than in parts
@@ -95,28 +95,6 @@ def wait_all(pending: Iterable[Pending]) -> None:
     """Wait for all of them."""
     for one in pending:
         one.wait()
-
-
-def fold(items: Sequence[T], combine: Callable[[T, T], T]) -> T:
-    """Combine items pairwise in a balanced tree, keeping their order: rounding errors grow with the tree's depth."""
-    while len(items) > 1:
-        items = _fold_once(items, combine)
-    return items[0]
-
-
-def fold_into(y: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Add tensors up in a balanced tree and write the sum into y, which may be one of them."""
-    while len(terms) > 2:
-        terms = _fold_once(terms, torch.add)
-    if len(terms) == 2:
-        torch.add(*terms, out=y)
-    else:
-        y.copy_(terms[0])
-
-
-def _fold_once(items: Sequence[T], combine: Callable[[T, T], T]) -> Sequence[T]:
-    pairs = [combine(items[i], items[i + 1]) for i in range(0, len(items) - 1, 2)]
-    return pairs + list(items[len(items) - len(items) % 2 :])
 
 
 class Prepared:
@@ -373,14 +351,6 @@ class Communicator(ABC):
 
     def __reduce__(self) -> Any:
         raise TypeError("a communicator belongs to its process and cannot be pickled; of a network, call distdl.save")
-
-
-def begin_with(total: torch.Tensor, x: torch.Tensor | None) -> None:
-    """Begin a sum with x, or with nothing."""
-    if x is None:
-        total.zero_()
-    else:
-        total.copy_(x)
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

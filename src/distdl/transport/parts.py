@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from distdl.geometry.boxes import balanced
-from distdl.transport.communicator import Communicator, Group, Pending, empty, fold_into
+from distdl.transport.communicator import Communicator, Group, Pending, empty
+from distdl.transport.folding import fold_into
 
 
 def _parts(group: Group, tensor: torch.Tensor) -> dict[int, slice]:

@@ -33,12 +33,12 @@ from distdl.transport.communicator import (
     Message,
     Pending,
     Prepared,
-    begin_with,
     contiguous,
     deliver,
     empty,
     name_workers,
 )
+from distdl.transport.folding import begin_with
 
 _GROUP_TAG, _MAXIMUM_TAG = 32770, 32771  # beyond the tags of exchanges
 _SUM_OF_TWO_BYTES = 1 << 15  # up to here, sums of two workers by MPI itself are faster than by a message
