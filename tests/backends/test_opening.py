@@ -19,7 +19,7 @@ from launchers import FOLDER, ended, mpirun, python_path
 import distdl
 from distdl import CommunicationError
 from distdl.backends.torch_distributed import TorchCommunicator
-from distdl.nn import Repartition
+from distdl.nn import Broadcast, Repartition, SumReduce
 from distdl.transport.stores import LOOPBACK, connect, local_store
 
 SCRIPT = FOLDER / "run_openings.py"
@@ -197,24 +197,43 @@ def test_a_limit_that_is_set_later_holds_for_messages_too(store):
     assert "waited longer than 0.5 s (DISTDL_TIMEOUT)" in str(error) and 0.5 <= seconds < 20
 
 
-@pytest.mark.fault("gloo")
-def test_backwards_of_moves_in_another_order_end_long_before_the_limit(store, monkeypatch):
+def moves(P):
+    layer = Repartition(P.reshape(3, 1), P.reshape(1, 3))
+    return [layer(torch.ones(1, 3, requires_grad=True)) for _ in range(2)]
+
+
+def sums(P):
+    layer = SumReduce(P.reshape(3), P[:1].reshape(1))
+    return [layer(torch.ones(size, requires_grad=True)) for size in (2, 3)]
+
+
+def copies(P):
+    layer = Broadcast(P[:1].reshape(1), P.reshape(3))
+    mine = P.rank == 0
+    return [layer(torch.ones(size if mine else 0, requires_grad=True)) for size in (200_000, 300_000)]
+
+
+@pytest.mark.fault("gloo", count=3)
+@pytest.mark.parametrize("results_of", [moves, sums, copies])
+def test_backwards_in_another_order_end_long_before_the_limit(results_of, store, monkeypatch):
     """Worker 1 takes another order. All are told by one of them what differs, and since when."""
     monkeypatch.setenv("DISTDL_TIMEOUT", "300")
     comms = [comm for comm, _ in each(3, lambda worker: link(store, worker, 3))]
 
     def work(worker):
         P = distdl.Partition(comms[worker], range(3))
-        layer = Repartition(P.reshape(3, 1), P.reshape(1, 3))
-        results = [layer(torch.ones(1, 3, requires_grad=True)) for _ in range(2)]
+        results = results_of(P)
         for place in (1, 0) if worker == 1 else (0, 1):
             results[place].sum().backward()
+        P.allgather_data(0)
 
-    texts = [str(error) for error, _ in each(3, work)]
+    ended = each(3, work)
+    assert all(seconds < 20 for _, seconds in ended), ended
+    texts = [str(error) for error, _ in ended]
     told = {text.partition("after another worker had: ")[2] or text for text in texts}
     assert len(told) == 1, texts
     [text] = told
-    assert "the backward of exchange 1, Repartition" in text and "the backward of exchange 2, Repartition" in text
+    assert "the backward of exchange 1, " in text and "the backward of exchange 2, " in text
     assert "the calls of workers 0, 1, 2 differ since exchange 3, which was the backward of exchange " in text
 
 

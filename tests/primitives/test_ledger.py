@@ -6,7 +6,7 @@ import torch
 from torch.profiler import profile
 
 import distdl
-from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition
+from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition, SumReduce
 
 
 def on_threads(main, workers=4):
@@ -54,6 +54,12 @@ def test_a_collective_made_of_messages_is_one_call():
             AllSumReduce(P.reshape(4), [0])(x)
         (entry,) = (entry for entry in book.entries if entry.operation == "all_sum")
         assert entry.calls == 1 and entry.messages == 6 and entry.sent == 6 * 25_000 * 4 and entry.collective == 0
+        with distdl.ledger() as book:  # (those that only receive, too)
+            Broadcast(P[:1].reshape(1), P.reshape(4))(x if P.rank == 0 else torch.empty(0))
+            SumReduce(P.reshape(4), P[:1].reshape(1))(x)
+        found = {entry.operation: entry for entry in book.entries}
+        assert found["broadcast"].collective == found["sum"].collective == 0
+        assert (found["broadcast"].messages, found["sum"].messages) == ((3, 0) if P.rank == 0 else (0, 1))
 
     on_threads(main)
 

@@ -133,9 +133,10 @@ class TorchCommunicator(Communicator):
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
         assert tensor is not None
-        if self.ordered or tensor.dtype not in _SUMS or len(group) == 2 or not self._direct(tensor):
-            if self.ordered or len(group) == 2 or sent_whole(group, tensor):
-                return super().sum(group, x, y, tag)
+        direct = self._direct(tensor)
+        if self.ordered or len(group) == 2 or (tensor.dtype not in _SUMS if direct else sent_whole(group, tensor)):
+            return super().sum(group, x, y, tag)
+        if not direct:
             return parts.add_up(self, group, x, y, tag)
         # NCCL may leave partial sums in the tensors of the other members, so those give a copy
         buffer = self._readable(tensor).clone() if y is None else self._landing(y)
@@ -183,10 +184,9 @@ class TorchCommunicator(Communicator):
             with suppress(RuntimeError):
                 within(_MARGIN, lambda: self._watch.tell(str(failure)))
         for (direct, workers), group in list(self._groups.items()):
-            other = next((place for place, worker in enumerate(workers) if worker != self.rank), None)
-            if other is not None and not direct:
-                with suppress(RuntimeError):
-                    group.recv([torch.empty(1, dtype=torch.uint8)], other, _NO_TAG).wait(timedelta(milliseconds=1))
+            for place in () if direct else [place for place, worker in enumerate(workers) if worker != self.rank]:
+                with suppress(RuntimeError):  # (each wait closes the connection to that worker alone)
+                    group.recv([torch.empty(1, dtype=torch.uint8)], place, _NO_TAG).wait(timedelta(milliseconds=1))
 
     def _left(self) -> str:
         """What an error says of workers that have come to their end."""

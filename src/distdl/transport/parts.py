@@ -6,12 +6,10 @@ sum:        its adjoint: each other member adds up a part of what the others hav
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from distdl.geometry.boxes import balanced
-from distdl.transport.communicator import Communicator, Group, Pending, empty
+from distdl.transport.communicator import Communicator, Group, Pending, contiguous, deliver, empty
 from distdl.transport.folding import fold_into
 
 
@@ -23,10 +21,13 @@ def _parts(group: Group, tensor: torch.Tensor) -> dict[int, slice]:
 
 def broadcast(comm: Communicator, group: Group, tensor: torch.Tensor, tag: int) -> Pending:
     """As :meth:`Communicator.broadcast`."""
-    root, vector = group[0], tensor.view(-1)
-    parts = _parts(group, vector)
+    root = group[0]
     if comm.rank == root:
-        return comm.through.exchange([(worker, vector[part]) for worker, part in parts.items()], [], tag)
+        vector = contiguous(tensor).view(-1)
+        return comm.through.exchange([(to, vector[part]) for to, part in _parts(group, vector).items()], [], tag)
+    whole = tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
+    vector = whole.view(-1)
+    parts = _parts(group, vector)
     own = parts.get(comm.rank)
     first = comm.through.exchange([], [] if own is None else [(root, vector[own])], tag)
 
@@ -36,6 +37,7 @@ def broadcast(comm: Communicator, group: Group, tensor: torch.Tensor, tag: int) 
         sends = [] if own is None else [(worker, vector[own]) for worker in others]
         receives = [(worker, vector[parts[worker]]) for worker in others if worker in parts]
         comm.through.exchange(sends, receives, tag).wait()
+        deliver(tensor, whole)
 
     return Pending(finish)
 
@@ -47,7 +49,7 @@ def add_up(comm: Communicator, group: Group, x: torch.Tensor | None, y: torch.Te
         assert y is not None
         return _gathered(comm, group, x, y, tag)
     assert x is not None
-    vector = x.view(-1)
+    vector = contiguous(x).view(-1)
     parts, others = _parts(group, vector), [worker for worker in group[1:] if worker != comm.rank]
     own = parts.get(comm.rank)
     terms = {} if own is None else {worker: empty(vector[own].shape, x.dtype, x) for worker in others}
@@ -66,12 +68,15 @@ def add_up(comm: Communicator, group: Group, x: torch.Tensor | None, y: torch.Te
 
 def _gathered(comm: Communicator, group: Group, x: torch.Tensor | None, y: torch.Tensor, tag: int) -> Pending:
     """The root's share of a sum."""
-    total = y.view(-1) if x is None else empty((y.numel(),), y.dtype, y)
-    parts = _parts(group, total)
-    arriving = comm.through.exchange([], [(worker, total[part]) for worker, part in parts.items()], tag)
-    return arriving if x is None else Pending(partial(_finish, arriving, x, total, y))
+    others = y if x is None and y.is_contiguous() else empty(y.shape, y.dtype, y)
+    vector = others.view(-1)
+    arriving = comm.through.exchange([], [(of, vector[part]) for of, part in _parts(group, vector).items()], tag)
 
+    def finish() -> None:
+        arriving.wait()
+        if x is None:
+            deliver(y, others)
+        else:
+            torch.add(x, others, out=y)
 
-def _finish(arriving: Pending, x: torch.Tensor, total: torch.Tensor, y: torch.Tensor) -> None:
-    arriving.wait()
-    torch.add(x.view(-1), total, out=y.view(-1))
+    return Pending(finish)

@@ -62,7 +62,8 @@ class Ledger:
         entry.calls += 1
         entry.messages += len(call.sends)
         entry.sent += sum(nbytes for _, nbytes in call.sends)
-        entry.collective += 0 if call.sends or call.operation == "exchange" else call.nbytes
+        by_messages = call.sends or call.receives or call.operation == "exchange"
+        entry.collective += 0 if by_messages else call.nbytes
         entry.waited += call.waited
 
     def json(self) -> str:

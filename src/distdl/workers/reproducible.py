@@ -12,10 +12,10 @@ class reproducible:
 
     On a given partition the results then have the same bits from run to run and on threads, gloo and MPI, as long as
     torch computes with as many threads in each worker (``torch.set_num_threads``). Another partition, or another number
-    of workers, adds up other terms, and its results differ by rounding. Without it, sums over more than two workers are
-    those of the MPI library or of gloo, which choose their own order; on threads the same as with it. All workers get
-    the same bits of a sum over all of them in either case. Every worker calls it. It costs a little where many workers
-    add up::
+    of workers, adds up other terms, and its results differ by rounding. Without it, sums over workers are those of the
+    MPI library, which chooses its own order; on threads the same as with it, and on gloo the same from run to run. All
+    workers get the same bits of a sum over all of them in either case. Every worker calls it. It costs a little where
+    many workers add up::
 
         distdl.reproducible()           # from here to the end
 
