@@ -38,6 +38,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*", help="how many rounds, which pages, which back-ends")
     parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--sizes", nargs="*", default=[], help="of --against: only these")
     given = parser.parse_args()
     words = given.words
     rounds = next((int(one) for one in words if one.isdigit()), 3)
@@ -47,7 +48,8 @@ def main():
     for page in pages:
         if given.against:
             jobs = [one for one in JOBS[page] if f"{one[0]}-{one[1]}" in words] or JOBS[page]
-            before, now = measure(page, jobs, rounds, [given.against.absolute() / "src", HERE.parent / "src"])
+            sources = [given.against.absolute() / "src", HERE.parent / "src"]
+            before, now = measure(page, jobs, rounds, sources, given.sizes)
             text = "\n".join([machine(), "", *compared(before[0], now[0])]) + "\n"
             (results / f"{page}-against.txt").write_text(text)
             print(f"\n{text}\nin {results}: {page}-against.txt")
@@ -64,7 +66,7 @@ def main():
         print(f"\n{text}\nin {results}: {page}.txt, {page}.json")
 
 
-def measure(page, jobs, rounds, sources):
+def measure(page, jobs, rounds, sources, sizes=()):
     """For each source: from (back-end, workers, case, size) to the median seconds of each way in each launch; kinds."""
     found = [({}, {}) for _ in sources]
     for number in range(rounds):
@@ -72,7 +74,7 @@ def measure(page, jobs, rounds, sources):
             print(f"{page}, round {number + 1} of {rounds}: {workers} workers on {backend}", flush=True)
             explain = page == "models" and number == 0 and backend == "mpi" and len(sources) == 1
             for source, (rows, kinds) in list(zip(sources, found, strict=True))[:: -1 if number % 2 else 1]:
-                for row in job(source, backend, workers, page, explain):
+                for row in job(source, backend, workers, page, explain, sizes):
                     key = backend, workers, row["case"], row["size"]
                     for way, seconds in row["times"].items():
                         rows.setdefault(key, {}).setdefault(way, []).append(statistics.median(seconds))
@@ -81,7 +83,7 @@ def measure(page, jobs, rounds, sources):
     return found
 
 
-def job(source, backend, workers, page, explain):
+def job(source, backend, workers, page, explain, sizes):
     launch = {
         "mpi": [BIN / "mpirun", "--oversubscribe", "-n", workers, sys.executable],
         "gloo": [BIN / "torchrun", "--nproc-per-node", workers],
@@ -90,6 +92,7 @@ def job(source, backend, workers, page, explain):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times.json"
         options = [backend, path, "--workers", workers, "--page", page, *(["--explain"] if explain else [])]
+        options += ["--sizes", *sizes] if sizes else []
         command = [str(part) for part in (*launch, HERE / "job.py", *options)]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(source)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)

@@ -36,7 +36,6 @@ from distdl.transport.communicator import (
     deliver,
     empty,
     name_workers,
-    sent_whole,
 )
 from distdl.transport.folding import begin_with
 from distdl.transport.job import job, of_group
@@ -48,6 +47,7 @@ _SUMS = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int8, torch.int32, torch.int64, torch.uint8,
 }  # fmt: skip
+_SENT_AT_ONCE = 1 << 19  # bytes that a worker sends in one round, rather than two
 _MARGIN = 2.0  # seconds after which a group that gloo should have given up is given up
 _ADVICE = (
     ". Each worker listens at the address of its host's name. If the others cannot reach that, as where it is "
@@ -121,9 +121,8 @@ class TorchCommunicator(Communicator):
 
     def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         if not self._direct(tensor):
-            if len(group) == 2 or sent_whole(group, tensor):
-                return super().broadcast(group, tensor, tag)
-            return parts.broadcast(self, group, tensor, tag)
+            whole = len(group) == 2 or self.sends_whole(group, tensor)
+            return super().broadcast(group, tensor, tag) if whole else parts.broadcast(self, group, tensor, tag)
         sends = self.rank == group[0]
         buffer = self._readable(tensor) if sends else self._landing(tensor)
         handle, root = self._group(group, True), sorted(group).index(group[0])
@@ -134,7 +133,8 @@ class TorchCommunicator(Communicator):
         tensor = x if y is None else y
         assert tensor is not None
         direct = self._direct(tensor)
-        if self.ordered or len(group) == 2 or (tensor.dtype not in _SUMS if direct else sent_whole(group, tensor)):
+        by_messages = tensor.dtype not in _SUMS if direct else self.sends_whole(group, tensor)
+        if self.ordered or len(group) == 2 or by_messages:
             return super().sum(group, x, y, tag)
         if not direct:
             return parts.add_up(self, group, x, y, tag)
@@ -145,6 +145,10 @@ class TorchCommunicator(Communicator):
         handle, root = self._group(group, True), sorted(group).index(group[0])
         work = self._begin(group, handle.reduce, buffer, root, dist.ReduceOp.SUM)
         return self._pending(work, group, buffer if y is None else y, buffer)
+
+    def sends_whole(self, group: Group, tensor: torch.Tensor) -> bool:
+        # (a round takes long; of many workers, parts of a small tensor would be as many messages of a few bytes)
+        return tensor.nbytes * min(len(group) - 1, 16) <= _SENT_AT_ONCE
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         if self.ordered or y.dtype not in _SUMS or len(group) < 3 or not self._direct(y):
@@ -314,8 +318,7 @@ class TorchCommunicator(Communicator):
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
         """The error of a wait that failed, after which the others may be anywhere."""
-        others = [worker for worker in workers if worker != self.rank]
-        reason = _reason(error)
+        others, reason = [worker for worker in workers if worker != self.rank], _reason(error)
         late = any(words in reason.lower() for words in ("timed out waiting", "timeout"))
 
         def tell(waiting: dict[int, str]) -> str:

@@ -37,7 +37,7 @@ Group = tuple[int, ...]
 IntArray = NDArray[np.int64]
 
 _CALLS = ("exchange", "start", "broadcast", "sum", "all_sum", "all_gather", "all_max")
-SMALL_SUM = 1 << 19  # bytes up to which a worker sends its tensor to all others of a collective, rather than in parts
+SMALL_SUM = 1 << 15  # bytes up to which each member of an all-sum sends its tensor to each other, rather than in parts
 
 
 class CommunicationError(RuntimeError):
@@ -53,14 +53,6 @@ class LongGroup(tuple[int, ...]):
         if self._hash is None:
             self._hash = super().__hash__()
         return self._hash
-
-
-def sent_whole(group: Group, tensor: torch.Tensor) -> bool:
-    """Whether the messages of a collective, in one round, are each the whole tensor: two rounds would take longer.
-
-    (Of many workers, parts of a small tensor would be as many messages of a few bytes.)
-    """
-    return tensor.nbytes * min(len(group) - 1, 16) <= SMALL_SUM
 
 
 def check_group(members: Group, size: int, what: str) -> None:
@@ -282,13 +274,17 @@ class Communicator(ABC):
 
         return Pending(finish)
 
+    def sends_whole(self, group: Group, tensor: torch.Tensor) -> bool:
+        """Whether members of a collective send each other whole tensors, in one round, rather than parts, in two."""
+        return tensor.nbytes <= SMALL_SUM
+
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         """Add the (contiguous) tensors x of all members into the y of each; every member gets the same bits.
 
         Of a large tensor each member adds up one part and then sends it to the others, so that what it sends does not
         grow with the group. Of a small one each adds up all of it, in one round.
         """
-        whole = sent_whole(group, x)
+        whole = self.sends_whole(group, x)
         x, y = x.view(-1), y.view(-1)
         parts = [(0, x.numel())] * len(group) if whole else balanced(x.numel(), len(group))
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}

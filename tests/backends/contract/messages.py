@@ -104,13 +104,13 @@ def check_collectives_over_groups():
         assert highest.tolist() == [max(group), -min(group)]
 
 
-def check_collectives_of_large_tensors():
+def check_sums_and_copies_of_large_tensors():
     """Up to the size at which members send parts, and beyond; not a multiple of their number."""
     comm = distdl.world().comm
     for group in (tuple(range(comm.size)), tuple(range(comm.size))[:2]):
         if comm.rank not in group or len(group) < 2:
             continue
-        for count in (SMALL_SUM // 8 // len(group), SMALL_SUM // 8 + 1, SMALL_SUM // 2 + 7):
+        for count in (SMALL_SUM // 8 - 3, SMALL_SUM // 8 + 1, 3 * SMALL_SUM + 7):
             mine = torch.arange(count, dtype=torch.float64) * (comm.rank + 1)
             expected = torch.arange(count, dtype=torch.float64) * sum(worker + 1 for worker in group)
             y = torch.empty_like(mine)

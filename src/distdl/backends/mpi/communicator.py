@@ -24,6 +24,7 @@ from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype,
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
 from distdl.backends.mpi.questions import Questions
 from distdl.transport.communicator import (
+    SMALL_SUM,
     Addressed,
     Calls,
     CommunicationError,
@@ -41,7 +42,6 @@ from distdl.transport.communicator import (
 from distdl.transport.folding import begin_with
 
 _GROUP_TAG, _MAXIMUM_TAG = 32770, 32771  # beyond the tags of exchanges
-_SUM_OF_TWO_BYTES = 1 << 15  # up to here, sums of two workers by MPI itself are faster than by a message
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
@@ -139,7 +139,7 @@ class MPICommunicator(Communicator):
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
-        few = tensor is not None and len(group) == 2 and tensor.nbytes > _SUM_OF_TWO_BYTES
+        few = tensor is not None and len(group) == 2 and tensor.nbytes > SMALL_SUM
         if self.ordered or tensor is None or tensor.dtype not in TYPES or few:
             return super().sum(group, x, y, tag)
         comm, root = self._handle(group)
