@@ -213,7 +213,7 @@ def copies(P):
     return [layer(torch.ones(size if mine else 0, requires_grad=True)) for size in (200_000, 300_000)]
 
 
-@pytest.mark.fault("gloo", count=3)
+@pytest.mark.fault("gloo")
 @pytest.mark.parametrize("results_of", [moves, sums, copies])
 def test_backwards_in_another_order_end_long_before_the_limit(results_of, store, monkeypatch):
     """Worker 1 takes another order. All are told by one of them what differs, and since when."""
