@@ -15,7 +15,7 @@ SHORT = [
     Fault("slow", delay=0.1, steps=1),
     Fault("lossy", loss=0.05, steps=5),
 ]
-LIMIT = 14.0  # seconds: more than TCP takes until it sends a packet for the seventh time (12.6 s)
+LIMIT = 9.0  # seconds: more than TCP takes to go on after 1.5 s, and to make a connection whose packets are lost
 
 
 @pytest.fixture(autouse=True)
