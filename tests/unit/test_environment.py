@@ -55,6 +55,19 @@ def test_a_wrong_amount_of_memory_is_an_error_on_import():
     assert done.returncode == 1 and "DISTDL_RECYCLED_MEMORY has to be a whole number" in done.stderr, done.stderr
 
 
+def test_who_tunes_malloc(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert not environment.tunes_malloc()
+    for name, text in (("MALLOC_MMAP_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=128")):
+        with monkeypatch.context() as context:
+            context.setenv(name, text)
+            assert environment.tunes_malloc()
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_shstk=on")
+    assert not environment.tunes_malloc()
+
+
 def test_switches_are_0_or_1(monkeypatch):
     for name, read in (("DISTDL_DEBUG", environment.debug), ("DISTDL_CUDA_AWARE_MPI", environment.cuda_aware_mpi)):
         for text, value in (("1", True), ("0", False), ("", False)):

@@ -1,13 +1,21 @@
 """Recycled memory: it comes back when the last tensor over it dies, and not before."""
 
 import io
+import os
+import platform
+import resource
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+import distdl
 from distdl.tensors import memory
 
+SOURCE = Path(distdl.__file__).parent
 LARGE = (memory.SMALLEST // 4,)
 
 
@@ -111,3 +119,44 @@ def test_threads_share_the_pool(pool):
     for thread in threads:
         thread.join()
     assert pool.idle <= pool.limit
+
+
+_FREED = """
+import ctypes, resource
+import distdl
+
+libc, size = ctypes.CDLL(None), 4 << 20
+libc.malloc.restype, libc.free.argtypes, libc.memset.argtypes = (
+    ctypes.c_void_p, [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t],
+)
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        blocks = [libc.malloc(size) for _ in range(20)]
+        for block in blocks:
+            libc.memset(block, 1, size)
+        for block in blocks:
+            libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+alone = faults()
+distdl.world()
+faults()
+print(alone, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what other C libraries keep is not tuned")
+@pytest.mark.parametrize(("kept", "tuned"), [("512", {}), ("0", {}), ("512", {"MALLOC_TOP_PAD_": "131072"})])
+def test_a_process_of_a_world_keeps_what_torch_frees(kept, tuned):
+    """Pages that are touched anew, by blocks of 4 MiB as torch allocates them, of which 20 are freed at once."""
+    variables = {name: text for name, text in os.environ.items() if not name.startswith("MALLOC_")}
+    variables |= {"DISTDL_RECYCLED_MEMORY": kept, "PYTHONPATH": str(SOURCE.parent)} | tuned
+    done = subprocess.run([sys.executable, "-c", _FREED], env=variables, capture_output=True, text=True, timeout=50)
+    assert not done.returncode, done.stderr
+    before, within = map(int, done.stdout.split())
+    every = 3 * 20 * (4 << 20) // resource.getpagesize()
+    assert before > every / 2
+    assert within < every / 20 if kept != "0" and not tuned else within > every / 2

@@ -8,6 +8,7 @@ from distdl.environment.variables import (
     grace,
     recycled_memory,
     timeout,
+    tunes_malloc,
     whole,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "grace",
     "recycled_memory",
     "timeout",
+    "tunes_malloc",
     "whole",
 ]

@@ -51,6 +51,13 @@ def recycled_memory() -> int:
     return whole("DISTDL_RECYCLED_MEMORY", 512, largest=LARGEST_MEMORY, unit="MiB") << 20
 
 
+def tunes_malloc() -> bool:
+    """Whether variables of glibc's tune how memory is allocated: ``MALLOC_...``, or ``GLIBC_TUNABLES``."""
+    return "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") and name.endswith("_") for name in os.environ
+    )
+
+
 def chosen_backend() -> str | None:
     """``DISTDL_BACKEND``: the name of a back-end; None if it is not set, or empty."""
     return os.environ.get("DISTDL_BACKEND") or None

@@ -3,14 +3,17 @@
 The first touch of fresh pages costs more than a copy into them. So the memory of a large tensor from here comes back
 when the last tensor that shares it dies (views and what autograd saved included), and the next tensor of about that
 size gets it. At most ``pool.limit`` bytes lie idle; the environment variable ``DISTDL_RECYCLED_MEMORY`` sets it in MiB,
-and 0 switches recycling off.
+and 0 switches recycling off. What torch allocates itself stays with the process likewise (see :func:`keep_freed`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distdl.environment import recycled_memory
+from distdl.environment import recycled_memory, tunes_malloc
 
 SMALLEST = 1 << 20  # bytes; below, the allocator of torch keeps its pages by itself
 
@@ -118,6 +121,25 @@ def empty(
     if channels_last:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])
     return torch.empty(shape, dtype=dtype) if beside is None else beside.new_empty(shape, dtype=dtype)
+
+
+@cache
+def keep_freed() -> None:
+    """Have the C library keep up to ``pool.limit`` bytes at the end of its heap, for torch's own tensors.
+
+    By itself, glibc gives the end of the heap back to the system as soon as some MiB are free there. So after each
+    backward it gives back the activations, and the next forward touches fresh pages. Arrays above 32 MiB it always
+    gives back. Other C libraries are left alone, and so is one that environment variables tune (``MALLOC_...``).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None or not pool.limit or tunes_malloc():
+        return
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)  # (to set either of the two keeps both from changing by themselves)
+    mallopt(_M_TRIM_THRESHOLD, min(pool.limit, _LARGEST_INT))
+
+
+# of glibc's malloc.h and malloc.c
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_ON_HEAP, _LARGEST_INT = -1, -3, 32 << 20, (1 << 31) - 1
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

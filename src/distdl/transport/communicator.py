@@ -26,6 +26,7 @@ from distdl import environment
 from distdl.environment.arguments import checks_arguments
 from distdl.geometry.boxes import balanced
 from distdl.tensors.memory import empty as empty
+from distdl.tensors.memory import keep_freed
 from distdl.transport.calls import Calls as Calls
 from distdl.transport.calls import numbered
 from distdl.transport.folding import fold_into
@@ -142,6 +143,7 @@ class Communicator(ABC):
     where: object = "an exchange"
 
     def __init__(self) -> None:
+        keep_freed()
         self.timeout = environment.timeout()
         self.kept: dict[Any, Any] = {}
         self.waiting: tuple[int, object] | None = None
