@@ -1,4 +1,5 @@
 import functools
+import gc
 import os
 
 import pytest
@@ -42,6 +43,10 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in cuda]
     first = ("processes with limits", "processes")  # (the longest turns)
     items.sort(key=lambda item: first.index(turn) if (turn := turn_of(item.nodeid)) in first else len(first))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # (else every full collection looks at all modules and tests)
 
 
 @pytest.hookimpl(optionalhook=True)
