@@ -8,6 +8,7 @@ from pathlib import Path
 
 import post
 import pytest
+from launchers import imported
 
 import distdl
 
@@ -64,7 +65,7 @@ def test_outside_of_a_job_it_says_how_to_launch_one():
 @pytest.mark.timeout(180)
 def test_it_passes_the_checks_of_the_page():
     (page,) = re.findall(r"```text\n\$ .*post_contract\.py (.*?)\n(.*?)```", _page(), re.DOTALL)
-    assert output_of([sys.executable, str(FOLDER / "post_contract.py"), *page[0].split()]) == page[1].splitlines()
+    assert output_of([*imported(), str(FOLDER / "post_contract.py"), *page[0].split()]) == page[1].splitlines()
 
 
 @pytest.mark.every_case

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -13,12 +16,37 @@ LIMIT = 480  # seconds for the job of all suites
 NOT_STARTED = "The PMIx server's listener thread failed to start"  # what mpirun prints then, of itself
 
 
-def mpirun(workers, script, *arguments):
-    """The command that runs a script on so many MPI processes, with the mpirun of this environment."""
+def mpirun(workers, script, *arguments, python=(sys.executable,)):
+    """The command that runs a script on so many MPI processes, with the mpirun of this environment.
+
+    Args:
+        python: how the command begins that runs a script in one process, see ``imported``.
+    """
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     program = shutil.which("mpirun", path=beside)
     assert program is not None, "the tests need mpirun: pip install 'distdl[test]'"
-    return [program, "--oversubscribe", "-n", str(workers), sys.executable, str(script), *arguments]
+    return [program, "--oversubscribe", "-n", str(workers), *python, str(script), *arguments]
+
+
+@functools.cache
+def imported():
+    """In the place of ``[sys.executable]``: a fork of a process that has imported torch runs a script (imported.py).
+
+    ``[*imported(), SCRIPT, ARGUMENT, ...]``. The process is started at the first call, and ends with this one.
+    """
+    server = str(FOLDER / "imported.py")
+    folder = tempfile.TemporaryDirectory(prefix="distdl-imported-")
+    path = str(Path(folder.name, "socket"))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": python_path()}
+    process = subprocess.Popen([sys.executable, server, "server", path], **pipes)
+
+    def end():
+        process.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    assert process.stdout.readline() == b"listening\n"
+    return [sys.executable, "-I", "-S", server, path]
 
 
 def python_path(**variables):
@@ -51,8 +79,8 @@ def outcome(command, **variables):
 def run_suites(backend, folder):
     """Run ``run_suites.py`` on four processes; what it printed."""
     script = str(FOLDER / "run_suites.py")
-    started = [sys.executable, script, str(folder), backend]
-    command = mpirun(4, script, str(folder)) if backend == "mpi" else started
+    started = [*imported(), script, str(folder), backend]
+    command = mpirun(4, script, str(folder), python=imported()) if backend == "mpi" else started
     try:
         done = ended(command, LIMIT, DISTDL_TIMEOUT="60")
         return f"exit status {done.returncode}\n{done.stdout}{done.stderr}"

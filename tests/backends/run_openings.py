@@ -36,6 +36,7 @@ def in_step_and_then_wait(folder):
 
 
 def stopped_store(folder):
+    note(folder, "pid-store", os.getpid())
     distdl.run_workers(functools.partial(in_step_and_then_wait, folder), 2, "gloo")
 
 

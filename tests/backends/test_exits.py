@@ -12,7 +12,7 @@ import time
 import exits
 import pytest
 import torch
-from launchers import FOLDER, mpirun, outcome, python_path
+from launchers import FOLDER, imported, mpirun, outcome, python_path
 
 import distdl
 from distdl import environment
@@ -98,7 +98,7 @@ def test_gloo_processes_that_lose_another_say_why():
 @pytest.mark.timeout(120)
 def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
     begun = time.monotonic()
-    status, output = outcome(mpirun(3, SCRIPT, "leaves", "alone"), DISTDL_TIMEOUT="200")
+    status, output = outcome(mpirun(3, SCRIPT, "leaves", "alone", python=imported()), DISTDL_TIMEOUT="200")
     assert status != 0 and time.monotonic() - begun < 100
     assert "waits in AllSumReduce (P_x: 3" in output and "for worker 1, which had come to the end" in output, output
     assert output.count("Traceback") == 1 and " of 3 on " in output.partition("Traceback")[0], output
@@ -107,7 +107,7 @@ def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
 @pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_mpi_prints_the_traceback_though_torch_distributed_has_a_hook_of_its_own():
-    status, output = outcome(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone"))
+    status, output = outcome(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone", python=imported()))
     assert status != 0 and "KeyError: 'the reason'" in output and output.count("Traceback") == 1, output
 
 
@@ -124,7 +124,7 @@ def test_the_traceback_says_which_thread_raised():
 @pytest.mark.fault("threads")
 @pytest.mark.timeout(90)
 def test_a_thread_that_computes_on_does_not_abort_the_process():
-    status, output = outcome([sys.executable, SCRIPT, "computes_on", "threads"])
+    status, output = outcome([*imported(), SCRIPT, "computes_on", "threads"])
     assert status == 1 and "terminate called" not in output, output
     assert "KeyError: 'the reason'\n(raised on worker 1 of 2)" in output, output
 
@@ -249,7 +249,7 @@ def test_the_empty_folders_of_torchrun_are_removed_and_no_others(tmp_path):
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_path):
-    assert saves_and_ends([sys.executable, SCRIPT, "saves_when_asked", backend], tmp_path) < 10
+    assert saves_and_ends([*imported(), SCRIPT, "saves_when_asked", backend], tmp_path) < 10
 
 
 @pytest.mark.fault("mpi")

@@ -1,13 +1,12 @@
 """No silent wait: a worker that fails, ends or makes another call is an error on the others, and soon."""
 
 import json
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from launchers import FOLDER, mpirun, outcome
+from launchers import FOLDER, imported, mpirun, outcome
 
 import distdl
 from distdl.nn import AllSumReduce, Broadcast, Repartition
@@ -248,8 +247,8 @@ def test_the_callers_interruption_ends_the_workers():
 
 
 JOBS = {
-    "gloo": lambda scenario: [sys.executable, str(SCENARIOS), scenario, "gloo"],
-    "mpi": lambda scenario: mpirun(4, SCENARIOS, scenario),
+    "gloo": lambda scenario: [*imported(), str(SCENARIOS), scenario, "gloo"],
+    "mpi": lambda scenario: mpirun(4, SCENARIOS, scenario, python=imported()),
 }
 
 
@@ -320,8 +319,8 @@ def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", JOBS)
 def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
-    command = {**JOBS, "mpi": lambda scenario: mpirun(2, SCENARIOS, scenario)}[backend]("shares_its_calls")
-    _, output = outcome(command, DISTDL_TIMEOUT="300", SCENARIO_WORKERS="2")
+    jobs = {**JOBS, "mpi": lambda scenario: mpirun(2, SCENARIOS, scenario, python=imported())}
+    _, output = outcome(jobs[backend]("shares_its_calls"), DISTDL_TIMEOUT="300", SCENARIO_WORKERS="2")
     found = sorted(told(output), key=len)
     assert [len(texts) for texts in found] == [2, 3], output
     (heard, then), (ended, refused, own) = found

@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launchers import FOLDER, ended, mpirun, python_path
+from launchers import FOLDER, ended, imported, mpirun, python_path
 
 import distdl
 from distdl import CommunicationError
@@ -237,10 +236,10 @@ def test_backwards_in_another_order_end_long_before_the_limit(results_of, store,
     assert "the calls of workers 0, 1, 2 differ since exchange 3, which was the backward of exchange " in text
 
 
-def stopped(folder, process):
-    """Stop the process once both workers have noted that they are there, and then let them go on."""
-    await_files(folder, ["pid0", "pid1"], 80)
-    os.kill(process.pid, signal.SIGSTOP)
+def stopped(folder):
+    """Stop the process that keeps the store once both workers have noted that they are there; then let them go on."""
+    await_files(folder, ["pid-store", "pid0", "pid1"], 80)
+    os.kill(int((folder / "pid-store").read_text()), signal.SIGSTOP)
     (folder / "go").touch()
 
 
@@ -254,13 +253,13 @@ def await_files(folder, names, seconds):
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(120)
 def test_gloo_ends_its_wait_where_the_process_that_keeps_the_store_is_stopped(tmp_path):
-    command = [sys.executable, str(SCRIPT), "stopped_store", str(tmp_path)]
+    command = [*imported(), str(SCRIPT), "stopped_store", str(tmp_path)]
     process = subprocess.Popen(command, env=python_path(DISTDL_TIMEOUT="2"), stderr=subprocess.DEVNULL)
     try:
-        stopped(tmp_path, process)
+        stopped(tmp_path)
         await_files(tmp_path, ["error"], 20)
     finally:
-        for file in tmp_path.glob("pid?"):
+        for file in tmp_path.glob("pid*[!t]"):
             os.kill(int(file.read_text()), signal.SIGKILL)
         process.kill()
         process.wait()
@@ -274,7 +273,7 @@ def test_gloo_ends_its_wait_where_the_process_that_keeps_the_store_is_stopped(tm
 
 
 def launch(scenario, folder, **variables):
-    command = mpirun(3, SCRIPT, scenario, str(folder))
+    command = mpirun(3, SCRIPT, scenario, str(folder), python=imported())
     return ended(command, **variables)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launchers import ended, mpirun
+from launchers import ended, imported, mpirun
 from mpi4py import MPI
 from published import ROWS as FIRST
 from published_further import FURTHER
@@ -119,7 +119,7 @@ def test_every_behaviour_has_a_test_and_every_check_belongs_to_a_name():
 
 @pytest.mark.timeout(180)
 def test_all_checks_under_mpi():
-    command = mpirun(4, FOLDER / "run_names.py", *CHECKS)
+    command = mpirun(4, FOLDER / "run_names.py", *CHECKS, python=imported())
     done = ended(command, 170, DISTDL_TIMEOUT="20")
     assert done.returncode == 0, done.stdout + done.stderr
     expected = [name for module in CHECKS for name in functions_of(FOLDER / f"{module}.py") if name[:6] == "check_"]
