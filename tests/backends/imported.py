@@ -4,7 +4,7 @@ Starting a process is what tests of jobs cost: the imports take more than a seco
 five of them. ``python imported.py server PATH`` imports, and then waits at the socket PATH as long as its standard
 input is open. ``python imported.py PATH SCRIPT ARGUMENT ...`` is, to whoever has started it, what ``python SCRIPT
 ARGUMENT ...`` would be: it has the script run by a fork of the server, with its environment, its folder, its process
-group and its three streams, ends as that ends, and takes it along when it is killed. mpirun can start it.
+group and its three streams, ends as that ends, and takes it along when it is killed. mpirun and torchrun can start it.
 
 The processes that ``run_workers`` starts from such a script are forks as well. Tests of how processes are started, and
 end with the one that has started them, take none of this.
@@ -90,7 +90,8 @@ def run(arguments, folder, environment, group):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    os.setpgid(0, group)
+    with contextlib.suppress(PermissionError):  # a group of another session, as torchrun makes them
+        os.setpgid(0, group)
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork
     sys.argv = arguments

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 from cases import MAKERS
-from launchers import ended
+from launchers import ended, imported, mpirun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 SCRIPT = Path(__file__).parent / "run_examples.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-RUN = [sys.executable, "-m", "distdl", "run", "-n", "4", "--backend", "mpi"]
 JOBS = {  # the examples that each runs, in one launch
-    "threads": ([sys.executable, str(SCRIPT)], LARGE),
-    "mpirun": ([*RUN, str(SCRIPT)], (*SMALL, *LARGE)),  # (which becomes mpirun)
-    "torchrun": ([*TORCHRUN, str(SCRIPT)], (*SMALL, "lenet_digits")),
+    "threads": (lambda: [*imported(), str(SCRIPT)], LARGE),
+    "mpirun": (lambda: mpirun(4, SCRIPT, python=imported()), (*SMALL, *LARGE)),
+    "torchrun": (lambda: [*TORCHRUN, "--no-python", *imported(), str(SCRIPT)], (*SMALL, "lenet_digits")),
 }
 LIMIT = 400  # seconds for a job
 
@@ -35,7 +34,7 @@ def job(tmp_path_factory):
         picture = folder / f"{launcher}.png"
         words = [f"{name}={picture}" if name == "vae_decode" else name for name in names]
         # (while worker 0 trains a model alone, the others wait: on a busy machine for minutes)
-        done = ended([*command, *words], LIMIT, DISTDL_TIMEOUT=str(LIMIT // 2))
+        done = ended([*command(), *words], LIMIT, DISTDL_TIMEOUT=str(LIMIT // 2))
         printed = dict(re.findall(r"^# (\w+)\n(.*?)(?=^# |\Z)", done.stdout, re.DOTALL | re.MULTILINE))
         return done, printed, picture
 
