@@ -155,6 +155,34 @@ def test_weights_that_are_computed():
     run(work)
 
 
+class Tokens(nn.Module):
+    """Some of the samples are replaced by a token, as the models do that fill in masked patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 11))
+
+    def forward(self, x, mask):
+        tokens = self.token.expand(4, 3, -1)
+        mask = mask.unsqueeze(-1).type_as(tokens)
+        chosen = (mask > 0).to(tokens)
+        return x * (1 - mask) + tokens * chosen
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (1, 2)])
+def test_the_dtype_of_a_parameter(grid):
+    def work():
+        sequential = network(Tokens)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((*grid, 1)), fallback="error")
+        x, _ = batch(0)
+        mask = x[..., 0] > 0
+        sequential(x, mask).square().sum().backward()
+        model(x, distdl.distribute_tensor(mask, partition(grid))).square().sum().backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
 def test_checkpoints_are_those_of_the_sequential_model():
     def work():
         saved = network(seed=1).state_dict()

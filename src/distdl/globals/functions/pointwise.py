@@ -10,6 +10,7 @@ import torch
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of
+from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_written
 
@@ -146,13 +147,19 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one
         other = rest[0]
         return func(x, other._block, *rest[1:], **kwargs)
-    rest = [one._block if type(one) is GlobalTensor else one for one in rest]
-    kwargs = {name: one._block if type(one) is GlobalTensor else one for name, one in kwargs.items()}
-    y = func(block_of(x), *rest, **kwargs)
+    rest = [_own(one) for one in rest]
+    y = func(block_of(x), *rest, **{name: _own(one) for name, one in kwargs.items()})
     if y is x._block:
         return x
     made = GlobalTensor._of(y, x._layout)
     return same_values(x, made) if "_known" in x.__dict__ and y.dtype in _WIDE else made
+
+
+def _own(value: Any) -> Any:
+    """What this worker has of a tensor: a plain one. Other values as they are."""
+    if type(value) is GlobalTensor:
+        return value._block
+    return plain_of(value) if isinstance(value, torch.Tensor) else value
 
 
 _WIDE = (torch.int64, torch.int32)  # integers that have those of others
