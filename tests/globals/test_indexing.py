@@ -64,6 +64,9 @@ def test_global_index_tensors():
     assert_same(lambda x, i: x[i], Global(x3), Global(rows))
     assert_same(lambda x, i: x[:, i], Global(x3), Global(labels))
     assert_same(lambda table, i: table[i], noise(4, 2), Global(labels))
+    assert_same(lambda table, i: table[..., i], noise(3, 2, 4), Global(labels))
+    assert_same(lambda table, i: table[1, :, i, None], noise(3, 2, 4, 2), Global(labels))
+    assert_same(lambda table, i: (2 * table)[:, i, 1:], noise(3, 4, 2), Global(labels), twice=True)
     assert_same(lambda x: (x[[]], x[:, []]), Global(x2))
 
 
@@ -150,6 +153,7 @@ def test_index_put():
 def test_written_parts():
     assert_same(lambda x, v: x.select_scatter(v, -1, 2), Global(x2), Global(noise(5)))
     assert_same(lambda x, v: x.slice_scatter(v, dim=1, start=1, step=3), Global(x2), noise(5, 2))
+    assert_same(lambda v, x: x.slice_scatter(v, dim=1, start=1, step=3), Global(noise(5, 2)), x2)
     assert_same(lambda x: x.tensor_split(torch.tensor([1, 4]), dim=1), Global(x2))
 
 

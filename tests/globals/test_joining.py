@@ -34,6 +34,15 @@ def test_names_of_joins():
     assert_same(lambda token, x: torch.cat([token.expand(3, -1, -1), x], dim=1), noise(1, 1, 7), Global(x3), twice=True)
 
 
+def test_sequences_of_several_lengths():
+    pad_sequence = torch.nn.utils.rnn.pad_sequence
+    plain = noise(6, 7)
+    assert_same(lambda x: pad_sequence([x[:2], x, plain], batch_first=True), Global(x2), twice=True)
+    assert_same(lambda x: pad_sequence((x[1:], x[:1]), padding_value=2.5, padding_side="left"), Global(x3))
+    assert_same(lambda x: pad_sequence([x[:, 0], plain[:, 0]]), Global(x2))
+    assert_raises_the_same(lambda x: pad_sequence([x, x[:, :3]]), x2)
+
+
 @pytest.mark.parametrize(
     "function",
     [

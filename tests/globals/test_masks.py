@@ -43,6 +43,18 @@ def test_derivatives_and_plain_partners():
 
 
 @pytest.mark.parametrize(
+    ("function", "mask", "x"),
+    [
+        (lambda m, x: x[m], positive, x3), (lambda m, x: x[m], positive, x2), (lambda m, x: x[~m], alternating, x3),
+        (lambda m, x: x[:, m], alternating, noise(2, 5, 3)), (lambda m, x: x[m, 2], alternating, x3),
+        (lambda m, x: (2 * x.unsqueeze(0))[0, m], alternating, x3), (lambda m, x: x[m], none, x3),
+    ],
+)  # fmt: skip
+def test_what_a_split_mask_chooses_of_a_tensor_that_every_worker_has(function, mask, x):
+    assert_same(function, mask, x)
+
+
+@pytest.mark.parametrize(
     ("x", "mask", "value"),
     [
         (x2, positive, 2.5), (x2, positive, Global(torch.tensor(2.5, dtype=torch.float64))),

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Interval
+from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import Intervals, view_of, whole_along
 from distdl.globals.operands import block_of
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
 
@@ -157,7 +158,7 @@ def with_part(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     def run(input: Any, src: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
         if type(input) is not GlobalTensor:
-            return TABLE[None](func, args, kwargs)
+            input = split_beside(input, (src,))
         step = _number(*rest, **more) if func.__name__ == "select_scatter" else _slice(*rest, **more)
         y: Any = input.clone()
         inside = part(y, [*[slice(None)] * (dim % input.dim()), step])

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.bounds import check_range
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.shapes import Intervals
 from distdl.globals.operands import block_of
@@ -111,6 +112,27 @@ def stack_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     lifted: list[Any] = [lift(one) for one in tensors]
     dim = {"hstack": min(1, lifted[0].dim() - 1), "dstack": 2}.get(func.__name__, 0)
     return torch.cat(lifted, dim)
+
+
+def pad_sequence(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Tensors of several lengths side by side, as long as the longest of them."""
+
+    def run(
+        sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+    ) -> torch.Tensor:
+        judged(func, args, kwargs)
+        longest = max(one.shape[0] for one in sequences)
+        padded = []
+        for one in sequences:
+            missing = longest - one.shape[0]
+            widths = (missing, 0) if padding_side == "left" else (0, missing)
+            padded.append(functional.pad(one, (*[0, 0] * (one.dim() - 1), *widths), value=padding_value))
+        return torch.stack(padded, 0 if batch_first else 1)
+
+    return run(*args, **kwargs)
+
+
+TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009 (the stubs lack it)
 
 
 # -- again and again

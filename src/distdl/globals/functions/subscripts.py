@@ -139,7 +139,10 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     x, given = args
     index = _normal(given)
     if type(x) is not GlobalTensor:
-        return _looked_up(func, x, given)
+        split = [step for step in index if type(step) is GlobalTensor]
+        if not any(map(_is_mask, split)):
+            return _looked_up(func, x, index)
+        x = split_beside(x, split)
     if all(map(_is_basic, index)):
         return part(x, index)
     masked = _masked(index, x)
@@ -149,11 +152,15 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return picked(part(x, chosen.basic), chosen.cells)
 
 
-def _looked_up(func: Callable[..., Any], table: torch.Tensor, index: Any) -> Any:
-    """Rows of a tensor that is the same everywhere, at indices that are split."""
-    if type(index) is not GlobalTensor or _is_mask(index):
-        return TABLE[None](func, (table, index), {})
-    layout, context = index._layout, index._context
+def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
+    """Rows of a tensor that is the same everywhere, at indices that are split; numbers, slices and None come first."""
+    tensors = [step for step in index if not _is_basic(step)]
+    if len(tensors) != 1 or type(tensors[0]) is not GlobalTensor:
+        return TABLE[None](func, (x, index), {})
+    basic, dim = _around(index, tensors[0], x.dim())
+    table = x[basic].movedim(dim, 0) if len(index) > 1 else x
+    cells = tensors[0]
+    layout, context = cells._layout, cells._context
 
     def make() -> KnownLayout:
         more = table.dim() - 1
@@ -161,9 +168,22 @@ def _looked_up(func: Callable[..., Any], table: torch.Tensor, index: Any) -> Any
         return context.layout(context.array(workers), [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
 
     n = table.shape[0]
-    check_range(index, -n, n, lambda wrong: torch.empty(n)[wrong])
+    check_range(cells, -n, n, lambda wrong: torch.empty(n)[wrong])
     target = context.keep(("looked up", layout, table.shape), make)
-    return GlobalTensor._of(entered(table, context)[index._block].reshape(target.local), target)
+    y = GlobalTensor._of(entered(table, context)[cells._block].reshape(target.local), target)
+    return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
+
+
+def _around(index: tuple[Any, ...], tensor: Any, dims: int) -> tuple[tuple[Any, ...], int]:
+    """An index of one tensor without that: where it stood, a dim stays whole. And which dim of the result that is."""
+    used = sum(step is not None and step is not Ellipsis for step in index)
+    basic: list[Any] = []
+    at = 0
+    for step in index:
+        if step is tensor:
+            at = sum(type(one) is not int for one in basic)
+        basic.extend([slice(None)] * (dims - used) if step is Ellipsis else [slice(None) if step is tensor else step])
+    return tuple(basic), at
 
 
 @handles("__setitem__", "Tensor")
