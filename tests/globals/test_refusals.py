@@ -166,3 +166,21 @@ def test_tangents_of_global_tensors_are_one_error_and_what_it_names_works(call):
 def _dual_on(worker, P):
     block = torch.ones(3)
     return forward_ad.make_dual(block, torch.ones(3)) if P.rank == worker else block
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op for global tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.to_sparse(), lambda x: x.t().to_sparse_csr(),
+        lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
+    ],
+)  # fmt: skip
+def test_results_of_which_no_worker_can_have_a_block(function):
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
+        with pytest.raises(TypeError, match="no worker can have a block"):
+            function(x)
+        assert x.sum().item() == pytest.approx(4)
+
+    distdl.run_workers(work, 3)

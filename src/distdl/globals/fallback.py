@@ -154,6 +154,9 @@ def _describe(result: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> d
 
 def _described(value: Any, inputs: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            layout = "nested" if value.is_nested else str(value.layout)
+            raise TypeError(f"its result is a {layout} tensor, of which no worker can have a block")
         written = next((place for place, one in enumerate(inputs) if one is value), -1)
         storage = value.untyped_storage()._cdata
         view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)
