@@ -57,6 +57,9 @@ def test_more_factors():
     assert_same(
         lambda a, b, c: torch.addmm(a, b, c, beta=0.5, alpha=2), Global(noise(4)), Global(noise(5, 7)), noise(7, 4)
     )
+    assert_same(lambda a, b, c: torch.baddbmm(a, batch1=b, batch2=c, beta=0.5), x3[..., :2], Global(x3), y3[..., :2])
+    assert_same(lambda a, b, c: a.addmm(mat2=c, mat1=b), Global(noise(4)), noise(5, 7), noise(7, 4))
+    assert_same(lambda a, b, c: torch.addr(input=a, vec1=b, vec2=c), noise(5, 4), Global(noise(5)), noise(4))
     assert_same(F.bilinear, Global(noise(5, 3)), Global(noise(5, 4)), noise(6, 3, 4), noise(6))
 
 

@@ -72,6 +72,8 @@ def test_truth_and_products():
             (y > 0).any(),
             (y > 0).all(1),
             (y > -9).all(),
+            (y > -9)._is_all_true(),
+            torch._is_any_true(y > 9),
             torch.any(y, -1, keepdim=True),
             torch.any(y > 0, (0, 1)),
         )

@@ -146,7 +146,14 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         input = _cast_like(input, product)
         return product + (input if beta == 1 else input * beta)
 
-    return run(*args, **kwargs)
+    first, second = _FACTORS[func.__name__]
+    return run(*args, **{{first: "one", second: "other"}.get(name, name): value for name, value in kwargs.items()})
+
+
+_FACTORS = {
+    "addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addbmm": ("batch1", "batch2"),
+    "addmv": ("mat", "vec"), "addr": ("vec1", "vec2"),
+}  # fmt: skip
 
 
 @handles("outer ger", "torch Tensor")

@@ -290,6 +290,15 @@ def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
+@handles("_is_any_true _is_all_true", "torch Tensor")
+def truth_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch's checks ask of a tensor of truths (``torch._check_tensor_all``)."""
+    (x,) = (*args, *kwargs.values())
+    if x.dtype is not torch.bool:
+        raise RuntimeError(f"{func.__name__} needs truths; got a tensor of {x.dtype}")
+    return x.any() if func.__name__ == "_is_any_true" else x.all()
+
+
 @handles("count_nonzero", "torch Tensor")
 def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None) -> Any:
