@@ -1,6 +1,8 @@
 """A distributed model trains as the sequential one does: losses, gradients, weights, and what else belongs to it."""
 
 import copy
+import inspect
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -179,6 +181,36 @@ def test_the_dtype_of_a_parameter(grid):
         sequential(x, mask).square().sum().backward()
         model(x, distdl.distribute_tensor(mask, partition(grid))).square().sum().backward()
         assert_same_state(model, sequential)
+
+    run(work)
+
+
+class Named(OrderedDict):
+    """A dict whose values are attributes, too, as libraries return them and pass them on."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+def test_what_a_forward_takes_is_known_and_is_what_it_gets():
+    class Told(nn.Module):
+        def forward(self, x, told=None, scale: float = 1.0):
+            return x * told.other * scale
+
+    def work():
+        model = distdl.distribute(Told(), partition((3, 1)), fallback="error")
+        assert inspect.signature(model.forward) == inspect.signature(Told().forward)
+        assert inspect.signature(copy.deepcopy(model).forward) == inspect.signature(Told().forward)
+        x, plain = batch(0)[0], noise(4, 3, 11, seed=5)
+        for given in (Named(other=plain), Named(other=distdl.distribute_tensor(plain, partition((3, 1))))):
+            assert_close(model(x, told=given, scale=2), Told()(x, Named(other=plain), 2.0))
+            assert_close(model(x, given), Told()(x, Named(other=plain)))
+        untouched = Named(other=3.0)
+        assert distdl.distribute(Same(), partition((3, 1)))(untouched) is untouched
+
+    class Same(nn.Module):
+        def forward(self, given):
+            return given
 
     run(work)
 

@@ -12,6 +12,7 @@ nothing, and its backward is one all-sum of all tensors that entered together, p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from math import prod
 from typing import Any
 
@@ -112,8 +113,19 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         changed = [map_tensors(item, change) for item in value]
         return kind(*changed) if hasattr(value, "_fields") else kind(changed)
     if isinstance(value, dict):
-        return {name: map_tensors(item, change) for name, item in value.items()}
+        found = {name: map_tensors(item, change) for name, item in value.items()}
+        return found if kind is dict else _of_kind(value, found)
     return value
+
+
+def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict of a class of its own with other values: it may have attributes, or more ways to read it."""
+    if all(found[name] is item for name, item in value.items()):
+        return value
+    made = copy(value)
+    for name, item in found.items():
+        made[name] = item
+    return made
 
 
 def copy_of(replica: Replica) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class Forward:
         self.module, self.P, self.copies = module, copies.P, copies
         # (some models choose between forwards by such an attribute)
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
+        # (libraries ask which arguments a model takes, and leave out the others)
+        self.__signature__ = signature(module.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """That of a copied model."""
