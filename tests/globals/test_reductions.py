@@ -65,6 +65,14 @@ def test_one_dim():
     assert_same(function, Global(noise(2)))
 
 
+def test_names_of_numpys():
+    def function(x):
+        y = (x.std(axis=1, keepdims=True), x.softmax(axis=-1), x.unsqueeze(axis=0), torch.stack([x, x], axis=1))
+        return (*y, *x.max(axis=2), x.argmax(axis=0), (x > 0).any(axis=-1), torch.all(x > -1, axis=0, keepdims=True))
+
+    assert_same(function, Global(x3))
+
+
 def test_truth_and_products():
     def function(x):
         y = x.round()

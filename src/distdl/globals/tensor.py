@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, MethodDescriptorType
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ class GlobalTensor(torch.Tensor):
                 handler = TABLE["out"]
             else:
                 kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if kwargs and ("axis" in kwargs or "keepdims" in kwargs) and isinstance(func, _COMPILED):
+            kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         try:
             if debug.on:
                 return debug.noted(handler, func, args, kwargs or {})
@@ -220,6 +222,10 @@ class GlobalTensor(torch.Tensor):
             "distdl.optimizer_state_dict(optimizer)"
         )
 
+
+# (torch's own functions take these names of NumPy's, too)
+_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
+_COMPILED = (BuiltinFunctionType, MethodDescriptorType)
 
 _HANDLED = GlobalTensor.__dict__["__torch_function__"].__func__.__code__
 # (in which a checkpoint computes its forward again, on every worker)
