@@ -48,6 +48,8 @@ OPTIONS = [
     (lambda x: (x.detach() > 0).flatten().int().bincount(minlength=9), x2),
     (lambda x: (torch.histc(x.detach(), 4, -1, 2), x.detach().histc(5), (x.detach() * 0 + 2).histc(3)), x3),
     (lambda x: x * torch.isin(x.detach().round(), torch.tensor([0.0, -1.0]).double(), invert=True), x2),
+    (lambda x: x * torch.isin(x.detach().round(), torch.tensor(0.0).double()) + torch.isin(x.detach().round(), 1), x2),
+    (lambda x: x * torch.isin(elements=x.detach().round(), test_elements=torch.eye(2).double()), x3),
 ]
 NUMBERS = {
     "full": lambda x: torch.full((2, 3), x.max()),

@@ -57,15 +57,18 @@ def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     places = (second, first) if func is torch.searchsorted else (first, second)
     x, table = (given.get(name) for name in places)
     others = {name: value for name, value in given.items() if name not in (first, second)}
+    if func is torch.isin:
+        fits = isinstance(table, (torch.Tensor, int, float))  # (in any number of dims)
+    else:
+        fits = isinstance(table, torch.Tensor) and table.dim() == 1
     if (
         type(x) is not GlobalTensor
-        or not isinstance(table, torch.Tensor)
+        or not fits
         or type(table) is GlobalTensor
-        or table.dim() != 1
         or any(isinstance(one, torch.Tensor) for one in others.values())
     ):
         return fall_back(func, args, kwargs)
-    values = plain_of(table).detach()
+    values: Any = plain_of(table).detach() if isinstance(table, torch.Tensor) else table
 
     def look(cells: torch.Tensor) -> torch.Tensor:
         pair = (values, cells) if func is torch.searchsorted else (cells, values)
