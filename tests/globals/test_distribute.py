@@ -309,6 +309,7 @@ def test_workers_with_different_models():
     run(work)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_what_cannot_be_distributed():
     def work():
         P = partition((3, 1))
@@ -321,7 +322,10 @@ def test_what_cannot_be_distributed():
             distdl.distribute(model, P)
         with pytest.raises(ValueError, match=r"its module 0 is distributed already, over"):
             distdl.distribute(nn.Sequential(model), P)
+        with pytest.raises(ValueError, match=r"its module 0 is compiled by torch.jit"):
+            distdl.distribute(nn.Sequential(copy.deepcopy(scripted)), P)
 
+    scripted = torch.jit.script(nn.Linear(2, 2))
     run(work)
 
 

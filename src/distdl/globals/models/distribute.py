@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -54,15 +54,19 @@ def distribute(
         fallback: what is done about a torch function that has no op for global tensors: ``"warn"`` (it runs on one
             worker, and says so once for each place that calls it), ``"silent"`` (it does not say so) or ``"error"``.
     Returns: the module itself.
-    Raises: ValueError for other options, for a module that is distributed already, or if workers have different
-        modules.
+    Raises: ValueError for other options, for a module that is distributed already or compiled by ``torch.jit``, or if
+        workers have different modules.
     """
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
         if value not in known:
             raise ValueError(f"distribute needs {name} to be one of {', '.join(known)}; got {value!r}")
     for path, child in module.named_modules():
+        where = f"its module {path}" if path else type(module).__name__
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ValueError(
+                f"distribute needs modules in Python; {where} is compiled by torch.jit, so nothing sees inside"
+            )
         if isinstance(child._parameters, Parameters):
-            where = f"its module {path}" if path else type(module).__name__
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
@@ -86,8 +90,9 @@ class Forward:
         self.module, self.P, self.copies = module, copies.P, copies
         # (some models choose between forwards by such an attribute)
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
-        # (libraries ask which arguments a model takes, and leave out the others)
-        self.__signature__ = signature(module.forward)
+        with suppress(ValueError, TypeError):  # (what is no function of Python has none)
+            # (libraries ask which arguments a model takes, and leave out the others)
+            self.__signature__ = signature(module.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """That of a copied model."""
