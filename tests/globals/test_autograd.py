@@ -308,6 +308,22 @@ class _Double(torch.autograd.Function):
         return dy * 2
 
 
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.contiguous()  # which is x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.contiguous()
+
+
+class _Part(_Same):
+    @staticmethod
+    def forward(ctx, x):
+        return x[:]  # a view, which says that it requires a gradient, because x does
+
+
 USES = {
     "sum": torch.Tensor.sum,
     "beside": lambda y: torch.ones(3, 5) + y,
@@ -329,11 +345,19 @@ USES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("function", [_Double, _Same, _Part])
 @pytest.mark.parametrize("use", USES)
 @on_workers
-def test_a_function_of_a_users_own_never_loses_a_gradient(use):
-    with pytest.raises(RuntimeError, match="_Double was applied to a global tensor"):
-        USES[use](_Double.apply(split(x35).requires_grad_()))
+def test_a_function_of_a_users_own_never_loses_a_gradient(use, function):
+    with pytest.raises(RuntimeError, match=f"{function.__name__} was applied to a global tensor"):
+        USES[use](function.apply(split(x35).requires_grad_() * 1))
+
+
+@pytest.mark.parametrize("function", [_Double, _Same, _Part])
+@on_workers
+def test_a_function_of_a_users_own_never_loses_the_gradient_of_a_leaf(function):
+    with pytest.raises(RuntimeError, match=f"{function.__name__} was applied to a global tensor"):
+        function.apply(split(x35).requires_grad_()).sum()
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")

@@ -29,7 +29,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
     Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
     """
-    if not x._block.requires_grad or "_ties" in x.__dict__:
+    if x._block.is_leaf or "_ties" in x.__dict__:
         check_usable(x)
     return x._block
 

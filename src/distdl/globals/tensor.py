@@ -132,7 +132,7 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        if not self._block.requires_grad:
+        if self._block.is_leaf:  # (so is a view made without gradients, which requires one as its base does)
             check_usable(self)
         return self._block.requires_grad
 
@@ -363,16 +363,15 @@ def check_usable(x: GlobalTensor) -> None:
     Raises: RuntimeError if it came out of an autograd function that knows nothing of blocks, or if it was written
         through another name.
     """
-    if not x._block.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
-            node, wants = _raw_node(x), _raw_wants(x)
-        if node is None and wants:  # one that autograd has saved, and handed out again
-            x._block = x._block.detach().requires_grad_()
-        if node is not None:
-            raise RuntimeError(
-                f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global "
-                f"tensor; it computes on the whole tensor, but its gradient would be lost. If it works element by "
-                f"element, call distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
-            )
+    with torch._C.DisableTorchFunctionSubclass():
+        node, wants = _raw_node(x), _raw_wants(x)
+    if node is None and wants and not x._block.requires_grad:  # one that autograd has saved, and handed out again
+        x._block = x._block.detach().requires_grad_()
+    if node is not None:
+        raise RuntimeError(
+            f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global "
+            f"tensor; it computes on the whole tensor, but its gradient would be lost. If it works element by "
+            f"element, call distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
+        )
     for tie in x.__dict__.get("_ties", ()):
         tie.check(x)
