@@ -1,0 +1,117 @@
+"""Functions of small matrices, of which a global tensor has many: each worker computes those that it holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from distdl.geometry.boxes import Shape
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.judging import frozen, judge
+from distdl.globals.functions.spreading import Work, pencils, work_on
+from distdl.globals.operands import moved
+from distdl.globals.replicas import map_tensors
+from distdl.globals.table import TABLE, handles
+from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.connection import zeros_on
+
+
+@handles(
+    "det logdet slogdet inv inverse cholesky eigh eigvalsh eig eigvals svd svdvals qr pinv pinverse matrix_exp "
+    "matrix_power matrix_rank cond",
+    "torch Tensor linalg",
+)
+def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of each matrix by itself; these are whole, and the dims in front of them are split. A single one falls back."""
+    x, *rest = args if args else (None,)
+    if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or _tensors((rest, kwargs)):
+        return TABLE[None](func, args, kwargs)
+    layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
+    context, name = layout.context, func.__name__
+    rows, columns = x.shape[-2:]
+
+    def run(one: torch.Tensor) -> Any:
+        return func(one, *rest, **kwargs)
+
+    def describe() -> tuple[Any, list[Shape]]:
+        """The type of the result, and for each tensor of it the shape that it has for one matrix."""
+        with torch.no_grad():
+            y = run(torch.eye(rows, columns, dtype=x.dtype))
+        kind = None if isinstance(y, torch.Tensor) else type(y)
+        return kind, [tuple(one.shape) for one in ([y] if kind is None else y)]
+
+    key = ("of each matrix", func, rows, columns, x.dtype, frozen(rest), frozen(kwargs))
+    kind, shapes = context.keep(key, describe)
+    block, targets = moved(x, layout, name), [_of_matrices(layout, shape) for shape in shapes]
+    if block.numel():
+        found = [run(block)] if kind is None else list(run(block))
+    else:
+        least = run(zeros_on(block, (rows, columns)) + torch.eye(rows, columns, dtype=block.dtype, device=block.device))
+        computed = [least] if kind is None else least
+        found = [zeros_on(one, target.local) for one, target in zip(computed, targets, strict=True)]
+    made = [GlobalTensor._of(one, target) for one, target in zip(found, targets, strict=True)]
+    return made[0] if kind is None else kind(tuple(made))
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(given, found.append)
+    return found
+
+
+def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
+    """The layout of what has these dims in the place of the last two, which are whole."""
+    context = layout.context
+
+    def make() -> KnownLayout:
+        workers = layout.partition.workers[..., 0, 0]
+        workers = workers.reshape(workers.shape + (1,) * len(shape))
+        return context.layout(context.array(workers), [*layout.intervals[:-2], *(((0, n),) for n in shape)])
+
+    return context.keep(("of matrices", layout, shape), make)
+
+
+@handles("solve", "linalg")
+@handles("solve_triangular", "linalg")
+def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The solutions of many small systems of equations; each is solved where its matrix is whole."""
+
+    def run(A: Any, B: Any, **options: Any) -> Any:
+        vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
+        if max(A.dim(), B.dim()) < 3 or not A.numel() or not B.numel() or options.get("out") is not None:
+            return TABLE[None](func, args, kwargs)
+        if vectors:
+            return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
+        return _solve(func, A, B, options)
+
+    return run(*args, **kwargs)
+
+
+def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str, Any]) -> Any:
+    context = (A if type(A) is GlobalTensor else B)._context
+    key = ("judged", func, A.shape, A.dtype, B.shape, B.dtype, frozen(options))
+    context.keep(key, lambda: judge(func, (A, B), options))
+    left = options.get("left", True)
+    # (A is square; what it meets of B is whole, and so is what it makes of it)
+    pair = [(*_batch(A), "met", "made"), (*_batch(B), "met", "free") if left else (*_batch(B), "free", "met")]
+    front = range(max(A.dim(), B.dim()) - 2, 0, -1)
+    out = (*front, "made", "free") if left else (*front, "free", "made")
+    work = work_on([A, B], pair, out, adds=False, whole=["made"])
+    return _solved(work, lambda a, b: func(a, b, **options), [A, B], func.__name__)
+
+
+def _batch(x: Any) -> list[int]:
+    """Labels of the dims in front of the matrices, counted from these."""
+    return list(range(x.dim() - 2, 0, -1))
+
+
+def _solved(work: Work, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
+    """What each worker solves; one without cells solves the equations of the identity."""
+    parts = work.parts(operands, name)
+    if 0 not in work.partial and all(one.numel() for one in parts):
+        return work.finish(func(*parts), name)
+    a, b = (zeros_on(one, need.least) for one, need in zip(parts, work.needs, strict=True))
+    y = func(a + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), b)
+    return work.finish(zeros_on(y, work.partial), name)

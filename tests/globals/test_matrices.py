@@ -1,0 +1,84 @@
+"""Functions of small matrices, of which a tensor has many."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+
+import distdl
+
+A = noise(5, 7, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)
+SYMMETRIC = A + A.mT
+GRIDS = [(2, 2, 1, 1), (1, 3, 1, 1), (2, 1, 2, 1), (1, 1, 2, 2)]
+OF_EACH = {
+    "det": lambda a: (torch.det(a), a.det(), torch.linalg.det(a), torch.logdet(a), *torch.slogdet(a)),
+    "inverse": lambda a: (torch.inverse(a), a.inverse(), torch.linalg.inv(a), torch.linalg.pinv(a)),
+    "cholesky": lambda a: torch.linalg.cholesky(a @ a.mT),
+    "eigh": lambda a: (*torch.linalg.eigh(a + a.mT)[:1], torch.linalg.eigvalsh(a + a.mT)),
+    "svd": lambda a: (torch.linalg.svdvals(a), torch.linalg.svd(a[..., :2]).S, torch.linalg.cond(a)),
+    "qr": lambda a: (*torch.linalg.qr(a[..., :2]), torch.linalg.matrix_rank(a)),
+    "matrix_exp": lambda a: (torch.matrix_exp(a / 4), torch.matrix_power(a, 3), torch.linalg.matrix_power(a, -1)),
+}
+
+
+@pytest.mark.parametrize("function", OF_EACH)
+def test_of_each(function):
+    assert_same(OF_EACH[function], Global(A), grids=GRIDS, tolerance=1e-10)
+
+
+def test_types_of_results():
+    assert_same(lambda a: type(torch.linalg.eigh(a)).__name__, Global(SYMMETRIC), grids=GRIDS[:1])
+
+
+def test_second_derivatives():
+    assert_same(lambda a: (torch.det(a), torch.inverse(a)), Global(A), grids=GRIDS[:2], twice=True, tolerance=1e-10)
+
+
+def test_fields_of_tensors():
+    """The principal strains of a deformation, and how volumes change, along with their derivatives."""
+
+    def strains(u):
+        gradients = torch.stack(torch.gradient(u, dim=(2, 3)), 2).permute(0, 3, 4, 1, 2)
+        deformed = gradients + 3 * torch.eye(2, dtype=u.dtype)
+        return torch.det(deformed), torch.linalg.eigvalsh(deformed.mT @ deformed)
+
+    assert_same(strains, Global(noise(2, 2, 6, 5)), tolerance=1e-10)
+
+
+SYSTEMS = {
+    "matrices": ((5, 7, 3, 3), (5, 7, 3, 2), {}),
+    "vectors": ((5, 7, 3, 3), (5, 7, 3), {}),
+    "broadcast": ((5, 7, 3, 3), (3, 2), {}),
+    "fewer systems": ((5, 1, 3, 3), (5, 7, 3, 2), {}),
+    "one vector": ((5, 7, 3, 3), (3,), {}),
+    "right": ((5, 7, 3, 3), (5, 7, 2, 3), {"left": False}),
+}
+
+
+@pytest.mark.parametrize("which", ["both", "matrices", "right sides"])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_solve(system, which):
+    first, second, options = SYSTEMS[system]
+    a, b = noise(*first) + 4 * torch.eye(3, dtype=torch.float64), noise(*second, seed=1)
+    if which == "right sides" and b.dim() < 3:
+        return
+    given = [Global(a) if which != "right sides" else a, Global(b) if which != "matrices" else b]
+    grids = GRIDS if which != "right sides" else [(2, 2, *[1] * (b.dim() - 2)), (1, 3, *[1] * (b.dim() - 2))]
+    assert_same(lambda a, b: torch.linalg.solve(a, b, **options), *given, grids=grids, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_solve_triangular(left):
+    b = noise(5, 7, 3, 2, seed=1) if left else noise(5, 7, 2, 3, seed=1)
+    assert_same(
+        lambda a, b: torch.linalg.solve_triangular(a.triu(), b, upper=True, left=left),
+        Global(A), Global(b), grids=GRIDS, tolerance=1e-10,
+    )  # fmt: skip
+
+
+def test_matrices_that_are_not_square():
+    def work():
+        x = distdl.distribute_tensor(noise(4, 3, 2), distdl.world().reshape(3, 1, 1))
+        with pytest.raises(RuntimeError, match="square"):
+            torch.linalg.inv(x)
+
+    distdl.run_workers(work, 3)
