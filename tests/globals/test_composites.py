@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
+PLACES = torch.tensor([0.0, 1.0, 1.5, 3.0, 3.25, 5.0, 8.0], dtype=torch.float64)
 signs = torch.tensor([1, -1, 1, -1, -1])
 OPTIONS = [
     (lambda x: F.local_response_norm(x, 3, alpha=0.5, k=2.0), x4),
@@ -35,6 +36,14 @@ OPTIONS = [
     (lambda x: torch.gradient(x), x2),
     (lambda x: torch.gradient(x, spacing=(0.5, 2), dim=(1, -1)), x3),
     (lambda x: torch.gradient(x, dim=0)[0], noise(2, 5)),
+    (lambda x: torch.gradient(x, spacing=(0.5, 2), dim=(1, -1), edge_order=2), x3),
+    (lambda x: torch.gradient(x, spacing=(PLACES[:5], torch.arange(7.0) ** 2), dim=(1, 2)), x3),
+    (lambda x: torch.gradient(x, spacing=(PLACES,), dim=-1, edge_order=2)[0], x3),
+    (lambda x: torch.gradient(x, dim=1, edge_order=2)[0], noise(2, 3)),
+    (lambda x: torch.cumulative_trapezoid(x, dx=0.5, dim=1), x3),
+    (lambda x: torch.cumulative_trapezoid(x), x2),
+    (lambda x: torch.cumulative_trapezoid(x, PLACES[: x.shape[-1]]), x2),
+    (lambda x: torch.cumulative_trapezoid(x, x.cumsum(1).exp(), dim=0), x2),
     (lambda x: torch.cross(x, noise(3, 5, 7, seed=1), 0), x3),
     (lambda x: torch.linalg.cross(x[:, :3], x[:1, -3:] * 2, dim=1), x4),
     (lambda x: [torch.rot90(x, k, (1, -1)) for k in range(-1, 4)], x3),
@@ -115,6 +124,10 @@ REFUSED = {
     "take": lambda x: torch.take(x, torch.tensor([0, 3], dtype=torch.int32)),
     "take of a mask": lambda x: torch.take(x, x > 0),
     "trapezoid of other points": lambda x: torch.trapezoid(x, x[0, :2]),
+    "cumulative trapezoid of other points": lambda x: torch.cumulative_trapezoid(x, x[0, :2]),
+    "gradient of third order": lambda x: torch.gradient(x, edge_order=3),
+    "gradient of too few places": lambda x: torch.gradient(x, spacing=(noise(2), noise(6))),
+    "gradient of second order of two": lambda x: torch.gradient(x[:2], edge_order=2),
     "trapezoid of one point": lambda x: torch.trapezoid(x, noise(1)),
     "trapezoid of truth": lambda x: torch.trapezoid(x > 0),
     "trapezoid of a number": lambda x: torch.trapezoid(x.sum()),

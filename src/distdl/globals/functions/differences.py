@@ -46,37 +46,93 @@ def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, second = _sides(y, dim)
         if x is None:
             return (first + second).sum(dim) * (dx / 2)
-        if x.dim() == 1:
-            x = x.reshape([-1 if place == dim % y.dim() else 1 for place in range(y.dim())])
-        elif x.dim() < y.dim():
-            x = x.reshape((1,) * (y.dim() - x.dim()) + tuple(x.shape))
-        left, right = _sides(x, dim)
-        return ((right - left) * (first + second)).sum(dim) / 2
+        return (_widths(x, y, dim) * (first + second)).sum(dim) / 2
 
     return run(*args, **kwargs)
+
+
+@handles("cumulative_trapezoid", "torch")
+def cumulative_trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The integral along a dim up to each place, by the trapezoidal rule."""
+
+    def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
+        judged(func, args, kwargs)
+        if not y.shape[dim]:
+            return TABLE[None](func, args, kwargs)
+        first, second = _sides(y, dim)
+        if x is None:
+            return (first + second).cumsum(dim) * (dx / 2)
+        return (_widths(x, y, dim) * (first + second)).cumsum(dim) / 2
+
+    return run(*args, **kwargs)
+
+
+def _widths(x: Any, y: Any, dim: int) -> Any:
+    """The distances of places along a dim of y."""
+    if x.dim() == 1:
+        x = x.reshape([-1 if place == dim % y.dim() else 1 for place in range(y.dim())])
+    elif x.dim() < y.dim():
+        x = x.reshape((1,) * (y.dim() - x.dim()) + tuple(x.shape))
+    left, right = _sides(x, dim)
+    return right - left
 
 
 @handles("gradient", "torch")
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Central differences, and one-sided ones at both ends."""
+    """Central differences, and one-sided ones at both ends, of first or second order."""
 
     def run(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
         dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         steps = list(spacing) if isinstance(spacing, (tuple, list)) else [spacing] * len(dims)
-        plain = len(steps) == len(dims) and all(isinstance(step, (int, float)) for step in steps)
-        if not plain or edge_order != 1 or not dims or any(input.shape[place] < 2 for place in dims):
+        if len(steps) != len(dims) or not all(map(_is_spacing, steps)) or edge_order not in (1, 2):
+            return TABLE[None](func, args, kwargs)
+        if not dims or any(input.shape[place] <= edge_order for place in dims):
             return TABLE[None](func, args, kwargs)
         judged(func, args, kwargs)
-        return [_gradient(input, step, place) for step, place in zip(steps, dims, strict=True)]
+        return [_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True)]
 
     return run(*args, **kwargs)
 
 
-def _gradient(x: Any, step: float, dim: int) -> Any:
+def _is_spacing(step: Any) -> bool:
+    """Whether it is the distance of neighbours, or the places of all cells along a dim."""
+    places = isinstance(step, torch.Tensor) and type(step) is not GlobalTensor and step.dim() == 1
+    return places or isinstance(step, (int, float))
+
+
+def _gradient(x: Any, step: Any, dim: int, edge_order: int) -> Any:
     count = x.shape[dim]
-    inner = (x.narrow(dim, 2, count - 2) - x.narrow(dim, 0, count - 2)) / (2 * step)
-    ends = [(x.narrow(dim, at + 1, 1) - x.narrow(dim, at, 1)) / step for at in (0, count - 2)]
+    lower, middle, upper = (x.narrow(dim, first, count - 2) for first in range(3))
+    if isinstance(step, torch.Tensor):
+        widths = _widths(step, x, dim)
+        left, right = _sides(widths, dim)
+        both = left + right  # (weights are computed in the dtype of the places, as torch does)
+        outer = lower * (-right / (left * both)) + upper * (left / (right * both))
+        inner = outer + middle * ((right - left) / (left * right))
+    else:
+        widths, inner = step, (upper - lower) / (2 * step)
+    ends = [_at_end(x, widths, dim, side, edge_order) for side in (1, -1)]
     return torch.cat([ends[0], inner, ends[1]], dim)
+
+
+def _at_end(x: Any, widths: Any, dim: int, side: int, edge_order: int) -> Any:
+    """The derivative at the first cell (side 1) or the last (side -1), of a polynomial through those nearest to it.
+
+    Args:
+        widths: the distances of neighbours, or the one that all have.
+    """
+    nearest = range(edge_order + 1) if side > 0 else range(x.shape[dim] - 1, x.shape[dim] - 2 - edge_order, -1)
+    cells = [x.narrow(dim, place, 1) for place in nearest]
+    if isinstance(widths, torch.Tensor):
+        steps = [side * widths.narrow(dim, place - (side < 0), 1) for place in nearest[:edge_order]]
+    else:
+        steps = [side * widths] * edge_order
+    if edge_order == 1:
+        return (cells[1] - cells[0]) / steps[0]
+    first, second = steps
+    both = first + second
+    outer = cells[0] * (-(first + both) / (first * both)) - cells[2] * (first / (second * both))
+    return outer + cells[1] * (both / (first * second))
 
 
 @handles("cross")
