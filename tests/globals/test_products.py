@@ -134,3 +134,28 @@ def test_autocast_casts_as_torch_does_also_where_there_are_no_cells(function):
     x, w = noise(3, 4, 4).float(), noise(5, 4).float()
     assert_same(cast, Global(x), w, tolerance=0.05)
     assert_same(cast, Global(x), w, grids=[(1, 1, 4)], tolerance=0.05)
+
+
+def _sparse(*shape):
+    x = noise(*shape, seed=3)
+    return x.masked_fill(x < 0.3, 0)
+
+
+SPARSE = {
+    "matmul": (lambda x: _sparse(4, 5).to_sparse() @ x, noise(5, 6)),
+    "mm": (lambda x: torch.mm(_sparse(4, 5).to_sparse_csr(), x), noise(5, 6)),
+    "sparse.mm": (lambda x: torch.sparse.mm(_sparse(4, 5).to_sparse(), x), noise(5, 6)),
+    "on the right": (lambda x: x @ _sparse(6, 4).to_sparse_csr(), noise(5, 6)),
+    "mv": (lambda x: torch.mv(_sparse(4, 5).to_sparse(), x), noise(5)),
+    "bmm": (lambda x: torch.bmm(_sparse(3, 4, 5).to_sparse(), x), noise(3, 5, 6)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("product", SPARSE)
+def test_products_with_a_sparse_constant(product):
+    """As of finite elements, graphs, and convolutions on a sphere."""
+    function, x = SPARSE[product]
+    assert_same(function, Global(x))
+    if product != "mv":
+        assert_same(function, Global(x), grids=[(1, 3) if x.dim() == 2 else (1, 1, 3)], twice=True)

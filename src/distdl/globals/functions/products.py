@@ -12,10 +12,10 @@ from torch.nn import functional
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.spreading import checked, work_on
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import entered
-from distdl.globals.table import handles
+from distdl.globals.replicas import Replica, entered
+from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
+from distdl.tensors.connection import local, zeros_on
 
 
 def contract(
@@ -105,6 +105,8 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         right: tuple[Hashable, ...] = (*batch_labels(b, 2), "k", "j") if b.dim() > 1 else ("k",)
         both = max(batch_labels(a, 2), batch_labels(b, 2), key=len)
         out = (*both, *(("i",) if a.dim() > 1 else ()), *(("j",) if b.dim() > 1 else ()))
+        if _is_sparse(a) or _is_sparse(b):
+            return _times_sparse(operator, [a, b], [left, right], out)
         return contract(operator, [a, b], [left, right], out, "matmul")
 
     if "dim" in kwargs:
@@ -112,6 +114,37 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return (args[0].conj() * args[1]).sum(kwargs["dim"])
         kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
     return run(*args, *kwargs.values())
+
+
+def _is_sparse(x: torch.Tensor) -> bool:
+    """Whether it is a plain sparse tensor; global ones are not sparse."""
+    if type(x) is GlobalTensor:
+        return False
+    plain = x._plain if type(x) is Replica else x
+    return plain.layout is not torch.strided
+
+
+def _times_sparse(
+    operator: Any, factors: Sequence[Any], labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]
+) -> Any:
+    """A product with a sparse constant, of which no part can be taken: split along the dims that it does not have."""
+    at = 0 if _is_sparse(factors[0]) else 1
+    dense, name = factors[1 - at], operator.__name__
+    if factors[at].requires_grad or type(dense) is not GlobalTensor:
+        return TABLE[None](operator, tuple(factors), {})
+    whole = [label for label in labels[at] if label in out]
+    work = work_on(factors, labels, out, adds=False, whole=whole)
+    parts = [entered(factors[at], work.context)] * 2
+    parts[1 - at] = work.needs[1 - at](dense, work.context, name)
+    block = parts[1 - at]
+    return work.finish(operator(*parts) if block.numel() else zeros_on(block, work.partial), name)
+
+
+def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return TABLE[None](func, args, kwargs) if len(args) != 2 or kwargs else torch.mm(*args)
+
+
+TABLE[torch.sparse.mm] = _sparse_mm
 
 
 _OF_BLOCKS: dict[str, Any] = {
