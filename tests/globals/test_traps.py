@@ -487,3 +487,12 @@ def test_a_view_does_not_keep_what_it_is_a_view_of():
     del x
     assert gone() is None
     assert_close(kept, noise(4, 6).T[1:])
+
+
+@pytest.mark.filterwarnings("error:.*has no op")
+@on_workers
+def test_an_assertion_of_a_value_is_that_of_every_worker():
+    x = split(x35)
+    torch._assert_async((x < 100).all(), "too large")
+    with pytest.raises(RuntimeError, match="too small"):
+        torch._assert_async((x > 100).all(), "too small")

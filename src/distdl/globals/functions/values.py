@@ -19,9 +19,9 @@ def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*map(_whole, args), **kwargs)
 
 
-@handles("equal allclose is_nonzero", "torch Tensor")
+@handles("equal allclose is_nonzero _assert_async", "torch Tensor")
 def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A decision about whole tensors, the same on every worker."""
+    """A decision about whole tensors, or an assertion of one: the same on every worker."""
     return func(*map(_whole, args), **kwargs)
 
 
