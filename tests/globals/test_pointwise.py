@@ -23,6 +23,25 @@ def test_one_operand(function):
     assert_same(function, Global(x4))
 
 
+SPECIAL = """bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 airy_ai"""
+PAIRS = """gammainc gammaincc chebyshev_polynomial_t chebyshev_polynomial_u hermite_polynomial_h hermite_polynomial_he
+laguerre_polynomial_l legendre_polynomial_p"""
+
+
+def test_special_functions_without_derivatives():
+    def function(x):
+        z = x.detach().abs() + 0.1
+        return (
+            *(getattr(torch.special, name)(z) for name in SPECIAL.split()),
+            *(getattr(torch.special, name)(z, z[:1].ceil()) for name in PAIRS.split()),
+            torch.igamma(z, z),
+            z.igammac(z),
+        )
+
+    assert_same(function, Global(x4), tolerance=1e-11)
+
+
 BINARY = [torch.div, torch.add, torch.mul, lambda x, y: x.sub_(y), lambda x, y: x > y]
 OTHERS = [
     Global(row), y4, Global(y4), Global(y4, (1, 1, 3, 1)), Global(row, (1, 1, 1)),

@@ -36,7 +36,10 @@ tan_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul
 __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
 __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__
 __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ entr erfcx i0e i1
-i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln
+i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln igamma igammac gammainc gammaincc multigammaln airy_ai bessel_j0
+bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
+scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
+hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
 """
 
 
