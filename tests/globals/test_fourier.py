@@ -57,3 +57,29 @@ def test_there_and_back():
 
 def test_one_dim_alone():
     assert_same(lambda x: (torch.fft.fft(x), torch.fft.rfft(x)), Global(noise(7)))
+
+
+WINDOW = torch.hann_window(6, dtype=torch.float64)
+STFT = {
+    "usual": {"window": torch.hann_window(8, dtype=torch.float64)},
+    "no window": {"hop_length": 3},
+    "short window": {"window": WINDOW, "win_length": 6, "hop_length": 2, "normalized": True},
+    "from the start": {"window": WINDOW, "win_length": 6, "center": False, "onesided": False},
+    "constant edges": {"pad_mode": "constant"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+@pytest.mark.parametrize("options", STFT)
+def test_spectrogram(options):
+    def function(x):
+        return torch.stft(x, 8, return_complex=True, **STFT[options])
+
+    assert_same(function, Global(noise(3, 35)), grids=[(3, 1), (1, 4), (2, 2)])
+    assert_same(function, Global(noise(35)), grids=[(3,)])
+
+
+def test_spectrogram_of_complex_signals():
+    signals = torch.complex(noise(2, 35), noise(2, 35, seed=1))
+    window = torch.hann_window(8, dtype=torch.float64)
+    assert_same(lambda x: torch.stft(x, 8, 4, window=window, return_complex=True), Global(signals), grids=[(2, 2)])

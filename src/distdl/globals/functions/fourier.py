@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from distdl.globals.functions.spreading import checked, pencils
 from distdl.globals.operands import moved
-from distdl.globals.table import SPACES, TABLE
+from distdl.globals.table import SPACES, TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 
@@ -112,3 +114,43 @@ for _kind in _SEVERAL:
     for _end in ("", "2", "n"):
         TABLE[getattr(SPACES["fft"], _kind + _end)] = _transform
 TABLE[torch.fft.fftshift] = TABLE[torch.fft.ifftshift] = _shift
+
+
+@handles("stft", "torch Tensor")
+def stft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Transforms of the pieces of signals that a window shows: the pieces are split, each is whole."""
+
+    def run(
+        input: Any,
+        n_fft: int,
+        hop_length: int | None = None,
+        win_length: int | None = None,
+        window: Any = None,
+        center: bool = True,
+        pad_mode: str = "reflect",
+        normalized: bool = False,
+        onesided: bool | None = None,
+        return_complex: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
+            return TABLE[None](func, args, kwargs)
+        blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
+        shown = None if window is None else torch.empty(window.shape, dtype=window.dtype, device="meta")
+        choices = (center, pad_mode, normalized, onesided, return_complex)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
+        length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
+        weights = torch.ones(length, device=input.device) if window is None else window
+        weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
+        signals = input if input.dim() > 1 else input.unsqueeze(0)
+        if center:
+            signals = functional.pad(signals.unsqueeze(1), (n_fft // 2, n_fft // 2), pad_mode).squeeze(1)
+        pieces = signals.unfold(-1, n_fft, step) * weights.to(input.dtype.to_real() if window is None else window.dtype)
+        half = not (pieces.is_complex()) if onesided is None else onesided
+        y: Any = (torch.fft.rfft if half else torch.fft.fft)(pieces, dim=-1, norm="ortho" if normalized else None)
+        y = y.transpose(-1, -2)
+        return y if input.dim() > 1 else y.squeeze(0)
+
+    return run(*args, **kwargs)
