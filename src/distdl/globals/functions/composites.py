@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.functions.judging import judged
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, Handler, composite, handles
@@ -131,5 +132,48 @@ def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         alike, unlike = (target == 1).to(cosine.dtype), (target == -1).to(cosine.dtype)
         losses = alike * (1 - cosine) + unlike * (cosine - margin).clamp_min(0)
         return _reduced(losses, reduction, size_average, reduce)
+
+    return run(*args, **kwargs)
+
+
+@handles("affine_grid", "functional")
+def affine_grid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The points of an affine map: the cells of a grid that every worker has, times its matrices."""
+
+    def run(theta: Any, size: Any, align_corners: bool | None = None) -> Any:
+        judged(func, (theta, list(size), bool(align_corners)), {})
+        space = [int(n) for n in size[2:]]
+        lines = [_cells(n, bool(align_corners), theta) for n in space]
+        places = torch.stack([*reversed(torch.meshgrid(lines, indexing="ij")), lines[0].new_ones(space)], -1)
+        points: Any = torch.matmul(places.flatten(0, -2), theta.transpose(1, 2))
+        return points.unflatten(1, space)
+
+    return run(*args, **kwargs)
+
+
+def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
+    """Where cells lie between -1 and 1: the first and the last on these, or half a cell inside."""
+    line = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device) if count > 1 else torch.zeros(1)
+    return line.to(like.dtype) if align_corners else line.to(like.dtype) * (count - 1) / count
+
+
+@handles("cov corrcoef", "torch Tensor")
+def covariance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How rows vary together."""
+
+    def run(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
+        if input.dim() != 2 or fweights is not None or aweights is not None or input.shape[1] <= correction:
+            return TABLE[None](func, args, kwargs)
+        if not (input.is_floating_point() or input.is_complex()):
+            return TABLE[None](func, args, kwargs)
+        centred = input - input.mean(1, keepdim=True)
+        products = centred @ centred.mH / (input.shape[1] - correction)
+        if func.__name__ == "cov":
+            return products
+        sizes = products.diagonal().real.sqrt()
+        found = products / sizes.unsqueeze(1) / sizes
+        if found.is_complex():
+            return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+        return found.clamp(-1, 1)
 
     return run(*args, **kwargs)
