@@ -496,3 +496,36 @@ def test_an_assertion_of_a_value_is_that_of_every_worker():
     torch._assert_async((x < 100).all(), "too large")
     with pytest.raises(RuntimeError, match="too small"):
         torch._assert_async((x > 100).all(), "too small")
+
+
+def _in_rows(table, w, v):
+    table[0] += w
+    table[torch.tensor([False, True, True])] = v
+    return table
+
+
+def _in_a_view(table, w, v):
+    table[1:].add_(w).mul_(2)
+    table[0].copy_(v)
+    return table.unsqueeze(0).squeeze(0)
+
+
+@pytest.mark.parametrize("fill", [_in_rows, _in_a_view])
+@on_workers
+def test_a_parameter_in_a_plain_table_gets_its_gradient(fill):
+    """As the tables of positions and prompts that a model makes in its forward."""
+
+    class Table(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.full((5,), 0.5, dtype=torch.float64))
+            self.v = torch.nn.Parameter(torch.full((5,), 2.0, dtype=torch.float64))
+
+        def forward(self, x):
+            return x * fill(torch.zeros(3, 5, dtype=torch.float64), self.w, self.v)
+
+    alone, model = Table(), distdl.distribute(Table(), split(x35).layout.partition, fallback="error")
+    for module, x in ((alone, x35), (model, split(x35))):
+        (module(x) ** 2).sum().backward()
+    assert_close(model.w.grad, alone.w.grad)
+    assert_close(model.v.grad, alone.v.grad)

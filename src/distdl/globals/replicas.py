@@ -48,6 +48,13 @@ class Replica(torch.Tensor):
         made._context = context
         return made
 
+    def __getattr__(self, name: str) -> Any:
+        """The plain tensor of one that was plain until a copy was written into it: not kept, as it keeps its base."""
+        if name != "_plain":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
     # (what is asked for most often, without the way through torch, whose stubs let it be written)
 
     @property
@@ -81,17 +88,39 @@ class Replica(torch.Tensor):
         found: list[Replica] = []
         map_tensors((args, kwargs or {}), lambda value: found.append(value) if type(value) is Replica else None)
         context = found[0]._context
+        target = args[0] if args and type(args[0]) is torch.Tensor and _writes(func) else None
+        if target is not None and target.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{func.__name__} writes what follows from a parameter into a plain tensor that requires a gradient "
+                "and has not entered the model; write into a clone of it, or use the result of a function out of place"
+            )
         # (a tensor that has not entered would get this worker's part of its gradient only)
         given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context))
         result = func(*given, **named)
+        if target is not None and target.requires_grad:
+            # (from now on it is a copy, too, and so is what it is a view of)
+            for one in (target, target._base):
+                if type(one) is torch.Tensor:
+                    one.__class__ = Replica
+                    one.__dict__["_context"] = context
 
         def wrap(value: Any) -> Any:
+            if type(value) is Replica:  # (the target)
+                return value
             for one in found:
                 if value is one._plain:
                     return assigned(one)
             return Replica._of(value, context)
 
         return map_tensors(result, wrap)
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes into its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") and name != "requires_grad_"
 
 
 Replica.__module__ = "torch"
