@@ -25,6 +25,17 @@ def test_of_each(function):
     assert_same(OF_EACH[function], Global(A), grids=GRIDS, tolerance=1e-10)
 
 
+def test_nothing_is_nan_where_no_matrix_is():
+    def work():
+        x = distdl.distribute_tensor(SYMMETRIC[0, :2], distdl.world().reshape(3, 1, 1)).requires_grad_()
+        with torch.autograd.set_detect_anomaly(True):
+            torch.linalg.eigh(x).eigenvectors.square().sum().backward()
+        return x.grad.full_tensor()
+
+    for gradient in distdl.run_workers(work, 3, "threads"):
+        assert not gradient.isnan().any()
+
+
 def test_types_of_results():
     assert_same(lambda a: type(torch.linalg.eigh(a)).__name__, Global(SYMMETRIC), grids=GRIDS[:1])
 

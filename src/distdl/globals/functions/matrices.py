@@ -38,7 +38,7 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def describe() -> tuple[Any, list[Shape]]:
         """The type of the result, and for each tensor of it the shape that it has for one matrix."""
         with torch.no_grad():
-            y = run(torch.eye(rows, columns, dtype=x.dtype))
+            y = run(_simple(rows, columns, x.dtype))
         kind = None if isinstance(y, torch.Tensor) else type(y)
         return kind, [tuple(one.shape) for one in ([y] if kind is None else y)]
 
@@ -48,11 +48,16 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if block.numel():
         found = [run(block)] if kind is None else list(run(block))
     else:
-        least = run(zeros_on(block, (rows, columns)) + torch.eye(rows, columns, dtype=block.dtype, device=block.device))
+        least = run(zeros_on(block, (rows, columns)) + _simple(rows, columns, block.dtype).to(block.device))
         computed = [least] if kind is None else least
         found = [zeros_on(one, target.local) for one, target in zip(computed, targets, strict=True)]
     made = [GlobalTensor._of(one, target) for one, target in zip(found, targets, strict=True)]
     return made[0] if kind is None else kind(tuple(made))
+
+
+def _simple(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of which every function has a derivative: its eigenvalues, and singular values, are different numbers."""
+    return torch.eye(rows, columns, dtype=dtype) * torch.arange(1, columns + 1)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
