@@ -335,7 +335,7 @@ RIGHT = {**layers(), **FUNCTIONS, **authors.RIGHT}
 NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of them
     NO_ARGUMENTS: (
         r"distdl\.(fixed_shapes|backends\.(chosen|names)|backends\.mpi\.buffer\.MPIBufferManager)",
-        r"distdl\.environment\.(chosen_backend|cuda_aware_mpi|debug|grace|recycled_memory|timeout)",
+        r"distdl\.environment\.(chosen_backend|cuda_aware_mpi|debug|grace|recycled_memory|timeout|tunes_malloc)",
         r"distdl\.nn\.(DistributedLossBase|Module|Option|repeat_calls|mixins\..*)",
     ),
     ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),

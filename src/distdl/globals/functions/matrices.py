@@ -56,7 +56,7 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _simple(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix of which every function has a derivative: its eigenvalues, and singular values, are different numbers."""
+    """A matrix of which every function has a derivative: its eigenvalues and singular values differ from each other."""
     return torch.eye(rows, columns, dtype=dtype) * torch.arange(1, columns + 1)
 
 
