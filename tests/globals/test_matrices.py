@@ -77,6 +77,55 @@ def test_solve(system, which):
     assert_same(lambda a, b: torch.linalg.solve(a, b, **options), *given, grids=grids, tolerance=1e-10)
 
 
+def test_matrices_are_not_taken_for_vectors_where_the_shape_of_a_block_fits():
+    a, b = noise(6, 3, 3) + 4 * torch.eye(3, dtype=torch.float64), noise(3, 3, seed=1)
+    assert_same(lambda a, b: torch.linalg.solve(a, b), Global(a), b, grids=[(2, 1, 1), (3, 1, 1)], tolerance=1e-10)
+    a, b = noise(2, 6, 3, 3) + 4 * torch.eye(3, dtype=torch.float64), noise(6, 3, 3, seed=1)
+    assert_same(lambda a, b: torch.linalg.solve(a, b), Global(a), b, grids=[(1, 2, 1, 1)], tolerance=1e-10)
+
+
+REFUSED = torch.eye(3, dtype=torch.float64).repeat(4, 1, 1) * torch.tensor([-1.0, 1, 1, 1])[:, None, None]
+SINGULAR = torch.stack([torch.zeros(2, 2), torch.eye(2)]).double()
+
+
+def test_a_matrix_that_torch_refuses_is_an_error_on_every_worker():
+    def with_jitter(x):
+        for jitter in (0.0, 2.0):
+            try:
+                return torch.linalg.cholesky(x + jitter * torch.eye(3, dtype=torch.float64)).sum().item()
+            except torch.linalg.LinAlgError:
+                pass
+        raise AssertionError
+
+    def work():
+        x = distdl.distribute_tensor(REFUSED, distdl.world()[:2].reshape(2, 1, 1))
+        one = distdl.distribute_tensor(SINGULAR, distdl.world()[:2].reshape(2, 1, 1))
+        texts = []
+        for refused in (torch.linalg.inv, lambda one: torch.linalg.solve(one, torch.ones(2, 1).double())):
+            with pytest.raises(torch.linalg.LinAlgError, match=r"on worker 0: .*singular") as caught:
+                refused(one)
+            texts.append(str(caught.value))
+        return with_jitter(x), texts
+
+    found = distdl.run_workers(work, 3, "threads")
+    assert found[0] == found[1] == found[2]
+    assert abs(found[0][0] - with_jitter(REFUSED)) < 1e-12
+
+
+def test_powers_of_what_torch_does_not_multiply_are_refused_on_every_worker():
+    def work():
+        x = distdl.distribute_tensor(torch.ones(4, 3, 3).bool(), distdl.world()[:2].reshape(2, 1, 1))
+        with pytest.raises(NotImplementedError) as caught:
+            torch.linalg.matrix_power(x, 3)
+        return str(caught.value)
+
+    assert len(set(distdl.run_workers(work, 3, "threads"))) == 1
+
+
+def test_triangles_of_a_reduced_decomposition():
+    assert_same(lambda a: tuple(one.detach() for one in torch.linalg.qr(a, mode="r")), Global(A), falls_back=True)
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_solve_triangular(left):
     b = noise(5, 7, 3, 2, seed=1) if left else noise(5, 7, 2, 3, seed=1)

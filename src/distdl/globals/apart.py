@@ -17,7 +17,9 @@ from distdl.partition.sharing import broadcast_value
 from distdl.tensors.derivatives import KEEPS_TENSORS, NONE, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
 
-_KINDS = {one.__name__: one for one in (ValueError, TypeError, IndexError, NotImplementedError)}
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+_RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
+_KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
 
 
 def report(problem: Exception) -> dict[str, str]:

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.context import KnownLayout
+from distdl.globals.apart import LinAlgError
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import frozen, judge
 from distdl.globals.functions.spreading import Work, pencils, work_on
 from distdl.globals.operands import moved
 from distdl.globals.replicas import map_tensors
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
 
@@ -28,6 +30,8 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     x, *rest = args if args else (None,)
     if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or _tensors((rest, kwargs)):
         return TABLE[None](func, args, kwargs)
+    if func is torch.linalg.qr and "r" in (*rest, *kwargs.values()):
+        return TABLE[None](func, args, kwargs)  # (of which Q has no dims in front)
     layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
     context, name = layout.context, func.__name__
     rows, columns = x.shape[-2:]
@@ -38,26 +42,55 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def describe() -> tuple[Any, list[Shape]]:
         """The type of the result, and for each tensor of it the shape that it has for one matrix."""
         with torch.no_grad():
-            y = run(_simple(rows, columns, x.dtype))
+            y = run(_simple(rows, columns, x.dtype)[None])
         kind = None if isinstance(y, torch.Tensor) else type(y)
-        return kind, [tuple(one.shape) for one in ([y] if kind is None else y)]
+        return kind, [tuple(one.shape[1:]) for one in ([y] if kind is None else y)]
 
     key = ("of each matrix", func, rows, columns, x.dtype, frozen(rest), frozen(kwargs))
     kind, shapes = context.keep(key, describe)
     block, targets = moved(x, layout, name), [_of_matrices(layout, shape) for shape in shapes]
     if block.numel():
-        found = [run(block)] if kind is None else list(run(block))
+        y = _alike(context, name, lambda: run(block))
+        found = [y] if kind is None else list(y)
     else:
-        least = run(zeros_on(block, (rows, columns)) + _simple(rows, columns, block.dtype).to(block.device))
-        computed = [least] if kind is None else least
-        found = [zeros_on(one, target.local) for one, target in zip(computed, targets, strict=True)]
+        least = zeros_on(block, (1, rows, columns)) + _simple(rows, columns, block.dtype).to(block.device)
+        y = _alike(context, name, lambda: run(least))
+        found = [zeros_on(one, target.local) for one, target in zip([y] if kind is None else y, targets, strict=True)]
     made = [GlobalTensor._of(one, target) for one, target in zip(found, targets, strict=True)]
     return made[0] if kind is None else kind(tuple(made))
 
 
 def _simple(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """A matrix of which every function has a derivative: its eigenvalues and singular values differ from each other."""
-    return torch.eye(rows, columns, dtype=dtype) * torch.arange(1, columns + 1)
+    return (torch.eye(rows, columns) * torch.arange(1, columns + 1)).to(dtype)
+
+
+def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
+    """What each worker computes of its own matrices.
+
+    Raises: LinAlgError on every worker, if torch refuses the numbers of one (of a matrix that is singular, say).
+    """
+    if name not in _REFUSING or context.comm.imagined:
+        return compute()
+    problem, y = None, None
+    try:
+        y = compute()
+    except LinAlgError as error:
+        problem = error
+    told = gather_values(context.comm, context.everyone, name, None if problem is None else str(problem))
+    for worker, text in zip(context.everyone, told, strict=True):
+        if text is not None:
+            raise LinAlgError(f"{name} of a global tensor, on worker {worker}: {text}") from problem
+    return y
+
+
+_REFUSING = {
+    "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
+    "matrix_power", "matrix_rank", "cond", "solve",
+} | {f"linalg_{one}" for one in (
+    "inv", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "matrix_power", "matrix_rank",
+    "cond", "solve",
+)}  # fmt: skip
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
@@ -96,6 +129,8 @@ def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str, Any]) -> Any:
     context = (A if type(A) is GlobalTensor else B)._context
+    if B.dim() < A.dim():  # (as many dims as A, or torch takes it for vectors where the shapes of blocks fit)
+        B = B.reshape((1,) * (A.dim() - B.dim()) + tuple(B.shape))
     key = ("judged", func, A.shape, A.dtype, B.shape, B.dtype, frozen(options))
     context.keep(key, lambda: judge(func, (A, B), options))
     left = options.get("left", True)
@@ -116,7 +151,7 @@ def _solved(work: Work, func: Callable[..., torch.Tensor], operands: Sequence[An
     """What each worker solves; one without cells solves the equations of the identity."""
     parts = work.parts(operands, name)
     if 0 not in work.partial and all(one.numel() for one in parts):
-        return work.finish(func(*parts), name)
+        return work.finish(_alike(work.context, name, lambda: func(*parts)), name)
     a, b = (zeros_on(one, need.least) for one, need in zip(parts, work.needs, strict=True))
-    y = func(a + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), b)
+    y = _alike(work.context, name, lambda: func(a + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device), b))
     return work.finish(zeros_on(y, work.partial), name)
