@@ -159,3 +159,13 @@ def test_products_with_a_sparse_constant(product):
     assert_same(function, Global(x))
     if product != "mv":
         assert_same(function, Global(x), grids=[(1, 3) if x.dim() == 2 else (1, 1, 3)], twice=True)
+
+
+def test_a_sparse_constant_is_refused_on_every_worker_also_without_cells():
+    def work():
+        x = distdl.distribute_tensor(noise(5, 6), distdl.world()[:2].reshape(1, 2))
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(_sparse(4, 5).float().to_sparse(), x)
+        return str(caught.value)
+
+    assert len(set(distdl.run_workers(work, 3, "threads"))) == 1

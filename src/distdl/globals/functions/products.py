@@ -135,9 +135,13 @@ def _times_sparse(
     whole = [label for label in labels[at] if label in out]
     work = work_on(factors, labels, out, adds=False, whole=whole)
     parts = [entered(factors[at], work.context)] * 2
-    parts[1 - at] = work.needs[1 - at](dense, work.context, name)
-    block = parts[1 - at]
-    return work.finish(operator(*parts) if block.numel() else zeros_on(block, work.partial), name)
+    parts[1 - at] = block = work.needs[1 - at](dense, work.context, name)
+    idle = not block.numel() or 0 in work.partial
+    if idle:  # (the operator runs all the same: it raises, casts and saves as on the other workers)
+        least = [n if label in labels[at] else 1 for label, n in zip(labels[1 - at], dense.shape, strict=True)]
+        parts[1 - at] = zeros_on(block, least)
+    y = operator(*parts)
+    return work.finish(zeros_on(y, work.partial) if idle else y, name)
 
 
 def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
