@@ -529,3 +529,36 @@ def test_a_parameter_in_a_plain_table_gets_its_gradient(fill):
         (module(x) ** 2).sum().backward()
     assert_close(model.w.grad, alone.w.grad)
     assert_close(model.v.grad, alone.v.grad)
+
+
+class _Filled(torch.nn.Module):
+    def __init__(self, fill):
+        super().__init__()
+        self.w, self.fill = torch.nn.Parameter(torch.full((5,), 0.5, dtype=torch.float64)), fill
+
+    def forward(self, x, code):
+        return x * self.fill(code, self.w)
+
+
+@on_workers
+def test_a_plain_tensor_that_requires_a_gradient_keeps_it():
+    """As a latent code outside of the model that begins as a parameter."""
+
+    def begun(code, w):
+        with torch.no_grad():
+            code.copy_(w)
+        return code
+
+    alone, model = _Filled(begun), distdl.distribute(_Filled(begun), split(x35).layout.partition, fallback="error")
+    codes = [torch.ones(5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for module, x, code in ((alone, x35, codes[0]), (model, split(x35), codes[1])):
+        (module(x, code) ** 2).sum().backward()
+    assert type(codes[1]) is torch.Tensor
+    assert_close(codes[1].grad, codes[0].grad)
+
+
+@on_workers
+def test_a_plain_tensor_that_requires_a_gradient_does_not_take_a_parameter():
+    model = distdl.distribute(_Filled(lambda code, w: (code * 2).copy_(w)), split(x35).layout.partition)
+    with pytest.raises(RuntimeError, match="into a plain tensor that requires a gradient"):
+        model(split(x35), torch.ones(5, dtype=torch.float64, requires_grad=True))

@@ -89,11 +89,10 @@ class Replica(torch.Tensor):
         map_tensors((args, kwargs or {}), lambda value: found.append(value) if type(value) is Replica else None)
         context = found[0]._context
         target = args[0] if args and type(args[0]) is torch.Tensor and _writes(func) else None
-        if target is not None and target.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{func.__name__} writes what follows from a parameter into a plain tensor that requires a gradient "
-                "and has not entered the model; write into a clone of it, or use the result of a function out of place"
-            )
+        if target is not None and target.requires_grad:
+            if torch.is_grad_enabled():
+                raise RuntimeError(_REFUSED.format(func.__name__))
+            target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
         given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context))
         result = func(*given, **named)
@@ -113,6 +112,12 @@ class Replica(torch.Tensor):
             return Replica._of(value, context)
 
         return map_tensors(result, wrap)
+
+
+_REFUSED = (
+    "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
+    "model; write into a clone of it, or use the result of a function out of place"
+)
 
 
 def _writes(func: Callable[..., Any]) -> bool:
@@ -151,9 +156,12 @@ def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
     """A dict of a class of its own with other values: it may have attributes, or more ways to read it."""
     if all(found[name] is item for name, item in value.items()):
         return value
-    made = copy(value)
-    for name, item in found.items():
-        made[name] = item
+    try:
+        made = copy(value)
+        for name, item in found.items():
+            made[name] = item
+    except Exception:  # (some classes may not be written)
+        return found
     return made
 
 
