@@ -37,6 +37,7 @@ OPTIONS = [
     (lambda x: torch.gradient(x, spacing=(0.5, 2), dim=(1, -1)), x3),
     (lambda x: F.affine_grid(x[..., :3], (5, 2, 4, 6), align_corners=False), noise(5, 2, 4)),
     (lambda x: F.affine_grid(x, [3, 1, 4, 2, 6], align_corners=True), noise(3, 3, 4)),
+    (lambda x: F.affine_grid(x[..., :3], (5, 2, 1, 6), align_corners=False), noise(5, 2, 4)),
     (lambda x: (torch.cov(x), x.cov(correction=0), torch.corrcoef(x)), x2),
     (lambda x: torch.gradient(x, dim=0)[0], noise(2, 5)),
     (lambda x: torch.gradient(x, spacing=(0.5, 2), dim=(1, -1), edge_order=2), x3),

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -323,7 +324,7 @@ def test_what_cannot_be_distributed():
         with pytest.raises(ValueError, match=r"its module 0 is distributed already, over"):
             distdl.distribute(nn.Sequential(model), P)
         with pytest.raises(ValueError, match=r"its module 0 is compiled by torch.jit"):
-            distdl.distribute(nn.Sequential(copy.deepcopy(scripted)), P)
+            distdl.distribute(nn.Sequential(scripted), P)
 
     scripted = torch.jit.script(nn.Linear(2, 2))
     run(work)
@@ -341,3 +342,17 @@ def test_an_error_in_the_forward_leaves_the_model_as_it_was():
         assert_same_state(model, sequential)
 
     run(work)
+
+
+def test_a_distributed_model_is_copied_whatever_its_forward_has_as_defaults():
+    class Locked(torch.nn.Linear):
+        def forward(self, x, lock=threading.Lock()):  # noqa: B008 (it cannot be copied)
+            return super().forward(x)
+
+    def work():
+        model = distdl.distribute(Locked(3, 2), distdl.world().reshape(2, 1))
+        copied = copy.deepcopy(model)
+        assert inspect.signature(copied.forward) == inspect.signature(model.forward)
+        assert copied(torch.ones(6, 3)).shape == (6, 2)
+
+    distdl.run_workers(work, 2, "threads")

@@ -80,7 +80,7 @@ class GlobalTensor(torch.Tensor):
                 handler = TABLE["out"]
             else:
                 kwargs = {name: value for name, value in kwargs.items() if name != "out"}
-        if kwargs and ("axis" in kwargs or "keepdims" in kwargs) and isinstance(func, _COMPILED):
+        if kwargs and ("axis" in kwargs or "keepdims" in kwargs) and isinstance(func, _COMPILED) and func in TABLE:
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         try:
             if debug.on:

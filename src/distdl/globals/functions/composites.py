@@ -153,8 +153,10 @@ def affine_grid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
     """Where cells lie between -1 and 1: the first and the last on these, or half a cell inside."""
-    line = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device) if count > 1 else torch.zeros(1)
-    return line.to(like.dtype) if align_corners else line.to(like.dtype) * (count - 1) / count
+    if count == 1:
+        return torch.zeros(1, dtype=like.dtype, device=like.device)
+    line = torch.linspace(-1, 1, count, dtype=like.dtype, device=like.device)
+    return line if align_corners else line * (count - 1) / count
 
 
 @handles("cov corrcoef", "torch Tensor")
@@ -162,9 +164,9 @@ def covariance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """How rows vary together."""
 
     def run(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-        if input.dim() != 2 or fweights is not None or aweights is not None or input.shape[1] <= correction:
+        if input.dim() != 2 or input.shape[0] < 2 or input.shape[1] <= correction:
             return TABLE[None](func, args, kwargs)
-        if not (input.is_floating_point() or input.is_complex()):
+        if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()):
             return TABLE[None](func, args, kwargs)
         centred = input - input.mean(1, keepdim=True)
         products = centred @ centred.mH / (input.shape[1] - correction)

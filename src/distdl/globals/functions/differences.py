@@ -89,7 +89,7 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not dims or any(input.shape[place] <= edge_order for place in dims):
             return TABLE[None](func, args, kwargs)
         judged(func, args, kwargs)
-        return [_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True)]
+        return tuple(_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True))
 
     return run(*args, **kwargs)
 

@@ -22,7 +22,7 @@ def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("equal allclose is_nonzero _assert_async", "torch Tensor")
 def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A decision about whole tensors, or an assertion of one: the same on every worker."""
-    return func(*map(_whole, args), **kwargs)
+    return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 
 
 def _whole(value: Any) -> Any:

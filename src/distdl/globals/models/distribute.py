@@ -97,7 +97,10 @@ class Forward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """That of a copied model."""
         made = memo[id(self)] = Forward.__new__(Forward)
-        made.__dict__.update(deepcopy(self.__dict__, memo))
+        shared = {name: value for name, value in self.__dict__.items() if name == "__signature__"}
+        made.__dict__.update(
+            shared | deepcopy({name: v for name, v in self.__dict__.items() if name not in shared}, memo)
+        )
         Context.of(made.P.comm).models.add(made.module)
         return made
 
