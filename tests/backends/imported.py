@@ -33,7 +33,8 @@ def ask(path, arguments):
         raise RuntimeError("the process that has imported torch ended before the script did")
     code = int.from_bytes(answer, "little", signed=True)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # (of SIGKILL there is nothing to set)
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

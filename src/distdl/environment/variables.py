@@ -52,10 +52,12 @@ def recycled_memory() -> int:
 
 
 def tunes_malloc() -> bool:
-    """Whether variables of glibc's tune how memory is allocated: ``MALLOC_...``, or ``GLIBC_TUNABLES``."""
-    return "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "") or any(
-        name.startswith("MALLOC_") and name.endswith("_") for name in os.environ
-    )
+    """Whether variables of glibc's say which freed memory it keeps: ``MALLOC_TRIM_THRESHOLD_`` and its kin."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}=" in tunables for name in _KEPT)
+
+
+_KEPT = ("mmap_threshold", "mmap_max", "trim_threshold", "top_pad")
 
 
 def chosen_backend() -> str | None:

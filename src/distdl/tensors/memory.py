@@ -125,11 +125,12 @@ def empty(
 
 @cache
 def keep_freed() -> None:
-    """Have the C library keep up to ``pool.limit`` bytes at the end of its heap, for torch's own tensors.
+    """Have the C library keep up to ``pool.limit`` bytes at the end of each heap, for torch's own tensors.
 
     By itself, glibc gives the end of the heap back to the system as soon as some MiB are free there. So after each
     backward it gives back the activations, and the next forward touches fresh pages. Arrays above 32 MiB it always
-    gives back. Other C libraries are left alone, and so is one that environment variables tune (``MALLOC_...``).
+    gives back. Other C libraries are left alone, and so is one that its own variables tune (see
+    ``environment.tunes_malloc``).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or not pool.limit or tunes_malloc():

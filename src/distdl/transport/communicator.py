@@ -143,7 +143,8 @@ class Communicator(ABC):
     where: object = "an exchange"
 
     def __init__(self) -> None:
-        keep_freed()
+        if not self.imagined:
+            keep_freed()
         self.timeout = environment.timeout()
         self.kept: dict[Any, Any] = {}
         self.waiting: tuple[int, object] | None = None
