@@ -35,34 +35,19 @@ def _sides(y: Any, dim: int) -> tuple[Any, Any]:
     return y.narrow(dim, 0, count), y.narrow(dim, y.shape[dim] - count, count)
 
 
-@handles("trapezoid trapz", "torch")
+@handles("trapezoid trapz cumulative_trapezoid", "torch")
 def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The integral along a dim, by the trapezoidal rule."""
+    """The integral along a dim, or up to each place along it, by the trapezoidal rule."""
 
     def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
         judged(func, args, kwargs)
         if not y.shape[dim]:
             return TABLE[None](func, args, kwargs)
         first, second = _sides(y, dim)
+        added = torch.cumsum if func is torch.cumulative_trapezoid else torch.sum
         if x is None:
-            return (first + second).sum(dim) * (dx / 2)
-        return (_widths(x, y, dim) * (first + second)).sum(dim) / 2
-
-    return run(*args, **kwargs)
-
-
-@handles("cumulative_trapezoid", "torch")
-def cumulative_trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The integral along a dim up to each place, by the trapezoidal rule."""
-
-    def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
-        judged(func, args, kwargs)
-        if not y.shape[dim]:
-            return TABLE[None](func, args, kwargs)
-        first, second = _sides(y, dim)
-        if x is None:
-            return (first + second).cumsum(dim) * (dx / 2)
-        return (_widths(x, y, dim) * (first + second)).cumsum(dim) / 2
+            return added(first + second, dim) * (dx / 2)
+        return added(_widths(x, y, dim) * (first + second), dim) / 2
 
     return run(*args, **kwargs)
 
