@@ -36,6 +36,26 @@ def suites(tmp_path_factory):
     return run
 
 
+@pytest.fixture(autouse=True)
+def switches():
+    """No test leaves a switch of the whole process changed: one that threads set and reset in turn can stay set."""
+    before = _switches()
+    yield
+    after = _switches()
+    torch.autograd.set_detect_anomaly(before["anomaly mode"])  # (so that one test fails, and not all that follow)
+    assert after == before
+
+
+def _switches():
+    return {
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+
+
 def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         cuda = [item for item in items if item.get_closest_marker("cuda")]

@@ -58,17 +58,18 @@ def assert_same(
     first = next(one for one in arguments if isinstance(one, Global))
     chosen = GRIDS[first.tensor.dim()] if grids is None else grids
 
+    expected = _run(function, [one.tensor if isinstance(one, Global) else one for one in arguments], twice)
+
     def work() -> None:
         root = distdl.world()
-        expected = _run(function, [one.tensor if isinstance(one, Global) else one for one in arguments], twice)
         for grid in chosen:
             made = [_made(one, grid if one is first else None, root) for one in arguments]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore" if falls_back else "error")
-                found = _run(function, made, twice)
+            found = _run(function, made, twice)
             _compare(expected, found, f"{getattr(function, '__name__', function)} over {tuple(grid)}", tolerance)
 
-    distdl.run_workers(work, workers)
+    with warnings.catch_warnings():  # (the filters are those of all threads)
+        warnings.simplefilter("ignore" if falls_back else "error")
+        distdl.run_workers(work, workers)
 
 
 def assert_raises_the_same(function: Callable[[Any], Any], whole: torch.Tensor, text: bool = False) -> None:

@@ -28,12 +28,12 @@ def test_of_each(function):
 def test_nothing_is_nan_where_no_matrix_is():
     def work():
         x = distdl.distribute_tensor(SYMMETRIC[0, :2], distdl.world().reshape(3, 1, 1)).requires_grad_()
-        with torch.autograd.set_detect_anomaly(True):
-            torch.linalg.eigh(x).eigenvectors.square().sum().backward()
+        torch.linalg.eigh(x).eigenvectors.square().sum().backward()
         return x.grad.full_tensor()
 
-    for gradient in distdl.run_workers(work, 3, "threads"):
-        assert not gradient.isnan().any()
+    with torch.autograd.set_detect_anomaly(True):  # (a switch of the process)
+        gradients = distdl.run_workers(work, 3, "threads")
+    assert not any(gradient.isnan().any() for gradient in gradients)
 
 
 def test_types_of_results():
