@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -136,13 +135,11 @@ def stft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
             return TABLE[None](func, args, kwargs)
         blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
-        shown = None if window is None else torch.empty(window.shape, dtype=window.dtype, device="meta")
-        choices = (center, pad_mode, normalized, onesided, return_complex)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
         length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
-        weights = torch.ones(length, device=input.device) if window is None else window
+        weights = torch.ones(max(length, 0), device=input.device) if window is None else window
+        shown = torch.empty(weights.shape, dtype=weights.dtype, device="meta")
+        choices = (center, pad_mode, normalized, onesided, return_complex)
+        torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
         weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
         signals = input if input.dim() > 1 else input.unsqueeze(0)
         if center:
