@@ -17,13 +17,15 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
+from distdl.globals.lineage import entered_into
 from distdl.globals.table import REPLICATED
 from distdl.plan.planning import all_sum
-from distdl.tensors.derivatives import NONE
+from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.transport import Label
 
@@ -89,7 +91,7 @@ class Replica(torch.Tensor):
         map_tensors((args, kwargs or {}), lambda value: found.append(value) if type(value) is Replica else None)
         context = found[0]._context
         target = args[0] if args and type(args[0]) is torch.Tensor and _writes(func) else None
-        if target is not None and target.requires_grad:
+        if target is not None and target.requires_grad and not is_copy(target):
             if torch.is_grad_enabled():
                 raise RuntimeError(_REFUSED.format(func.__name__))
             target = None  # (which stays what it is)
@@ -100,8 +102,7 @@ class Replica(torch.Tensor):
             # (from now on it is a copy, too, and so is what it is a view of)
             for one in (target, target._base):
                 if type(one) is torch.Tensor:
-                    one.__class__ = Replica
-                    one.__dict__["_context"] = context
+                    mark(one, context)
 
         def wrap(value: Any) -> Any:
             if type(value) is Replica:  # (the target)
@@ -168,22 +169,55 @@ def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
 def copy_of(replica: Replica) -> torch.Tensor:
     """The plain tensor that a replica is.
 
-    A user's autograd function computes what it returns without a graph, and then ties the replica itself to its node.
+    An autograd function of a user's computes what it returns, and then ties the replica itself to its node.
     """
-    if not replica._plain.requires_grad:
-        with torch._C.DisableTorchFunctionSubclass():
-            if replica.requires_grad and replica.grad_fn is not None:
-                replica._plain = replica.as_subclass(torch.Tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        if _is_tied(replica):
+            replica._plain = replica.as_subclass(torch.Tensor)
     return replica._plain
+
+
+def _is_tied(replica: Replica) -> bool:
+    """Whether a replica has a node of Python's that its plain tensor does not follow from."""
+    try:
+        node = replica.grad_fn
+    except RuntimeError:  # (an alias made without gradients, of what has been written since)
+        return False
+    plain = replica.__dict__.get("_plain")
+    if plain is None or not isinstance(node, BackwardCFunction):
+        return False
+    return plain.grad_fn is None or plain.grad_fn.next_functions[:1] != ((node, 0),)
 
 
 def entered(tensor: torch.Tensor, context: Context) -> torch.Tensor:
     """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers."""
     if type(tensor) is Replica:
         return copy_of(tensor)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor):
         return tensor
     return enter(context, [tensor])[0]
+
+
+def mark(tensor: torch.Tensor, context: Context) -> None:
+    """Let a plain tensor that follows from copies say so by its type."""
+    tensor.__class__ = Replica
+    tensor.__dict__["_context"] = context
+
+
+def mark_copies(value: Any) -> None:
+    """The same for all such tensors in a structure of tuples, lists and dicts."""
+    if type(value) is torch.Tensor:
+        context = context_of(value) if value.requires_grad else None
+        if context is not None:
+            mark(value, context)
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            mark_copies(item)
+
+
+def is_copy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is the same on every worker is this worker's own copy of it, which has entered."""
+    return type(tensor) is Replica or entered_into(tensor) is not None
 
 
 def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -194,61 +228,35 @@ def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tens
     return copies
 
 
+def leave(
+    context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
+    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), tensors[0].device, *parts)
+    return totals
+
+
 def plain_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a replica is; others as they are."""
     return copy_of(value) if type(value) is Replica else value
 
 
+def parameter_of(value: torch.Tensor) -> torch.Tensor:
+    """The parameter of which a tensor is this worker's copy; others as they are."""
+    return value.__dict__.get("_variable", value) if type(value) is Replica else value
+
+
 def assigned(value: torch.Tensor) -> torch.Tensor:
     """What a function gives that has written in place: without gradients, ``self.w += 1`` assigns the parameter."""
-    return value if torch.is_grad_enabled() else value.__dict__.get("_variable", value)
+    return value if torch.is_grad_enabled() else parameter_of(value)
 
 
-def variable_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy as one variable, the same on every worker: of its gradient, one worker has all."""
-    if type(value) is not Replica:
-        return value
-    same: torch.Tensor = _Same.apply(copy_of(value), value._context.me == 0)
-    return same
-
-
-class _Same(Function):
-    """From each worker's copy to the one variable. The gradient is one worker's part, and so counts once."""
-
-    @staticmethod
-    def forward(ctx: Any, copy: torch.Tensor, first: bool) -> torch.Tensor:
-        ctx.first = first
-        alias: torch.Tensor = torch.ops.aten.alias(copy)
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part: torch.Tensor = _Part.apply(dy, ctx.first)
-        return part, None
-
-
-class _Part(Function):
-    """The adjoint: the gradient on one worker, zeros on the others."""
-
-    @staticmethod
-    def forward(ctx: Any, dy: torch.Tensor, first: bool) -> torch.Tensor:
-        ctx.first = first
-        return dy.clone() if first else torch.zeros_like(dy)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        same: torch.Tensor = _Same.apply(cotangent, ctx.first)
-        return same, None
-
-
-def differentiate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Differentiate by a function of torch's, which gets plain tensors: replicas are one variable on all workers."""
-    outputs, *rest = args
-    return func(map_tensors(outputs, variable_of), *map_tensors(rest, plain_of), **map_tensors(kwargs, plain_of))
-
-
-for _function in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad):
-    REPLICATED[_function] = differentiate
+def context_of(value: torch.Tensor) -> Context | None:
+    """The context that a copy has entered; None of others."""
+    if type(value) is Replica:
+        return value._context
+    context: Context | None = entered_into(value) if type(value) is torch.Tensor else None
+    return context
 
 
 class _Sum:
@@ -297,15 +305,22 @@ class _Enter(Function):
     """Each worker's copies of tensors that are the same everywhere."""
 
     @staticmethod
+    def entered_into(node: Any) -> Context:
+        context: Context = node.total.context
+        return context
+
+    @staticmethod
     def forward(ctx: Any, total: _Sum, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.pass_by()
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
+        ctx.checkpointed = is_checkpointed()
+        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
+            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
+        _ = ctx.checkpointed and ctx.saved_tensors
         ctx.total.operator.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, *_Leave.apply(ctx.total, ctx.device, *parts)

@@ -19,3 +19,11 @@ class Function(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (of a base in C)
+
+    @staticmethod
+    def entered_into(node: Any) -> Any:
+        """Of a node of the graph: the context into which its results have entered, as copies of what every worker has.
+
+        None if they are no such copies.
+        """
+        return None

@@ -11,7 +11,8 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.entry import NO_TANGENTS, full_tensor
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.replicas import plain_of, variable_of
+from distdl.globals.parts import summed, variable_of
+from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.tensors.connection import zeros_on
@@ -111,12 +112,14 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
                 allow_unused=allow_unused,
                 materialize_grads=materialize_grads,
             )
-        return tuple(
-            GlobalTensor._of(dx, x._layout) if type(x) is GlobalTensor and dx is not None else dx
-            for x, dx in zip(inputs, found, strict=True)
-        )
+        return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
 
     return run(*args, **kwargs)
+
+
+for _function, _handler in ((torch.Tensor.backward, backward), (torch.autograd.backward, backward_of_all),
+                            (torch.autograd.grad, grad)):  # fmt: skip
+    REPLICATED[_function] = _handler
 
 
 def _listed(tensors: Any) -> list[Any]:
@@ -124,8 +127,18 @@ def _listed(tensors: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    """The plain tensor of which torch differentiates, or by which it does."""
+    """The plain tensor by which torch differentiates: of a copy, its parameter, which may have other copies, too."""
+    x = parameter_of(x)
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+
+
+def _gradient_of(x: Any, dx: torch.Tensor | None) -> torch.Tensor | None:
+    """What torch has found by the plain tensor of x, as a tensor of the kind of x."""
+    variable = parameter_of(x)
+    if dx is None or type(variable) is not GlobalTensor:
+        return dx
+    found = GlobalTensor._of(dx, variable._layout)
+    return found if x is variable else found.full_tensor()
 
 
 def _output(y: Any) -> Any:
@@ -134,7 +147,7 @@ def _output(y: Any) -> Any:
 
 
 def _seed(y: Any, dy: Any) -> Any:
-    return seed_of(y, dy) if type(y) is GlobalTensor else plain_of(dy)
+    return seed_of(y, dy) if type(y) is GlobalTensor else dy if dy is None else variable_of(dy)
 
 
 _READ = """
@@ -254,9 +267,10 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, value = args
-    if type(value) is not GlobalTensor or value.shape != x.shape:
-        raise TypeError(f"x.data of a global tensor takes a global tensor of its shape {tuple(x.shape)}")
-    x._block.data = moved(value, x._layout, "data").detach()
+    if not isinstance(value, torch.Tensor) or value.shape != x.shape:
+        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
+    part = part_of(value, x._layout, "data").detach()
+    x._block.data = part if type(value) is GlobalTensor else part.clone()
 
 
 _data: Any = torch.Tensor.data

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from distdl.globals.context import Context
-from distdl.globals.replicas import Replica, enter
+from distdl.globals.replicas import Replica, enter, parameter_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
@@ -62,7 +62,8 @@ class Parameters(dict[str, Any]):
         return self.copies.of(self, parameter)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, self.copies.settled(value))
+        # (torch.func.functional_call puts back what it has read here)
+        super().__setitem__(name, self.copies.settled(parameter_of(value)))
 
 
 class Buffers(dict[str, Any]):

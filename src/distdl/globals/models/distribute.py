@@ -18,7 +18,7 @@ from distdl.globals.models.equality import make_equal
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
 from distdl.globals.paths import Place, put, running
-from distdl.globals.replicas import map_tensors
+from distdl.globals.replicas import map_tensors, mark_copies
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
@@ -114,8 +114,12 @@ class Forward:
         try:
             with running(self.module) as outermost, Drawing(Context.of(self.P.comm)) if outermost else nullcontext():
                 if self._own is not None:
-                    return self._own(*given, **named)
-                return type(self.module).forward(self.module, *given, **named)
+                    y = self._own(*given, **named)
+                else:
+                    y = type(self.module).forward(self.module, *given, **named)
+                if type(y) is not GlobalTensor:
+                    mark_copies(y)
+                return y
         finally:
             copies.running -= 1
             if not copies.running:

@@ -10,9 +10,9 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
-from distdl.globals.context import KnownLayout
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.derivatives import NONE
+from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 
 
@@ -135,18 +135,24 @@ class _Gather(Function):
     """From shares to the whole tensors on every worker."""
 
     @staticmethod
+    def entered_into(node: Any) -> Context:
+        return node.gathering.context  # type: ignore[no-any-return]
+
+    @staticmethod
     def forward(
         ctx: Any, gathering: Gathering, gathered: Gathered | None, *blocks: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.gathering, ctx.gathered, ctx.device = gathering, gathered, blocks[0].device
         ctx.began = gathering.operator.history
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every worker alike
+        ctx.checkpointed = is_checkpointed()
+        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
+            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
         return gathering.gather(blocks)
 
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
+        _ = ctx.checkpointed and ctx.saved_tensors
         ctx.gathering.operator.derive(ctx.began)
         if torch.is_grad_enabled():
             return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)

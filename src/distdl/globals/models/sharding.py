@@ -118,7 +118,13 @@ class Shares:
                 node = copies[0].grad_fn
                 frame.first = next_node() if node is None else int(node._sequence_nr())
             frame.gathered.append(gathered)
-        return [Replica._of(one, self._context) if one.requires_grad else one for one in copies]
+        found: list[torch.Tensor] = []
+        for one, parameter in zip(copies, parameters, strict=True):
+            if one.requires_grad:
+                one = Replica._of(one, self._context)
+                one._variable = parameter
+            found.append(one)
+        return found
 
 
 class _Frame:

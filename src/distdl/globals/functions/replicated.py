@@ -1,0 +1,64 @@
+"""Gradients of tensors that every worker has whole: each worker has a part, and code of a user's sees their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.globals.parts import part_of_all, summed
+from distdl.globals.replicas import Replica, map_tensors, parameter_of, plain_of
+from distdl.globals.table import REPLICATED
+
+
+def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A hook gets the gradient, and not this worker's part of it; what it returns counts once."""
+
+    def run(self: Replica, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        def on_part(part: torch.Tensor) -> torch.Tensor | None:
+            (whole,) = summed([self], [part])
+            changed = hook(part if whole is None else whole)
+            return None if changed is None else part_of_all(plain_of(changed), self._context)
+
+        of, parameter = _of_graph(self), parameter_of(self)
+        if parameter is not self:
+            return parameter.register_hook(hook)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(of, on_part)
+
+    return run(*args, **kwargs)
+
+
+def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    (replica,) = args
+    if parameter_of(replica) is replica:  # (a parameter has its gradient anyway)
+        of = _of_graph(replica)
+
+        def keep(gradient: torch.Tensor) -> None:
+            with torch._C.DisableTorchFunctionSubclass():
+                of.grad = gradient.detach()
+
+        replica.register_hook(keep)
+
+
+def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What reads, sets or deletes ``.grad``: that of a parameter is not kept with its copy."""
+    replica, *rest = args
+    parameter = parameter_of(replica)
+    if parameter is not replica:
+        return func(parameter, *map_tensors(rest, plain_of))
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(_of_graph(replica), *map_tensors(rest, plain_of))
+
+
+def _of_graph(replica: Any) -> torch.Tensor:
+    """The tensor that what follows from a replica follows from: its plain one, or itself where it has become one."""
+    return plain_of(replica) if "_plain" in replica.__dict__ else replica
+
+
+_attribute: Any = torch.Tensor.grad  # (one that is computed, whose type says what it gives)
+REPLICATED.update(
+    {torch.Tensor.register_hook: register_hook, torch.Tensor.retain_grad: retain_grad}
+    | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), gradient)
+)

@@ -1,0 +1,229 @@
+"""Derivatives by weights inside of a model: each worker has a part of them, and the model's code sees the whole."""
+
+import numpy
+import pytest
+import torch
+from launched import on_workers, split
+from same import noise
+from torch.nn import functional as F
+
+import distdl
+from distdl import GlobalTensor
+
+x35 = noise(3, 5)
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.w, self.v = (torch.nn.Parameter(noise(5, seed=seed)) for seed in (1, 2))
+        self.inner = torch.nn.Linear(5, 5, dtype=torch.float64)
+        with torch.no_grad():
+            self.inner.weight.copy_(noise(5, 5))
+            self.inner.bias.copy_(noise(5))
+        self.own, self.seen = forward, []
+
+    def forward(self, x):
+        return self.own(self, x)
+
+
+class _Sine(torch.autograd.Function):
+    """Of values alone, as of a library that knows nothing of torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.from_numpy(numpy.sin(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * torch.cos(ctx.saved_tensors[0])
+
+
+class _Tied(torch.autograd.Function):
+    """What it returns has a graph of its own before it is tied to this node."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 7
+
+
+def _learned(m, x, create_graph=True):
+    """A step of gradient descent on the task of this input, as in meta-learning."""
+    (step,) = torch.autograd.grad(((x * m.w).sum(1) - 1).square().mean(), m.w, create_graph=create_graph)
+    return x * (m.w - 0.1 * step)
+
+
+def _learned_call(m, x):
+    weights = {"weight": m.inner.weight * 1, "bias": m.inner.bias * 1}
+    loss = torch.func.functional_call(m.inner, weights, (x,)).square().mean()
+    steps = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    moved = {name: one - 0.1 * step for (name, one), step in zip(weights.items(), steps, strict=True)}
+    return torch.func.functional_call(m.inner, moved, (x,))
+
+
+def _regularised(m, x):
+    """The parameter is read by a submodule, by itself, and as one of all."""
+    own = sum(one.square().sum() for one in m.inner.parameters())
+    loss = m.inner(x).square().mean() + m.inner.weight.square().sum() + own
+    (step,) = torch.autograd.grad(loss, m.inner.weight, create_graph=True)
+    return x @ (m.inner.weight - 0.1 * step)
+
+
+def _product(m, x):
+    products = torch.autograd.functional.hvp(lambda w: (w**3 * x).sum(), m.w, m.v, create_graph=True)
+    return x * products[1]
+
+
+def _jacobian(m, x):
+    return x @ torch.autograd.functional.jacobian(lambda w: w**2 * m.v, m.w, create_graph=True)
+
+
+def _of_a_leaf(m, x):
+    u = torch.ones(5, dtype=x.dtype, requires_grad=True)
+    (du,) = torch.autograd.grad((u * m.w * x).sum() + (u**2 * m.w).sum(), u, create_graph=True)
+    return x * du
+
+
+def _clamped(m, x):
+    w = m.w * 1
+    w.register_hook(lambda dw: dw.clamp(-0.5, 0.5))
+    return x * w
+
+
+def _clamped_parameter(m, x):
+    m.w.register_hook(lambda dw: dw.clamp(-0.5, 0.5))
+    return x * m.w
+
+
+def _seen(m, x):
+    w = m.w * 2
+    w.register_hook(lambda dw: m.seen.append(dw.clone()))
+    w.retain_grad()
+    m.kept = w
+    return x * w
+
+
+def _implicit(m, x):
+    """A fixed point, whose gradient is one, too: a backward inside of a hook."""
+    with torch.no_grad():
+        z = torch.zeros_like(m.w)
+        for _ in range(40):
+            z = torch.tanh(0.3 * z + m.w)
+    z = torch.tanh(0.3 * z + m.w)
+    z0 = z.clone().detach().requires_grad_()
+    again = torch.tanh(0.3 * z0 + m.w.detach())
+
+    def solve(dz):
+        y = dz
+        for _ in range(40):
+            y = torch.autograd.grad(again, z0, y, retain_graph=True)[0] + dz
+        return y
+
+    z.register_hook(solve)
+    return x * z
+
+
+def _trained(m, x):
+    """Its own backward before that of the loss: gradients of both add up."""
+    (x * m.w * m.v).sum().backward(inputs=[m.w], retain_graph=True)
+    assert m.w.grad is not None
+    (x * m.w).sum().backward()
+    return x * m.v
+
+
+def _table(m, x, hook=False):
+    """A plain table, of which views were taken before a parameter is written into it."""
+    table = torch.zeros(3, 5, dtype=x.dtype)
+    first, rest = table[0], table[1:]
+    table[0] = m.w
+    rest[0] = m.v
+    if hook:
+        table.register_hook(lambda one: m.seen.append(one.clone()))
+    return x * (first * 2) * table.sum(0) * F.relu(rest[0])
+
+
+def _list(m, x):
+    table = torch.zeros(5, dtype=x.dtype)
+    torch._foreach_add_([table], [m.w])
+    return x * table
+
+
+FORWARDS = {
+    "learned": _learned,
+    "first order": lambda m, x: _learned(m, x, False),
+    "functional": _learned_call,
+    "regularised": _regularised,
+    "product": _product,
+    "jacobian": _jacobian,
+    "of a leaf": _of_a_leaf,
+    "clamped": _clamped,
+    "clamped parameter": _clamped_parameter,
+    "seen": _seen,
+    "implicit": _implicit,
+    "trained": _trained,
+    "table": _table,
+    "hook of a table": lambda m, x: _table(m, x, hook=True),
+    "list": _list,
+    "values alone": lambda m, x: x * _Sine.apply(m.w),
+    "tied": lambda m, x: x * _Tied.apply(m.w),
+    "plain result": lambda m, x: {"a": [_view(m) * 2, x]},
+}
+
+
+def _view(m):
+    table = torch.zeros(2, 5, dtype=torch.float64)
+    row = table[1]
+    table[1] = m.w
+    return row
+
+
+def _trained_twice(model, x):
+    optimiser = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimiser.zero_grad()
+        y = model(x)
+        (y["a"][0].square().sum() if isinstance(y, dict) else y.square().sum()).backward()
+        optimiser.step()
+    kept = [model.kept.grad] if hasattr(model, "kept") else []
+    return [*model.state_dict().values(), *model.seen, *kept]
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("forward", FORWARDS)
+@on_workers
+def test_derivatives_by_weights_in_a_forward(forward, weights):
+    x = split(x35)
+    model = distdl.distribute(_Model(FORWARDS[forward]), x.layout.partition, weights, fallback="error")
+    kept = list(model.parameters())
+    found, expected = _trained_twice(model, x), _trained_twice(_Model(FORWARDS[forward]), x35)
+    assert all(one is other for one, other in zip(model.parameters(), kept, strict=True))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        ours = ours.full_tensor() if type(ours) is GlobalTensor else ours.as_subclass(torch.Tensor)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@on_workers
+def test_what_follows_from_a_parameter_and_from_what_has_not_entered():
+    outside = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    x = split(x35)
+    model = distdl.distribute(_Model(lambda m, x: x * (_view(m) * outside)), x.layout.partition)
+    with pytest.raises(RuntimeError, match="follows both from a parameter of the model and from a tensor that has not"):
+        model(x)
+
+
+@on_workers
+def test_gradients_by_weights_that_nobody_has_used_are_none():
+    def forward(m, x):
+        used, unused = torch.autograd.grad((m.w**2).sum(), [m.w, m.v], create_graph=True, allow_unused=True)
+        assert unused is None
+        return x * used
+
+    model = distdl.distribute(_Model(forward), split(x35).layout.partition)
+    torch.testing.assert_close(model(split(x35)).full_tensor(), x35 * 2 * model.w)
