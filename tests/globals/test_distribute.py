@@ -310,6 +310,25 @@ def test_workers_with_different_models():
     run(work)
 
 
+def test_models_may_share_what_has_no_state():
+    """As an activation that is the default argument of a constructor."""
+
+    def work():
+        shared, linear = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Dropout(0.0)), torch.nn.Linear(7, 7).double()
+        x, P = noise(4, 7), partition((2, 1))
+        for seed in (1, 2):
+            own = torch.nn.Linear(7, 7, bias=False).double()
+            with torch.no_grad():
+                own.weight.copy_(noise(7, 7, seed=seed))
+            model = distdl.distribute(torch.nn.Sequential(own, shared), P)
+            assert_close(model(distdl.distribute_tensor(x, P)).full_tensor(), torch.tanh(x @ noise(7, 7, seed=seed).T))
+        distdl.distribute(torch.nn.Sequential(linear), P)
+        with pytest.raises(ValueError, match="its module 1 is distributed already, over"):
+            distdl.distribute(torch.nn.Sequential(shared, linear), P)
+
+    run(work)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_what_cannot_be_distributed():
     def work():

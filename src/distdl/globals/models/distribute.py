@@ -66,17 +66,24 @@ def distribute(
             raise ValueError(
                 f"distribute needs modules in Python; {where} is compiled by torch.jit, so nothing sees inside"
             )
-        if isinstance(child._parameters, Parameters):
+        if isinstance(child._parameters, Parameters) and (child is module or not _is_shared(child)):
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     for path, child in module.named_modules():
+        if isinstance(child._parameters, Parameters):
+            continue
         child._parameters = Parameters(copies, child._parameters)
         child._buffers = Buffers(child._buffers)
         put(child, Place(path, fallback))  # (each says so: a checkpoint recomputes one of them alone)
     module.__dict__["forward"] = Forward(module, copies)
     Context.of(P.comm).models.add(module)
     return module
+
+
+def _is_shared(child: torch.nn.Module) -> bool:
+    """Whether a module that is distributed already may be part of another model, too: an activation has no state."""
+    return not (child._parameters or child._buffers or isinstance(child.__dict__.get("forward"), Forward))
 
 
 class Forward:
