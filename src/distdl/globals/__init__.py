@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import handlers
+from distdl.globals import handlers, own_functions
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.local_map import local_map
 from distdl.globals.models import (
@@ -12,6 +12,8 @@ from distdl.globals.models import (
 )
 from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
+
+own_functions.install()
 
 __all__ = [
     "GlobalTensor",

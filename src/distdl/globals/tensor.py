@@ -368,10 +368,11 @@ def check_usable(x: GlobalTensor) -> None:
     if node is None and wants and not x._block.requires_grad:  # one that autograd has saved, and handed out again
         x._block = x._block.detach().requires_grad_()
     if node is not None:
+        name = type(node).__name__.removesuffix("Backward")
         raise RuntimeError(
-            f"the autograd function {type(node).__name__.removesuffix('Backward')} was applied to a global "
-            f"tensor; it computes on the whole tensor, but its gradient would be lost. If it works element by "
-            f"element, call distdl.register({type(node).__name__.removesuffix('Backward')}, 'elementwise')"
+            f"the autograd function {name} was applied to a global tensor by a reference to {name}.apply that is older "
+            "than the import of distdl; it computes on the whole tensor, but its gradient would be lost. Import distdl "
+            "before the module that takes this reference"
         )
     for tie in x.__dict__.get("_ties", ()):
         tie.check(x)

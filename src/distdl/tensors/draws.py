@@ -8,7 +8,8 @@ for saved tensors are those of the checkpoint.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,10 +35,12 @@ class Draws:
 
     Attributes:
         seed: that of the next call, as agreed; None if nothing was agreed on.
+        repeats: whether what is drawn now was drawn before.
     """
 
     def __init__(self) -> None:
         self.seed: int | None = None
+        self.repeats = False
         self._counts: Counter[int] = Counter()
         self._noted: WeakKeyDictionary[Any, list[Draw]] = WeakKeyDictionary()  # by checkpoint
         self._repeated: WeakKeyDictionary[Any, defaultdict[Any, int]] = WeakKeyDictionary()  # how many, by backward
@@ -50,6 +53,18 @@ class Draws:
         """Go on as other draws did, whose seed and latest draws are given."""
         self.seed = seed
         self._counts = Counter(dict(counted))
+
+    @contextmanager
+    def again(self, seed: int | None, counted: Iterable[Draw]) -> Iterator[None]:
+        """Inside, draws go on from there once more; behind it, as if there had been none inside."""
+        now, repeats = (self.seed, self.counted()), self.repeats
+        self.resume(seed, counted)
+        self.repeats = True
+        try:
+            yield
+        finally:
+            self.repeats = repeats
+            self.resume(*now)
 
     def next(self) -> Draw:
         """The draw of this call; inside a checkpoint that recomputes, the one that the forward had at this place.

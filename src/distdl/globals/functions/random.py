@@ -164,7 +164,8 @@ def dropped(
             block.add_(shift)
         note_written(x, name)
         return x
-    y = masked(checked(block, draw.number), mask, scale)
+    # (what a backward computes once more draws what it drew)
+    y = masked(block if x._context.draws.repeats else checked(block, draw.number), mask, scale)
     return GlobalTensor._of(y if shift is None else y + shift, layout)
 
 
