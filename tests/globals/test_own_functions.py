@@ -284,3 +284,59 @@ def test_outside_of_a_model(grid):
         Scaled.apply(Swish.apply(one), weight, w_alone.detach(), power=2).square().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), alone.grad)
     torch.testing.assert_close(w.grad, w_alone.grad)
+
+
+class _Embedded(torch.nn.Module):
+    """Beside the input, a table of positions: the result of its lookup is plain."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.linear = torch.nn.Embedding(3, 5).double(), torch.nn.Linear(5, 5).double()
+        with torch.no_grad():
+            for seed, one in enumerate(self.parameters()):
+                one.copy_(noise(*one.shape, seed=seed))
+
+    def forward(self, x):
+        return torch.relu(self.linear(x + self.places(torch.arange(3))))
+
+
+def _note(seen):
+    return lambda module, *gradients: seen.extend(
+        one.clone() for given in gradients for one in given if one is not None
+    )
+
+
+def _full(model, seen):
+    for one in model.children():
+        one.register_full_backward_hook(_note(seen))
+
+
+def _pre(model, seen):
+    for one in model.children():
+        one.register_full_backward_pre_hook(_note(seen))
+
+
+def _changing(model, seen):
+    model.linear.register_full_backward_hook(lambda module, dx, dy: (dx[0].clamp(-0.1, 0.1),))
+    model.places.register_full_backward_pre_hook(lambda module, dy: (dy[0].clamp(-0.2, 0.05),))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("hooks", [_full, _pre, _changing])
+@on_workers
+def test_backward_hooks_of_modules(hooks, weights):
+    """They get whole gradients, which an autograd function of torch's hands to them."""
+
+    def run(model, x):
+        seen = []
+        hooks(model, seen)
+        model(x).square().sum().backward()
+        return [*seen, *(one.grad for one in model.parameters())]
+
+    x = split(x35)
+    found, expected = run(distdl.distribute(_Embedded(), x.layout.partition, weights), x), run(_Embedded(), x35)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        whole = ours.full_tensor() if type(ours) is GlobalTensor else ours
+        torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)

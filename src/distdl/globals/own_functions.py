@@ -12,19 +12,22 @@ numbers in it are those that the forward drew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.nn.modules._functions import BackwardHookFunction
 
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.autograd import part_of
 from distdl.globals.operands import block_of
 from distdl.globals.parts import variable_of
+from distdl.globals.replicas import Replica, entered, plain_of
+from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.function import Function
 
@@ -67,10 +70,11 @@ class _Call:
         self.shapes = [one.shape for one in tensors]
         graph = torch.is_grad_enabled()
         self.own = _Own(tuple(isinstance(one, torch.Tensor) and graph and one.requires_grad for one in args))
-        self.draws = next(one.context.draws for one in self.layouts if one is not None)
+        self.context = next(one._context for one in tensors if type(one) in (GlobalTensor, Replica))
+        self.draws = self.context.draws
         self.drawn = self.draws.seed, self.draws.counted()
         self.single = True  # whether it gives one tensor, and no tuple
-        self.results: list[Any] = []  # its results; for a tensor, its layout
+        self.results: list[Any] = []  # its results; for a tensor, its layout, or Replica for a plain one
 
     def inputs(self) -> list[torch.Tensor]:
         tensors = [self.args[place] for place in self.places]
@@ -111,11 +115,28 @@ class _Call:
                 f"{self.count}, got {len(found)})"
             )
         return [
-            self._gradient(found[place], layout, shape)
+            self.gradient(found[place], layout, shape)
             for place, layout, shape in zip(self.places, self.layouts, self.shapes, strict=True)
         ]
 
-    def _gradient(self, value: Any, layout: KnownLayout | None, shape: torch.Size) -> torch.Tensor | None:
+    def gradients(self, given: Sequence[Any]) -> list[Any]:
+        """For each result, its whole gradient; given are blocks of those of tensors."""
+        rest = iter(given)
+        found = [next(rest) if kind is Replica or isinstance(kind, KnownLayout) else None for kind in self.results]
+        return [
+            one if one is None or kind is Replica else GlobalTensor._of(one, kind)
+            for one, kind in zip(found, self.results, strict=True)
+        ]
+
+    def blocks(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """The adjoint: for each result that is a tensor, its block of a gradient."""
+        kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
+        return tuple(
+            None if one is None else _whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
+            for one, kind in zip(gradients, kinds, strict=True)
+        )
+
+    def gradient(self, value: Any, layout: KnownLayout | None, shape: torch.Size) -> torch.Tensor | None:
         """Of an input: its block, or the whole of a plain one."""
         if value is None:
             return None
@@ -123,7 +144,11 @@ class _Call:
             value = value.sum_to_size(shape)
         if layout is not None:
             return part_of(value, layout, self.function.__name__)
-        return value.full_tensor() if type(value) is GlobalTensor else value
+        return _whole(value)
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if type(value) is GlobalTensor else plain_of(value)
 
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
@@ -139,6 +164,10 @@ class _Applied(Function):
         beside = [one for one in given if type(one) is GlobalTensor]
         for place, one in enumerate(results):
             if not isinstance(one, torch.Tensor):
+                continue
+            if id(one) in blocks and type(one) is not GlobalTensor:
+                results[place] = Replica
+                outputs.append(one)
                 continue
             if type(one) is not GlobalTensor:  # (of values alone: the same on every worker)
                 one = split_beside(one, beside)
@@ -163,16 +192,58 @@ class _Applied(Function):
             None if one is None else _global(one, layout)
             for one, layout in zip(ctx.saved_tensors, ctx.kinds, strict=True)
         )
-        given = iter(gradients)
-        dy = [next(given) if isinstance(layout, KnownLayout) else None for layout in call.results]
-        dy = [
-            one if one is None else GlobalTensor._of(one, layout) for one, layout in zip(dy, call.results, strict=True)
-        ]
-        return None, *call.backward(saved, dy)
+        return None, *call.backward(saved, call.gradients(gradients))
 
 
 def _block(one: torch.Tensor) -> torch.Tensor:
     return one._block if type(one) is GlobalTensor else one
+
+
+class _Node:
+    """The node of a result, as code of a user's sees it: its hooks get whole gradients, too."""
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._call = node, node.call
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def name(self) -> str:
+        return f"{self._call.function.__name__}Backward"
+
+    def register_prehook(self, hook: Callable[..., Any]) -> Any:
+        call = self._call
+
+        def on_blocks(gradients: tuple[Any, ...]) -> Any:
+            changed = hook(tuple(call.gradients(gradients)))
+            return None if changed is None else call.blocks(changed)
+
+        return self._node.register_prehook(on_blocks)
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        call = self._call
+
+        def on_blocks(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> Any:
+            found = zip(inputs, call.layouts, strict=True)  # (torch leaves out what is no tensor)
+            given = tuple(None if one is None else _global(one, layout) for one, layout in found)
+            changed = hook(given, tuple(call.gradients(outputs)))
+            if changed is None:
+                return None
+            kinds = zip(changed, call.layouts, call.shapes, strict=True)
+            return tuple(call.gradient(one, layout, shape) for one, layout, shape in kinds)
+
+        return self._node.register_hook(on_blocks)
+
+
+def _node(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The node of which a tensor is a result, ``grad_fn``."""
+    x = args[0]
+    node = block_of(x).grad_fn if type(x) is GlobalTensor else x.__dict__.get("_node", plain_of(x).grad_fn)
+    return _Node(node) if getattr(type(node), "_forward_cls", None) is _Applied else node
+
+
+_attribute: Any = torch.Tensor.grad_fn
+TABLE[_attribute.__get__] = REPLICATED[_attribute.__get__] = _node
 
 
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +256,16 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise TypeError("apply() takes no keyword arguments")
     call = _Call(function, args)
     outputs = iter(_Applied.apply(call, *call.inputs()))
-    results = [GlobalTensor._of(next(outputs), one) if isinstance(one, KnownLayout) else one for one in call.results]
+    results: list[Any] = []
+    for kind in call.results:
+        if isinstance(kind, KnownLayout):
+            results.append(GlobalTensor._of(next(outputs), kind))
+        elif kind is Replica:
+            y = next(outputs)
+            results.append(Replica._of(entered(y, call.context), call.context))
+            results[-1].__dict__["_node"] = y.grad_fn
+        else:
+            results.append(kind)
     return results[0] if call.single else tuple(results)
 
 
@@ -196,7 +276,9 @@ def install() -> None:
 
     @wraps(torch_apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(type(one) is GlobalTensor for one in (*args, *kwargs.values())):
+        kinds = {type(one) for one in (*args, *kwargs.values())}
+        # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
+        if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
         return torch_apply(cls, *args, **kwargs)
 
