@@ -171,7 +171,7 @@ class _Applied(Function):
                 continue
             if type(one) is not GlobalTensor:  # (of values alone: the same on every worker)
                 one = split_beside(one, beside)
-            block = blocks.get(id(one), one._block)
+            block = blocks[id(one)] if id(one) in blocks else block_of(one)
             block = block.clone() if block._is_view() else block
             blocks[id(results[place])] = block
             results[place] = one._layout
@@ -179,8 +179,8 @@ class _Applied(Function):
         call.results = results
         own = call.own
         ctx.call, ctx.kinds = call, [one._layout if type(one) is GlobalTensor else None for one in own.to_save]
-        ctx.save_for_backward(*(None if one is None else blocks.get(id(one), _block(one)) for one in own.to_save))
-        ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable))
+        ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
+        ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
         own.to_save = own.non_differentiable = ()
         return tuple(outputs)
@@ -195,8 +195,11 @@ class _Applied(Function):
         return None, *call.backward(saved, call.gradients(gradients))
 
 
-def _block(one: torch.Tensor) -> torch.Tensor:
-    return one._block if type(one) is GlobalTensor else one
+def _block(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """What is saved of a tensor: of arguments and results, what is known of them."""
+    if id(one) in known:
+        return known[id(one)]
+    return block_of(one) if type(one) is GlobalTensor else one
 
 
 class _Node:
