@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 
 x4 = noise(2, 3, 6, 5)
 z4 = torch.complex(x4, noise(2, 3, 6, 5, seed=1))
@@ -83,3 +83,56 @@ def test_spectrogram_of_complex_signals():
     signals = torch.complex(noise(2, 35), noise(2, 35, seed=1))
     window = torch.hann_window(8, dtype=torch.float64)
     assert_same(lambda x: torch.stft(x, 8, 4, window=window, return_complex=True), Global(signals), grids=[(2, 2)])
+
+
+ISTFT = {
+    "usual": {"window": torch.hann_window(8, dtype=torch.float64)},
+    "no window": {"hop_length": 3},
+    "short window": {"window": WINDOW + 0.1, "win_length": 6, "hop_length": 2, "normalized": True},
+    "steps that do not divide": {"window": torch.hamming_window(8, dtype=torch.float64), "hop_length": 3},
+    "from the start": {"window": torch.hamming_window(8, dtype=torch.float64), "center": False},
+    "a part": {"window": torch.hann_window(8, dtype=torch.float64), "length": 13},
+    "more than there is": {"window": torch.hamming_window(8, dtype=torch.float64), "length": 60, "center": False},
+    "both sides": {"onesided": False},
+    "complex": {"window": torch.hann_window(8, dtype=torch.float64), "return_complex": True, "onesided": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided", "ignore:The length of signal is shorter")
+@pytest.mark.parametrize("options", ISTFT)
+def test_signals_of_spectrograms(options):
+    def function(x, window):
+        return torch.istft(x, 8, **{**ISTFT[options], "window": window})
+
+    window = ISTFT[options].get("window", torch.ones(8, dtype=torch.float64))
+    modes = 5 if ISTFT[options].get("onesided", True) else 8
+    # (of the constant, and of the highest, the imaginary part counts for nothing)
+    x = torch.complex(noise(3, modes, 11), noise(3, modes, 11, seed=1))
+    assert_same(function, Global(x), window, grids=[(3, 1, 1), (1, 2, 2), (1, 1, 4)], twice=options == "usual")
+    assert_same(function, Global(x[0]), window, grids=[(2, 2), (1, 4)])
+
+
+def test_spectrograms_and_back():
+    window = torch.hann_window(8, dtype=torch.float64)
+
+    def function(x):
+        modes = torch.stft(x, 8, 2, window=window, return_complex=True)
+        return (modes * 2).istft(n_fft=8, hop_length=2, window=window, length=x.shape[-1])
+
+    assert_same(function, Global(noise(2, 35)), grids=[(2, 2), (1, 3)])
+    assert_same(function, Global(noise(2, 35).float()), grids=[(2, 2)], tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"center": False, "window": torch.hann_window(8, dtype=torch.float64)},
+        {"hop_length": 9, "window": torch.ones(8)},
+        {"onesided": False, "window": torch.ones(8)},
+        {"window": torch.ones(7)},
+        {"hop_length": 0, "window": torch.ones(8)},
+    ],
+)
+def test_signals_that_torch_refuses(options):
+    x = torch.complex(noise(3, 5, 11), noise(3, 5, 11, seed=1))
+    assert_raises_the_same(lambda x: torch.istft(x, 8, **options), x)

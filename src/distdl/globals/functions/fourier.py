@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from distdl.globals.functions.judging import judged
 from distdl.globals.functions.spreading import checked, pencils
 from distdl.globals.operands import moved
 from distdl.globals.table import SPACES, TABLE, handles
@@ -151,3 +153,65 @@ def stft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return y if input.dim() > 1 else y.squeeze(0)
 
     return run(*args, **kwargs)
+
+
+@handles("istft", "torch Tensor")
+def istft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Signals of which pieces were transformed: the pieces add up where they overlap, over the sum of squared windows.
+
+    The pieces are split, and each is whole.
+    """
+
+    def run(
+        input: Any,
+        n_fft: int,
+        hop_length: int | None = None,
+        win_length: int | None = None,
+        window: Any = None,
+        center: bool = True,
+        normalized: bool = False,
+        onesided: bool | None = None,
+        length: int | None = None,
+        return_complex: bool = False,
+    ) -> Any:
+        if type(input) is not GlobalTensor or type(window) is GlobalTensor:
+            return TABLE[None](func, args, kwargs)
+        options = (center, normalized, onesided, length, return_complex)
+        _check_inverse(input, n_fft, hop_length, win_length, window, *options)
+        width, step = win_length or n_fft, hop_length or n_fft // 4
+        weights = torch.ones(width, dtype=input.dtype.to_real(), device=input.device) if window is None else window
+        weights = functional.pad(weights, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+        modes: Any = (input if input.dim() > 2 else input.unsqueeze(0)).mT
+        if return_complex:
+            pieces = torch.fft.ifft(modes, dim=-1, norm="ortho" if normalized else None)
+        else:
+            kept = modes.narrow(-1, 0, n_fft // 2 + 1)
+            pieces = torch.fft.irfft(kept, n_fft, dim=-1, norm="ortho" if normalized else None)
+        count = pieces.shape[-2]
+        known = n_fft + step * (count - 1)
+        start = n_fft // 2 if center else 0
+        stop = start + length if length is not None else known - start
+        cells = slice(start, min(stop, known))
+        scale = _overlapped(weights.square().expand(count, n_fft), step)[cells]
+        if (scale.detach().abs() < 1e-11).any():
+            blank = torch.zeros(input.shape, dtype=input.dtype)
+            func(blank, n_fft, hop_length, win_length, window, *options)  # (for torch's error)
+        y = _overlapped(pieces * weights, step)[:, cells] / scale
+        y = y if input.dim() > 2 else y.squeeze(0)
+        return functional.pad(y, (0, stop - known)) if stop > known else y
+
+    return run(*args, **kwargs)
+
+
+def _check_inverse(input: Any, n_fft: int, hop_length: Any, win_length: Any, window: Any, *options: Any) -> None:
+    """Let torch check the arguments of istft. (Of tensors without memory it computes nothing, for it reads windows.)"""
+    with suppress(NotImplementedError):
+        judged(torch.istft, (input, n_fft, hop_length, win_length, window, *options), {})
+
+
+def _overlapped(pieces: Any, step: int) -> Any:
+    """Pieces (..., pieces, cells), each a step behind the one before it, added up."""
+    count = -(-pieces.shape[-1] // step)
+    parts = functional.pad(pieces, (0, count * step - pieces.shape[-1])).unflatten(-1, (count, step))
+    rows: Any = sum(functional.pad(parts.select(-2, at), (0, 0, at, count - 1 - at)) for at in range(count))
+    return rows.flatten(-2)
