@@ -88,6 +88,62 @@ def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int) -> 
     return distdl.summary(model, P, SHAPE, worker=worker)
 
 
+class Tables(nn.Module):
+    """A model with a function that torch does not know of tensors without memory."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.register_buffer("table", torch.eye(5).to_sparse())
+        self.other = torch.eye(5).to_sparse_csr()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.function(self, x * self.weight)
+        return y
+
+
+def there_and_back(x: torch.Tensor) -> torch.Tensor:
+    window = torch.hann_window(4)
+    return torch.istft(torch.stft(x, 4, 1, window=window, return_complex=True), 4, 1, window=window)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: torch.sparse.mm(model.table, x.mT), lambda model, x: model.other @ x.mT,
+        lambda model, x: torch.mm(x, torch.eye(5).to_sparse_csc()), lambda model, x: torch.cov(x),
+        lambda model, x: there_and_back(x),
+    ],
+)  # fmt: skip
+def test_models_that_torch_does_not_run_without_memory(function):
+    for grid in ((2, 1), (1, 3)):
+        real = _sent(function, grid)
+        for worker, sent in enumerate(real):
+            told = distdl.summary(Tables(function), grid, (7, 5), worker=worker)
+            assert (told.totals.forward, told.totals.backward) == sent
+            # (a weight, and of the buffer the places and values of five cells)
+            assert told.totals.weights == told.sequential.weights == 20 + 5 * (2 * 8 + 4)
+            assert told.sequential.peak > 7 * 5 * 4
+
+
+def _sent(function, grid: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """What each worker of a real run has sent, forward and backward."""
+
+    def work() -> tuple[tuple[int, int], tuple[int, int]]:
+        P = distdl.world().reshape(grid)
+        own = distdl.distribute(Tables(function), P, fallback="error")
+        x = distdl.distribute_tensor(torch.ones(7, 5), P)
+        with distdl.ledger(comm=P.comm) as forward:
+            y = own(x).to_local()
+        with distdl.ledger(comm=P.comm) as backward:
+            y.backward(torch.ones_like(y))
+        return _sum(forward), _sum(backward)
+
+    return distdl.run_workers(work, grid[0] * grid[1])
+
+
 def test_rows_are_modules():
     told = distdl.summary(UNet(odd=True), (1, 1, 2, 2), SHAPE)
     rows = {row.path: row for row in told.rows}

@@ -24,6 +24,7 @@ from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES, dtype_code
+from distdl.tensors.memory import without_memory
 
 
 class Fallback(NamedTuple):
@@ -105,7 +106,8 @@ def _imagine(
 
     def whole(one: torch.Tensor) -> torch.Tensor:
         if type(one) is not GlobalTensor:
-            return one._plain if type(one) is Replica else one
+            one = one._plain if type(one) is Replica else one
+            return one if one.layout is torch.strided else without_memory(one)
         return inputs[id(one)]
 
     with _disable_current_modes():

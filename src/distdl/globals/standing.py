@@ -13,6 +13,7 @@ from distdl.globals.context import Context
 from distdl.globals.operands import taken
 from distdl.globals.replicas import map_tensors, plain_of
 from distdl.globals.tensor import GlobalTensor, writes_of
+from distdl.tensors.memory import parts_of
 
 
 def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
@@ -31,7 +32,9 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
                     return True
             if not alone:
                 for one in (*child._buffers.values(), *child._parameters.values()):
-                    if one is not None and type(one) is not GlobalTensor and one.untyped_storage()._cdata == storage:
+                    if one is None or type(one) is GlobalTensor:
+                        continue
+                    if any(part.untyped_storage()._cdata == storage for part in parts_of(one)):
                         return True
     return False
 

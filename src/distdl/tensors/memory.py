@@ -176,6 +176,24 @@ def kind_without_memory(tensor: torch.Tensor) -> str:
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor of the same shape and dtype on the device "meta": there, torch knows few functions of sparse ones."""
+    if tensor.layout is torch.strided:
+        return tensor.to("meta")
+    return torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a tensor is made of: of a sparse one, its indices and its values."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether dim 1 is the last one in memory, and the tensor not also contiguous."""
     layout = _CHANNELS_LAST.get(tensor.dim())

@@ -11,6 +11,7 @@ from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 from distdl.tensors.dtypes import dtype_code
+from distdl.tensors.memory import parts_of
 
 
 def make_equal(module: torch.nn.Module, context: Context) -> None:
@@ -24,13 +25,14 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
         return  # nobody is there
     others = [child for child in module.modules() if isinstance(child, Module)]  # which live on some workers
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
-    listed = [*module.named_parameters(), *module.named_buffers()]
-    found = [(name, one) for name, one in listed if id(one) not in apart]
-    for name, one in found:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    listed = [(name, one) for name, one in named if id(one) not in apart]
+    for name, one in listed:
         if torch.nn.parameter.is_lazy(one):
             raise ValueError(
                 f"distribute needs a model whose parameters have their shapes; {name} gets it in a forward"
             )
+    found = [(name, part) for name, one in listed for part in parts_of(one)]
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
     cells = [_bytes(one) for _, one in found]
     checksum = 0

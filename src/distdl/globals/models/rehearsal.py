@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,6 +26,7 @@ from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import next_node
+from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
 from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
@@ -101,11 +103,17 @@ Inputs = Sequence[torch.Tensor]
 
 
 def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
-    """Run a model on meta tensors, as torch would on one worker."""
+    """Run a model on meta tensors, as torch would on one worker.
+
+    Where torch cannot (of ``torch.cov``, say), it runs as that of one worker of ours.
+    """
     own = on_meta(model)
     for path, module in own.named_modules():
         put(module, Place(path))
-    return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
+    try:
+        return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
+    except RuntimeError:
+        return rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward)
 
 
 def rehearse(
@@ -132,7 +140,10 @@ def rehearse(
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model whose tensors have no memory. (Nor are its weights copied on the way.)"""
+    """A copy of a model whose tensors have no memory. (Nor are its weights copied on the way.)
+
+    Sparse tensors stay as they are: without memory they would not have as many values.
+    """
     memo: dict[int, Any] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers, module.__dict__):
@@ -140,7 +151,7 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
                 if isinstance(tensor, torch.nn.Parameter):
                     memo[id(tensor)] = torch.nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
                 elif isinstance(tensor, torch.Tensor):
-                    memo[id(tensor)] = tensor.detach().to("meta")
+                    memo[id(tensor)] = tensor.detach().to("meta") if tensor.layout is torch.strided else tensor
     return copy.deepcopy(model, memo)
 
 
@@ -153,7 +164,8 @@ class _Watch(TorchFunctionMode):
         self._parts: dict[str, Part] = {}
         self._functions: list[str] = []
         self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
-        self._weights = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+        own = (part for one in (*model.parameters(), *model.buffers()) for part in parts_of(one))
+        self._weights = {one.untyped_storage()._cdata for one in own}
         self._saved: dict[int, StorageWeakRef] = {}
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
 
@@ -222,7 +234,7 @@ class _Watch(TorchFunctionMode):
         map_tensors((args, kwargs), found.append)
         first = next((one for one in found if type(one) is GlobalTensor), None)
         if any(one.is_meta for one in found):  # a table that the model made on the way
-            args, kwargs = map_tensors((args, kwargs), lambda one: one if one.is_meta else one.to("meta"))
+            args, kwargs = map_tensors((args, kwargs), _on_meta if first is None else _on_meta_if_dense)
         if first is not None and current_path() != self._marks[-1][1]:
             self._marks.append((next_node(), current_path()))
         self._functions.append(name)
@@ -277,7 +289,7 @@ class _Watch(TorchFunctionMode):
             for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(own) not in seen:
                     seen.add(id(own))
-                    self._part(path).weights += own.nbytes
+                    self._part(path).weights += sum(one.nbytes for one in parts_of(own))
 
 
 class _Saving:
@@ -292,6 +304,14 @@ class _Saving:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.counts(tensor)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else without_memory(tensor)
+
+
+def _on_meta_if_dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout is not torch.strided and type(tensor) is not GlobalTensor else _on_meta(tensor)
 
 
 def _grid(layout: KnownLayout) -> tuple[int, ...]:
