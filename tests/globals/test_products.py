@@ -1,8 +1,11 @@
 """Products of tensors that lie anywhere."""
 
+import warnings
+
 import pytest
 import torch
 from same import GRIDS, Global, assert_same, noise
+from torch import nn
 from torch.nn import functional as F
 
 import distdl
@@ -169,3 +172,46 @@ def test_a_sparse_constant_is_refused_on_every_worker_also_without_cells():
         return str(caught.value)
 
     assert len(set(distdl.run_workers(work, 3, "threads"))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.inner(x, _sparse(4, 6).to_sparse()), lambda x: x * _sparse(5, 6).to_sparse(),
+        lambda x: torch.einsum("ij,kj->ik", x, _sparse(4, 6).to_sparse()),
+        lambda x: torch.cdist(x, _sparse(4, 6).to_sparse()),
+    ],
+)  # fmt: skip
+def test_what_takes_no_sparse_constant_is_one_error_on_every_worker(function):
+    def work():
+        x = distdl.distribute_tensor(noise(5, 6), distdl.world()[:2].reshape(2, 1))
+        with pytest.raises(RuntimeError) as caught:
+            function(x)
+        return str(caught.value)
+
+    assert len(set(distdl.run_workers(work, 3, "threads"))) == 1
+
+
+def test_linear_with_sparse_weights():
+    assert_same(lambda x: F.linear(x, _sparse(4, 6).to_sparse()), Global(noise(5, 6)), falls_back=True)
+
+
+def test_a_model_with_a_sparse_buffer_begins_alike_on_every_worker():
+    class Graph(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.register_buffer("edges", (_sparse(5, 5) * scale).to_sparse())
+            self.register_buffer("rows", (_sparse(5, 5) * scale).to_sparse_csr())
+
+        def forward(self, x):
+            return self.edges @ x + self.rows @ x
+
+    def work():
+        P = distdl.world().reshape(1, 2)
+        y = distdl.distribute(Graph(P.rank + 1), P, fallback="error")(distdl.distribute_tensor(noise(5, 6), P))
+        torch.testing.assert_close(y.full_tensor(), 2 * _sparse(5, 5) @ noise(5, 6))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # (those of CSR)
+        distdl.run_workers(work, 2, "threads")

@@ -58,8 +58,11 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     """What a worker reads of a tensor that is the same everywhere, beside its block of a larger one.
 
     Dims count from the last, as in broadcasting; along those of extent 1 it is read whole.
+
+    Raises: RuntimeError, on every worker, for a sparse tensor.
     """
     plain = entered(plain, target.context)
+    check_dense(plain)
     dims, extents = plain.dim(), target.extents
     if not dims:
         return plain if target.rulers or target.active else plain.reshape(1)[:0]
@@ -71,6 +74,17 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
         for dim in range(dims)
     )
     return plain[index]
+
+
+def check_dense(plain: torch.Tensor) -> None:
+    """Check that parts can be taken of a plain tensor.
+
+    Raises: RuntimeError for a sparse one. (Operators of Python would take a TypeError for their own.)
+    """
+    if plain.layout is not torch.strided:
+        raise RuntimeError(
+            "a sparse tensor cannot stand beside a global one here, for no part of it can be taken; pass its to_dense()"
+        )
 
 
 def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: str) -> tuple[KnownLayout, list[Any]]:

@@ -16,6 +16,7 @@ from distdl.globals.replicas import Replica, entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local, zeros_on
+from distdl.tensors.memory import without_memory
 
 
 def contract(
@@ -25,7 +26,18 @@ def contract(
     out: Sequence[Hashable],
     name: str,
 ) -> GlobalTensor:
-    """Apply a function that is linear in each operand, and sums over the labels that the result has not."""
+    """Apply a function that is linear in each operand, and sums over the labels that the result has not.
+
+    Of sparse operands no parts can be taken, so it falls back.
+    """
+    if any(_is_sparse(one) for one in operands):
+
+        def product(*factors: Any) -> Any:
+            return func(*factors)
+
+        product.__name__ = name
+        y: GlobalTensor = TABLE[None](product, tuple(operands), {})
+        return y
     return work_on(operands, labels, out)(func, operands, name)
 
 
@@ -34,7 +46,9 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The features that a worker reads are whole: where they are split, another dim is split instead."""
 
     def run(input: Any, weight: Any, bias: Any = None) -> Any:
-        if type(input) is GlobalTensor and type(weight) is not GlobalTensor and type(bias) is not GlobalTensor:
+        if type(input) is GlobalTensor and not (
+            type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
+        ):
             layout, context = input._layout, input._context
             if input.dim() and layout.partition.workers.shape[-1] == 1 and weight.dim() == 2:
                 checked(func, [input, weight] if bias is None else [input, weight, bias])
@@ -136,6 +150,7 @@ def _times_sparse(
     work = work_on(factors, labels, out, adds=False, whole=whole)
     parts = [entered(factors[at], work.context)] * 2
     parts[1 - at] = block = work.needs[1 - at](dense, work.context, name)
+    parts[at] = without_memory(parts[at]) if block.is_meta else parts[at]
     idle = not block.numel() or 0 in work.partial
     if idle:  # (the operator runs all the same: it raises, casts and saves as on the other workers)
         least = [n if label in labels[at] else 1 for label, n in zip(labels[1 - at], dense.shape, strict=True)]

@@ -18,7 +18,7 @@ import torch
 from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.applying import autocast_dtype
-from distdl.globals.operands import block_of, moved_block
+from distdl.globals.operands import block_of, check_dense, moved_block
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
@@ -153,6 +153,7 @@ class Need:
     def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
         if type(operand) is not GlobalTensor:
             plain = entered(operand, context)
+            check_dense(plain)
             return plain if self.whole else plain[self.index]
         block = block_of(operand)
         if self.moves is None:
