@@ -87,3 +87,7 @@ def test_empty_blocks():
 
 def test_second_derivatives():
     assert_same(lambda a, b: (a * b).sigmoid(), Global(noise(3, 5)), noise(5), twice=True)
+
+
+def test_dtypes_of_other_tensors_by_name():
+    assert_same(lambda x, w: x * w.float().type_as(other=x) + w.float().to(other=x), Global(noise(3, 4)), noise(4))

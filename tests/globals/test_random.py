@@ -161,3 +161,23 @@ def test_dropout_of_parameters_is_the_same_on_all_workers():
         distdl.run_workers(lambda grid=grid: work(grid), torch.Size(grid).numel())
     for y, gradient in found[1:]:
         assert torch.equal(y, found[0][0]) and torch.allclose(gradient, found[0][1])
+
+
+@on_workers
+def test_odds_have_the_derivative_zero():
+    class Mask(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.odds = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+
+        def forward(self, x):
+            return x * torch.bernoulli(self.odds)[0] + torch.bernoulli(x.sigmoid())
+
+    P = distdl.world()[:2].reshape(2, 1)
+    model = distdl.distribute(Mask(), P)
+    x = distdl.distribute_tensor(torch.ones(4, 3), P).requires_grad_()
+    model(x).sum().backward()
+    assert torch.equal(model.odds.grad, torch.zeros(2))
+    y = distdl.distribute_tensor(torch.ones(4, 3), P).requires_grad_()
+    torch.bernoulli(y.sigmoid()).sum().backward()
+    assert torch.equal(y.grad.full_tensor(), torch.zeros(4, 3))

@@ -147,11 +147,10 @@ _enter_names()
 def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype or device; those of another tensor, of which only these are read."""
     x, *rest = args
+    rest, kwargs = [_own(one) for one in rest], {name: _own(one) for name, one in kwargs.items()}
     if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one
-        other = rest[0]
-        return func(x, other._block, *rest[1:], **kwargs)
-    rest = [_own(one) for one in rest]
-    y = func(block_of(x), *rest, **{name: _own(one) for name, one in kwargs.items()})
+        return func(x, *rest, **kwargs)
+    y = func(block_of(x), *rest, **kwargs)
     if y is x._block:
         return x
     made = GlobalTensor._of(y, x._layout)

@@ -278,11 +278,13 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     draw = next_draw(x._context)
     if isinstance(odds, torch.Tensor):
         u = drawn(layout, draw, None, torch.float64, x.device)
-        ones = u < odds.detach()
+        ones = (u < odds.detach()).to(x.dtype)
+        if odds.requires_grad:  # (the derivative is zero, and not none)
+            ones = ones + odds.masked_fill(torch.ones((), dtype=torch.bool, device=odds.device), 0).to(x.dtype)
     else:
-        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device)
+        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
     if not writes:
-        return GlobalTensor._of(ones.to(x.dtype), layout)
+        return GlobalTensor._of(ones, layout)
     block_of(x).copy_(ones)
     note_written(x, func.__name__)
     return x
