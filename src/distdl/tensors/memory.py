@@ -177,7 +177,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor of the same shape and dtype on the device "meta": there, torch knows few functions of sparse ones."""
+    """A dense tensor of the same shape and dtype on the device "meta", where torch knows little of sparse ones."""
     if tensor.layout is torch.strided:
         return tensor.to("meta")
     return torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)

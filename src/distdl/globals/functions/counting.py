@@ -1,4 +1,4 @@
-"""How often values occur in a global tensor: each worker counts in its block, and the counts add up."""
+"""Which values occur in a global tensor, and how often: each worker counts in its block, and the counts add up."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.operands import block_of
+from distdl.globals.fallback import fall_back, split_like
+from distdl.globals.functions.shapes import reshaped
+from distdl.globals.operands import aligned, block_of, own_box
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.partition.sharing import gather_values
+from distdl.tensors.connection import refuses
+
+_FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @handles("bincount")
@@ -19,13 +24,18 @@ def bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """How often each whole number occurs."""
 
     def run(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-        block = input._block if type(input) is GlobalTensor else None
-        if block is None or weights is not None or input.dim() != 1 or not input.numel() or minlength < 0:
+        if input.dim() != 1 or not input.numel() or minlength < 0 or input.dtype.to_real() in _FRACTIONS:
             return fall_back(func, args, kwargs)
-        if block.is_floating_point() or block.is_complex() or int(input.min()) < 0:
+        if int(input.min()) < 0 or (weights is not None and weights.shape != input.shape):
             return fall_back(func, args, kwargs)  # (for torch's error)
         count = max(int(input.max()) + 1, minlength)
-        return _added(input, torch.bincount(block_of(input).reshape(-1), minlength=count))
+        context = next(one for one in (input, weights) if type(one) is GlobalTensor)._context
+        layout, (cells, sizes) = aligned(context, (input, weights), None, "bincount")
+        own = None if sizes is None else sizes.detach().reshape(-1)
+        found = torch.bincount(cells.reshape(-1), own, count)
+        # (of no cells, torch gives whole numbers, whatever the weights)
+        wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
+        return _added(layout, found.to(wanted))
 
     return run(*args, **kwargs)
 
@@ -44,19 +54,62 @@ def histc(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             low, high = low - 1, high + 1
         if not (torch.isfinite(torch.tensor([low, high])).all()):
             return fall_back(func, args, kwargs)
-        return _added(input, torch.histc(block_of(input).detach(), bins, low, high))
+        return _added(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
 
     return run(*args, **kwargs)
 
 
-def _added(x: GlobalTensor, counts: torch.Tensor) -> Any:
-    """The sum over workers of what each has counted in its block of a tensor."""
-    context, workers, count = x._context, x._layout.partition.workers, counts.numel()
+def _added(layout: KnownLayout, counts: torch.Tensor) -> Any:
+    """The sum over workers of what each has counted in its block of a tensor that lies so."""
+    context, workers, count = layout.context, layout.partition.workers, counts.numel()
 
     def make() -> KnownLayout:
         grid = context.array(workers.reshape(-1, 1))
         return context.layout(grid, [tuple((n, n + 1) for n in range(workers.size)), ((0, count),)])
 
-    layout = context.keep(("counted", x._layout, count), make)
-    total: Any = GlobalTensor._of(counts.reshape(1, -1)[: layout.local[0]], layout).sum(0)
+    counted = context.keep(("counted", layout, count), make)
+    total: Any = GlobalTensor._of(counts.reshape(1, -1)[: counted.local[0]], counted).sum(0)
     return total
+
+
+@handles("unique unique_consecutive", "torch Tensor")
+def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The values that occur: each worker finds those of its block, and they come to all workers, which merge them.
+
+    The result is split evenly; where each value has gone is split as the tensor is.
+    """
+    runs = func.__name__ == "unique_consecutive"
+
+    def run(input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
+        context = input._context
+        if dim is not None or context.comm.imagined or (input.requires_grad and torch.is_grad_enabled()):
+            return fall_back(func, args, kwargs)  # (it has no derivative, which is an error of the backward)
+        known: Any = input.detach()
+        x = reshaped(known, (input.numel(),)) if runs else known
+        find = torch.unique_consecutive if runs else torch.unique
+        refuses(find, block_of(x), (1,))
+        values, places, counts = find(block_of(x).reshape(-1), return_inverse=True, return_counts=True)
+        told = gather_values(context.comm, context.everyone, func.__name__, (values.cpu(), counts.cpu()))
+        order = x._layout.partition.workers.ravel().tolist()
+        listed = torch.cat([told[worker][0] for worker in order]).to(values.device)
+        merged, target = find(listed, return_inverse=True)
+        found = [_split(merged, input)]
+        if return_inverse:
+            first = sum(len(told[worker][0]) for worker in order[: order.index(context.me)]) if x._layout.active else 0
+            own = target[first : first + len(values)][places]
+            found.append(reshaped(GlobalTensor._of(own.reshape(x._layout.local), x._layout), input.shape))
+        if return_counts:
+            all_counts = torch.cat([told[worker][1] for worker in order]).to(values.device)
+            found.append(_split(torch.zeros_like(merged, dtype=torch.int64).index_add(0, target, all_counts), input))
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def run_sorted(input: Any, sorted: bool = True, *rest: Any, **more: Any) -> Any:
+        return run(input, *rest, **more)  # (torch sorts always)
+
+    return (run if runs else run_sorted)(*args, **kwargs)
+
+
+def _split(whole: torch.Tensor, like: GlobalTensor) -> GlobalTensor:
+    """A new tensor that every worker has, split evenly over the workers of another."""
+    layout = split_like(like._context, tuple(whole.shape), like._layout.partition)
+    return GlobalTensor._of(whole[own_box(layout)].reshape(layout.local), layout)
