@@ -109,11 +109,11 @@ def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: st
     target = y._layout
     if not target.active:
         value = value.reshape(-1)[:0].reshape(target.local)
-    y = GlobalTensor._of(_Instead.apply(y._block, value), target)
+    y = GlobalTensor._of(Instead.apply(y._block, value), target)
     return y if keepdim else without_dims(y, dims)
 
 
-class _Instead(Function):
+class Instead(Function):
     """A value that has the derivative of a product with its share. (The product itself is not exact, nor finite.)"""
 
     @staticmethod
