@@ -124,7 +124,89 @@ def test_what_torch_copies_is_a_copy(function):
     assert_close(x, x2)
 
 
+y2, integers = noise(5, 6, seed=1), torch.arange(30).reshape(5, 6) - 9
+ALGEBRA = {
+    "kron": lambda x, w: (torch.kron(x, w[:2]), torch.kron(w, x), x[0].kron(x[:2]), torch.kron(x.sum(), x[:2])),
+    "kron of more dims": lambda x, w: (torch.kron(x, w[:2, None]), torch.kron(w[:2, None], x)),
+    "block_diag": lambda x, w: (torch.block_diag(x, w, x[0], x.sum(), x[:0]), torch.block_diag(x)),
+    "block_diag of two dtypes": lambda x, w: torch.block_diag(x.float(), w, x.detach() > 0),
+    "sum_to_size": lambda x, w: (x.sum_to_size(6), x.sum_to_size((5, 1)), x.sum_to_size([1, 1]), x.sum_to_size(5, 6)),
+    "sum_to_size of more dims": lambda x, w: (x[None] * w[0, :, None, None]).sum_to_size(1, *x.shape[1:]),
+    "pdist": lambda x, w: (torch.pdist(x), F.pdist(x, p=1.0), torch.pdist(x[:1]), torch.pdist(x * 0)),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, x[:, :3], x[:3]]),
+    "multi_dot of vectors": lambda x, w: (
+        torch.linalg.multi_dot([x[:, 0], x, w, x[0, :5]]),
+        torch.linalg.multi_dot((w[0], x)),
+    ),
+    "chain_matmul": lambda x, w: torch.chain_matmul(w, x, w, x),
+    "put": lambda x, w: torch.put(x, torch.tensor([[3, -1], [7, 0]]), w[:4, 0].reshape(2, 2)),
+    "put more": lambda x, w: x.put(torch.tensor([3, 3, 29]), w[0, :3], accumulate=True),
+    "put_": lambda x, w: x.put_(index=torch.tensor([4, 5]), source=x[0, :2] * 2).sin(),
+    "tril_": lambda x, w: (x.sin().tril_(), x.cos().triu_(diagonal=1), (x[1:3] * 2).tril_(-1)),
+    "tril_ of a view": lambda x, w: [x, x[:, :3].tril_(), x.sin()][2],
+    "cumsum_": lambda x, w: (x.sin().cumsum_(0), x.cos().cumprod_(dim=1)),
+    "addmm_": lambda x, w: (x.sin().addmm_(x, w @ x, beta=0.5), x[:, 0].sin().addmv_(x @ w, x[:, 1], alpha=2)),
+    "addr_": lambda x, w: x.sin().addr_(x[:, 0], w.sum() * x[0]),
+    "baddbmm_": lambda x, w: (x[None].sin().baddbmm_(x[None], (w @ x)[None]), x.sin().addbmm_(x[None], (w @ x)[None])),
+    "diagflat": lambda x, w: (torch.diagflat(x[0]), x[:2].diagflat(-2), x.sum().diagflat()),
+    "diagonal_scatter": lambda x, w: (x.diagonal_scatter(w[0, :5]), torch.diagonal_scatter(w, x[:, 0] * 2, 0, 1, 0)),
+    "frexp": lambda x, w: (x * 37).frexp(),
+}
+OF_INTEGERS = {
+    "unravel_index": lambda x: (*torch.unravel_index(x + 9, (3, 10)), *torch.unravel_index(x[0] + 9, 40)),
+    "cumsum_": lambda x: (x.int().cumsum_(0), (x + 1).cumsum_(1)),
+    "tril_": lambda x: (x + 1).tril_(),
+    "kron": lambda x: torch.kron(x, torch.tensor([1, 2.5])),
+    "put": lambda x: torch.put(x, x[0, :2] + 9, torch.tensor([5, 6])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_functions_of_matrices(name):
+    weights = noise(6, 5, seed=2)
+    assert_same(ALGEBRA[name], Global(x2), weights, twice=name not in ("pdist", "frexp"), tolerance=1e-11)
+    if not name.endswith("_"):
+        assert_same(ALGEBRA[name], noise(5, 6, seed=2), Global(noise(6, 5)))
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_functions_of_whole_numbers(name):
+    assert_same(lambda x: OF_INTEGERS[name](x), Global(integers))
+
+
+@on_workers
+def test_numbers_around_means():
+    torch.manual_seed(4)
+    mean, std = torch.linspace(-9, 9, 4000).reshape(40, 100), torch.linspace(0, 2, 100)
+    for given in (
+        (split(mean), split(mean) * 0 + std),
+        (split(mean), std),
+        (mean, split(mean) * 0 + 1),
+        (split(mean),),
+    ):
+        drawn = torch.normal(*given).full_tensor() - mean
+        assert abs(float(drawn.mean())) < 0.1 and 0.9 < float(drawn.std()) < 1.3
+    assert torch.distributions.Normal(split(mean), 1.0).sample((2,)).shape == (2, 40, 100)
+    with pytest.raises(RuntimeError, match="all elements of std"):
+        torch.normal(split(mean), split(mean))
+
+
 REFUSED = {
+    "block_diag of three dims": lambda x: torch.block_diag(x, x[None]),
+    "sum_to_size of another": lambda x: x.sum_to_size(2, 6),
+    "pdist of a vector": lambda x: torch.pdist(x[0]),
+    "pdist of a negative norm": lambda x: torch.pdist(x, -1.0),
+    "multi_dot of one": lambda x: torch.linalg.multi_dot([x]),
+    "multi_dot of other shapes": lambda x: torch.linalg.multi_dot([x, x, x]),
+    "multi_dot of two dtypes": lambda x: torch.linalg.multi_dot([x, x.T.float()]),
+    "put beyond": lambda x: torch.put(x, torch.tensor([30]), torch.ones(1).double()),
+    "put of another dtype": lambda x: torch.put(x, torch.tensor([3]), torch.ones(1)),
+    "put of too few": lambda x: torch.put(x, torch.tensor([3, 4]), torch.ones(1).double()),
+    "tril_ of a vector": lambda x: (x[0] * 1).tril_(),
+    "addmm_ of other shapes": lambda x: (x[:, :1] * 1).addmm_(x, x.T),
+    "cumsum_ along no dim": lambda x: (x * 1).cumsum_(2),
+    "diagonal_scatter of another": lambda x: x.diagonal_scatter(torch.ones(4).double()),
     "take": lambda x: torch.take(x, torch.tensor([0, 3], dtype=torch.int32)),
     "take of a mask": lambda x: torch.take(x, x > 0),
     "trapezoid of other points": lambda x: torch.trapezoid(x, x[0, :2]),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.judging import judged
+from distdl.globals.adopting import write
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, Handler, composite, handles
@@ -20,9 +23,131 @@ def _made_of_others(func: Any) -> Handler:
     return lambda func, args, kwargs: rebuilt(*args, **kwargs)
 
 
-for _function in (functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss):
+for _function in (
+    functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss, torch.unravel_index,
+):  # fmt: skip
     TABLE[_function] = _made_of_others(_function)
 TABLE[torch.clip_] = elementwise
+
+
+@handles("tril_ triu_ cumsum_ cumprod_ addmm_ addmv_ addr_ addbmm_ baddbmm_ put_", "Tensor")
+def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function out of place, written into its first argument."""
+    x = args[0]
+    if type(x) is not GlobalTensor:
+        return write(func, args, kwargs, x, (args, kwargs))
+    judged(func, args, kwargs)
+    before = x.clone() if x.requires_grad else x  # (of which a derivative may need the old values)
+    return x.copy_(getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs))
+
+
+@handles("put", "torch Tensor")
+def put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other elements at places in the flat tensor."""
+
+    def run(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
+        judged(func, args, kwargs)
+        if source.numel() != index.numel():
+            raise IndexError(
+                f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
+                f"{source.numel()}, index.numel() = {index.numel()}"
+            )
+        y = torch.index_put(input.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
+        return y.reshape(input.shape)
+
+    return run(*args, **kwargs)
+
+
+@handles("sum_to_size", "Tensor")
+def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The sum over those dims along which a smaller tensor would be expanded: the adjoint of that."""
+    x = args[0]
+    shape = shape_of(func, x, args[1:], kwargs)
+    more = x.dim() - len(shape)
+    dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
+    return x.sum(dims, keepdim=True).reshape(shape) if dims else x
+
+
+@handles("kron", "torch Tensor")
+def kron(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each element of a tensor times all of another."""
+
+    def run(input: Any, other: Any) -> Any:
+        judged(func, args, kwargs)
+        dims = max(input.dim(), other.dim())
+        outer, inner = ([1] * (dims - one.dim()) + list(one.shape) for one in (input, other))
+        first = input.reshape([n for pair in zip(outer, [1] * dims, strict=True) for n in pair])
+        second = other.reshape([n for pair in zip([1] * dims, inner, strict=True) for n in pair])
+        return (first * second).reshape([n * m for n, m in zip(outer, inner, strict=True)])
+
+    return run(*args, **kwargs)
+
+
+@handles("block_diag", "torch")
+def block_diag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Matrices along a diagonal, with zeros beside them."""
+    judged(func, args, kwargs)
+    matrices = [torch.atleast_2d(one) for one in args]
+    ends = list(accumulate((one.shape[1] for one in matrices), initial=0))
+    places = zip(matrices, pairwise(ends), strict=True)
+    return torch.cat([functional.pad(one, (start, ends[-1] - stop)) for one, (start, stop) in places])
+
+
+@handles("multi_dot chain_matmul", "torch linalg")
+def chain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A product of matrices, in the cheapest order; the first and the last may be vectors."""
+    judged(func, args, kwargs)
+    given = list(args) if func is torch.chain_matmul else list(*args, *kwargs.values())
+    matrices = list(given)
+    matrices[0] = given[0] if given[0].dim() > 1 else given[0].unsqueeze(0)
+    matrices[-1] = given[-1] if given[-1].dim() > 1 else given[-1].unsqueeze(1)
+    sizes = [*(one.shape[0] for one in matrices), matrices[-1].shape[1]]
+
+    @cache
+    def best(first: int, last: int) -> tuple[int, int]:
+        """The cost of a part of the product, and behind which matrix it is cut."""
+        cuts = range(first, last)
+        around = sizes[first] * sizes[last + 1]
+        return min(
+            ((best(first, k)[0] + best(k + 1, last)[0] + around * sizes[k + 1], k) for k in cuts), default=(0, 0)
+        )
+
+    def product(first: int, last: int) -> Any:
+        cut = best(first, last)[1]
+        return matrices[first] if first == last else product(first, cut) @ product(cut + 1, last)
+
+    y = product(0, len(matrices) - 1)
+    y = y if given[-1].dim() > 1 else y.squeeze(1)
+    return y if given[0].dim() > 1 else y.squeeze(0)
+
+
+@handles("pdist", "torch functional")
+def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The distances of rows from the rows behind them."""
+
+    def run(input: Any, p: float = 2.0) -> Any:
+        judged(func, args, kwargs)
+        if input._context.comm.imagined:  # (where nobody knows how many elements a mask chooses)
+            return TABLE[None](func, args, kwargs)
+        distances = torch.cdist(input, input, p, "donot_use_mm_for_euclid_dist")
+        return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
+
+    return run(*args, **kwargs)
+
+
+@handles("normal", "torch")
+def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Numbers around a mean for each element, with a deviation for each."""
+
+    def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+        if generator is not None:
+            raise ValueError("normal of a global tensor takes no generator; it draws by torch.manual_seed")
+        mean, std = (one.detach() if isinstance(one, torch.Tensor) else one for one in (mean, std))
+        if (std < 0).any() if isinstance(std, torch.Tensor) else std < 0:
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+        return torch.randn_like(mean + 0 * std) * std + mean
+
+    return run(*args, **kwargs)
 
 
 @handles("broadcast_tensors", "torch")

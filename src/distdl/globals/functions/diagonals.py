@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import TABLE, handles
@@ -92,6 +93,29 @@ def diag(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     def run(input: Any, diagonal: int = 0) -> Any:
         shape_of(func, input, (diagonal,), {})  # (for torch's error)
         return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
+
+    return run(*args, **kwargs)
+
+
+@handles("diagflat", "torch Tensor")
+def diagflat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The matrix of a flat tensor as diagonal."""
+
+    def run(input: Any, offset: int = 0) -> Any:
+        return embedded(input.reshape(-1), offset)
+
+    return run(*args, **kwargs)
+
+
+@handles("diagonal_scatter", "torch Tensor")
+def diagonal_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A tensor with another one in the place of a diagonal."""
+
+    def run(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+        judged(func, args, kwargs)
+        y: Any = (input if type(input) is GlobalTensor else split_beside(input, (src,))).clone()
+        y.diagonal(offset, dim1, dim2).copy_(src)
+        return y
 
     return run(*args, **kwargs)
 

@@ -18,7 +18,7 @@ _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
 atan2 arctan2 bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil clamp clip
 clamp_min clamp_max conj conj_physical copysign cos cosh deg2rad div divide digamma erf erfc erfinv exp exp2 expm1
-fix float_power floor floor_divide fmod frac gcd lcm ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2
+fix float_power floor floor_divide fmod frac frexp gcd lcm ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2
 logical_and logical_not logical_or logical_xor logit hypot i0 mul multiply mvlgamma nan_to_num neg negative nextafter
 polygamma positive pow rad2deg real imag reciprocal remainder resolve_conj resolve_neg round rsqrt sigmoid expit sign
 sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy where masked_fill
