@@ -1,8 +1,10 @@
 """Functions of small matrices, of which a tensor has many."""
 
+from math import inf
+
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 
 import distdl
 
@@ -16,6 +18,14 @@ OF_EACH = {
     "eigh": lambda a: (*torch.linalg.eigh(a + a.mT)[:1], torch.linalg.eigvalsh(a + a.mT)),
     "svd": lambda a: (torch.linalg.svdvals(a), torch.linalg.svd(a[..., :2]).S, torch.linalg.cond(a)),
     "qr": lambda a: (*torch.linalg.qr(a[..., :2]), torch.linalg.matrix_rank(a)),
+    "inv_ex": lambda a: (*torch.linalg.inv_ex(a), *torch.linalg.cholesky_ex(a @ a.mT, upper=True)),
+    "lu": lambda a: (*torch.linalg.lu(a), *torch.linalg.lu_factor(a[..., :2]), torch.cholesky_inverse(a.tril())),
+    "norms": lambda a: [torch.linalg.matrix_norm(a, kind) for kind in (1, -1, inf, -inf, 2, -2, "nuc")],
+    "norms of other dims": lambda a: [
+        *(torch.linalg.norm(a, kind, (0, -1), keepdim=True) for kind in (1, inf, 2)),
+        torch.norm(a, "nuc", (2, 0)),
+        torch.linalg.matrix_norm(a.float(), -2, (3, 0), True, dtype=torch.float64),
+    ],
     "matrix_exp": lambda a: (torch.matrix_exp(a / 4), torch.matrix_power(a, 3), torch.linalg.matrix_power(a, -1)),
 }
 
@@ -124,6 +134,24 @@ def test_powers_of_what_torch_does_not_multiply_are_refused_on_every_worker():
 
 def test_triangles_of_a_reduced_decomposition():
     assert_same(lambda a: tuple(one.detach() for one in torch.linalg.qr(a, mode="r")), Global(A), falls_back=True)
+
+
+def test_norms_of_one_matrix():
+    matrix = noise(5, 6)
+    assert_same(lambda a: [torch.linalg.norm(a, kind) for kind in (1, -1, inf, -inf)], Global(matrix), twice=True)
+    assert_same(
+        lambda a: (torch.linalg.norm(a, 2), torch.norm(a, "nuc")), Global(matrix), falls_back=True, tolerance=1e-10
+    )
+    for refused in (lambda a: torch.linalg.matrix_norm(a, 3), lambda a: torch.linalg.norm(a, 1, (0, 0))):
+        assert_raises_the_same(refused, matrix)
+
+
+def test_solve_by_triangles():
+    b = noise(5, 7, 3, 2, seed=1)
+    assert_same(
+        lambda a, b: (torch.cholesky_solve(b, a.tril()), b.cholesky_solve(a.triu()[0, 0], upper=True)),
+        Global(A), Global(b), grids=GRIDS, tolerance=1e-10,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("left", [True, False])

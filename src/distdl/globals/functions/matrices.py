@@ -22,7 +22,7 @@ from distdl.tensors.connection import zeros_on
 
 @handles(
     "det logdet slogdet inv inverse cholesky eigh eigvalsh eig eigvals svd svdvals qr pinv pinverse matrix_exp "
-    "matrix_power matrix_rank cond",
+    "matrix_power matrix_rank cond inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex",
     "torch Tensor linalg",
 )
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +86,7 @@ def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
 
 _REFUSING = {
     "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
-    "matrix_power", "matrix_rank", "cond", "solve",
+    "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "lu_factor", "lu_factor_ex",
 }  # fmt: skip
 
 
@@ -137,6 +137,22 @@ def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str,
     out = (*front, "made", "free") if left else (*front, "free", "made")
     work = work_on([A, B], pair, out, adds=False, whole=["made"])
     return _solved(work, lambda a, b: func(a, b, **options), [A, B], func.__name__)
+
+
+@handles("cholesky_solve", "torch Tensor")
+def cholesky_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same where the triangles of the matrices are known."""
+
+    def run(input: Any, input2: Any, upper: bool = False) -> Any:
+        return solve(_of_triangles, (input2, input), {"upper": upper})
+
+    if max(one.dim() for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)) < 3:
+        return TABLE[None](func, args, kwargs)
+    return run(*args, **kwargs)
+
+
+def _of_triangles(A: torch.Tensor, B: torch.Tensor, upper: bool) -> torch.Tensor:
+    return torch.cholesky_solve(B, A, upper)
 
 
 def _batch(x: Any) -> list[int]:

@@ -241,8 +241,10 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(
         input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
     ) -> Any:
+        if p == "nuc" and (dim is not None or input.dim() == 2):
+            return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
         if p == "nuc":
-            return TABLE[None](func, args, kwargs)
+            return TABLE[None](func, args, kwargs)  # (for torch's error)
         return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
 
     return run(*args, **kwargs)
@@ -260,9 +262,31 @@ def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
         if ord == "fro":
             return norm_over(A, 2, dim, keepdim, dtype)
-        return TABLE[None](func, args, kwargs)
+        if not A.numel():
+            return TABLE[None](func, args, kwargs)
+        return _matrix_norm(A if dtype is None else A.to(dtype), ord, _pair_of(A, dim), keepdim)
 
     return run(*args, **kwargs)
+
+
+def _matrix_norm(x: Any, ord: Any, dims: tuple[int, int], keepdim: bool) -> Any:
+    """The norm of matrices: of their largest column or row, or of their singular values."""
+    judged(torch.linalg.matrix_norm, (x, ord, dims), {})
+    if ord in (1, -1, inf, -inf):
+        added, chosen = dims if abs(ord) == 1 else dims[::-1]
+        sums = x.abs().sum(added, keepdim=True)
+        y = sums.amax(chosen, keepdim=True) if ord > 0 else sums.amin(chosen, keepdim=True)
+        return y if keepdim else y.squeeze(dims)
+    values = torch.linalg.svdvals(x.movedim(dims, (-2, -1)))
+    y = values.sum(-1) if ord == "nuc" else values.amax(-1) if ord > 0 else values.amin(-1)
+    return y.unsqueeze(min(dims)).unsqueeze(max(dims)) if keepdim else y
+
+
+def _pair_of(x: Any, dims: Any) -> tuple[int, int]:
+    """Two dims in the order in which they are given; the last two if they are not."""
+    dims_of(x, dims)  # (for torch's error)
+    first, second = (-2, -1) if dims is None else dims
+    return first % x.dim(), second % x.dim()
 
 
 @handles("normalize", "functional")
