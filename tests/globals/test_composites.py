@@ -175,6 +175,28 @@ def test_functions_of_whole_numbers(name):
     assert_same(lambda x: OF_INTEGERS[name](x), Global(integers))
 
 
+def test_places_in_tables_of_each_line():
+    """As of rays, along each of which points are drawn by their weights."""
+
+    def points(weights, levels):
+        table = weights.softmax(-1).cumsum(-1)
+        places = torch.searchsorted(table, levels.abs() % 1, right=True).clamp_max(table.shape[-1] - 1)
+        return places, table.gather(-1, places)
+
+    lines, levels = noise(3, 4, 7), noise(3, 4, 5, seed=1)
+    assert_same(points, Global(lines), Global(levels))
+    assert_same(points, Global(lines), levels)
+    assert_same(lambda levels, weights: points(weights, levels), Global(levels), lines)
+
+    def in_one(x, table):
+        table = table.detach().sort().values
+        return torch.bucketize(x, table), torch.searchsorted(table, x, side="right", out_int32=True)
+
+    for x in (x3, x2, noise(4)):
+        assert_same(in_one, Global(x), Global(noise(9)))
+        assert_same(in_one, x, Global(noise(9)))
+
+
 @on_workers
 def test_numbers_around_means():
     torch.manual_seed(4)

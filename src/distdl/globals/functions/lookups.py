@@ -10,8 +10,9 @@ from torch.nn import functional
 from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
-from distdl.globals.functions.judging import shape_of
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.functions.spreading import work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import handles
@@ -55,18 +56,17 @@ def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, second = names.get(func.__name__, ("elements", "test_elements"))
     given = {**dict(zip((first, second), args, strict=False)), **kwargs}
     places = (second, first) if func is torch.searchsorted else (first, second)
-    x, table = (given.get(name) for name in places)
+    x, table = (given[name] for name in places)
     others = {name: value for name, value in given.items() if name not in (first, second)}
+    plain_others = not any(isinstance(one, torch.Tensor) for one in others.values())
+    both = isinstance(x, torch.Tensor) and isinstance(table, torch.Tensor) and func is not torch.isin
+    if both and plain_others and x.dim() and (type(table) is GlobalTensor or table.dim() > 1):
+        return _sought_in_lines(func, x.detach(), table.detach(), others)
     if func is torch.isin:
         fits = isinstance(table, (torch.Tensor, int, float))  # (in any number of dims)
     else:
         fits = isinstance(table, torch.Tensor) and table.dim() == 1
-    if (
-        type(x) is not GlobalTensor
-        or not fits
-        or type(table) is GlobalTensor
-        or any(isinstance(one, torch.Tensor) for one in others.values())
-    ):
+    if type(x) is not GlobalTensor or not fits or type(table) is GlobalTensor or not plain_others:
         return fall_back(func, args, kwargs)
     values: Any = plain_of(table).detach() if isinstance(table, torch.Tensor) else table
 
@@ -78,6 +78,20 @@ def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block = block_of(x).detach()
     refuses(look, block, (1,))
     return GlobalTensor._of(look(block), x._layout)
+
+
+def _sought_in_lines(func: Any, x: Any, table: Any, others: dict[str, Any]) -> Any:
+    """The same in a table that is split, or in one for each line of x: each table is whole where it is read."""
+
+    def look(lines: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        pair = (lines.contiguous(), cells.contiguous())  # (torch warns of others)
+        found: torch.Tensor = func(*(pair if func is torch.searchsorted else pair[::-1]), **others)
+        return found
+
+    judged(func, (table, x) if func is torch.searchsorted else (x, table), others)
+    front = range(x.dim() - 1)
+    labels = [("n",) if table.dim() == 1 else (*front, "n"), (*front, "m")]
+    return work_on([table, x], labels, (*front, "m"), adds=False)(look, [table, x], func.__name__)
 
 
 @handles("prelu", "torch functional")
