@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
+
+import distdl
 
 x, t = noise(3, 5, 4, 7), noise(3, 5, 4, 7, seed=1)
 numbers = torch.arange(3 * 4 * 7).reshape(3, 4, 7) % 5
@@ -61,3 +63,49 @@ def test_lookups():
     assert_same(lambda i, table: F.embedding(i, table, padding_idx=2), Global(numbers), noise(5, 3))
     assert_same(F.prelu, Global(x), w)
     assert_same(F.prelu, Global(x), torch.tensor([0.3], dtype=torch.float64))
+
+
+SCORES, LETTERS = noise(7, 5, 4), torch.tensor([[1, 2, 2], [3, 1, 3], [1, 0, 0], [2, 3, 1], [3, 3, 3]])
+READ, WRITTEN = [7, 6, 3, 7, 4], [3, 2, 0, 1, 3]
+FLAT = torch.cat([row[:n] for row, n in zip(LETTERS, WRITTEN, strict=True)])
+OF_SEQUENCES = {
+    "rows": lambda x, *own: F.ctc_loss(x.log_softmax(2), LETTERS, torch.tensor(READ), torch.tensor(WRITTEN)),
+    "in one": lambda x, *own: F.ctc_loss(x.log_softmax(2), FLAT, READ, WRITTEN, reduction="sum"),
+    "each": lambda x, *own: F.ctc_loss(x.log_softmax(2), LETTERS.int(), READ, WRITTEN, blank=0, reduction="none"),
+    "without infinity": lambda x, *own: torch.ctc_loss(x.log_softmax(2), LETTERS, READ, WRITTEN, 0, 1, True),
+    "global labels": lambda x, own, n: F.ctc_loss(x.log_softmax(2), own, n * 0 + 7, n, zero_infinity=True),
+    "one": lambda x, *own: F.ctc_loss(x[:, 0].log_softmax(1), FLAT[:3], torch.tensor(7), torch.tensor(3)),
+    "one by itself": lambda x, *own: F.ctc_loss(x[:, 0].log_softmax(1), FLAT[:3], [7], [3], reduction="none"),
+}
+
+
+@pytest.mark.parametrize("loss", OF_SEQUENCES)
+def test_of_sequences(loss):
+    given = (Global(LETTERS), torch.tensor(WRITTEN))
+    assert_same(OF_SEQUENCES[loss], Global(SCORES), *given, grids=[(1, 3, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: F.ctc_loss(x, LETTERS, [8, 6, 3, 7, 4], WRITTEN), lambda x: F.ctc_loss(x, FLAT[1:], READ, WRITTEN),
+        lambda x: F.ctc_loss(x, LETTERS, READ, [4, 2, 0, 1, 3]), lambda x: F.ctc_loss(x, LETTERS, READ[1:], WRITTEN),
+        lambda x: F.ctc_loss(x, LETTERS, READ, WRITTEN, 9), lambda x: F.ctc_loss(x.half(), LETTERS, READ, WRITTEN),
+        lambda x: F.ctc_loss(x, LETTERS[1:], READ, WRITTEN),
+    ],
+)  # fmt: skip
+def test_labels_that_torch_refuses(loss):
+    assert_raises_the_same(loss, SCORES)
+
+
+def test_second_derivatives_of_sequences_are_refused_on_every_worker():
+    def work():
+        x = distdl.distribute_tensor(SCORES, distdl.world()[:2].reshape(1, 2, 1)).requires_grad_()
+        loss = F.ctc_loss(x.log_softmax(2), LETTERS, READ, WRITTEN, zero_infinity=True)
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="not implemented"):
+            dx.square().sum().backward()
+        return (x * 2).sum().item()  # all go on
+
+    assert len(set(distdl.run_workers(work, 3, "threads"))) == 1

@@ -20,7 +20,8 @@ from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import refuses, zeros_on
 
 
-def _whole_index(index: Any) -> torch.Tensor:
+def whole_index(index: Any) -> torch.Tensor:
+    """An index of which every worker needs all."""
     whole: torch.Tensor = index.full_tensor() if type(index) is GlobalTensor else index
     return whole
 
@@ -30,7 +31,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     def run(input: Any, dim: int, index: Any) -> Any:
         if type(input) is not GlobalTensor:
             return input.index_select(dim, index.full_tensor())
-        plain = _whole_index(index)
+        plain = whole_index(index)
         shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
         check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
         cells: list[Any] = [None] * input.dim()
@@ -205,7 +206,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 return write(func, args, kwargs, input, others)
             input = split_beside(input, others)
         source = value if source is None else source
-        index, dim = _whole_index(index), dim % input.dim()
+        index, dim = whole_index(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):
             return _filled(func, input, dim, index, source)
         name, n = func.__name__.removesuffix("_"), input.shape[dim]

@@ -12,13 +12,16 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of
+from distdl.globals.functions.lines import whole_index
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
+from distdl.globals.functions.shapes import whole_along
 from distdl.globals.operands import aligned, block_of, moved, taken
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
+from distdl.tensors.connection import local
 
 
 @handles(
@@ -189,3 +192,65 @@ def _places(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, Know
     if probabilities:
         return first, first
     return context.layout(context.array(workers[:, 0]), [batch, *space]), first
+
+
+@handles("ctc_loss", "torch functional")
+def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of sequences of labels. Each sequence of a batch is whole where its loss is computed."""
+
+    def run(
+        log_probs: Any,
+        targets: Any,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str | int = "mean",
+        zero_infinity: bool = False,
+    ) -> Any:
+        wanted = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction
+        if type(log_probs) is not GlobalTensor or wanted not in ("none", "mean", "sum"):
+            return fall_back(func, args, kwargs)
+        x: Any = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+        labels, read, written = whole_index(targets), _numbers(input_lengths), _numbers(target_lengths)
+        if not _are_labels(x, labels, read, written, blank):
+            return fall_back(func, args, kwargs)  # (for torch's error)
+        x = whole_along(x, [0, 2], "ctc_loss")
+        layout, (steps, _, classes) = x._layout, x.shape
+        start, stop = layout.box[1]
+        rows = labels[start:stop] if labels.dim() == 2 else labels[sum(written[:start]) : sum(written[:stop])]
+        own = (rows, read[start:stop], written[start:stop])
+        if stop == start:  # (no label, of one sequence)
+            own = (labels.new_zeros(1, 1), [steps], [0])
+        target = layout.context.layout(layout.context.array(layout.partition.workers[0, :, 0]), [layout.intervals[1]])
+        losses: Any = GlobalTensor._of(
+            local(
+                lambda block: functional.ctc_loss(block, *own, blank, "none", zero_infinity),  # type: ignore[arg-type]
+                target.local,
+                (block_of(x), (steps, 1, classes)),
+            ),
+            target,
+        )
+        if wanted == "none":
+            return losses if log_probs.dim() == 3 else losses.squeeze(0)
+        if wanted == "sum":
+            return losses.sum()
+        return (losses / torch.tensor(written, dtype=x.dtype, device=x.device).clamp_min(1)).mean()
+
+    return run(*args, **kwargs)
+
+
+def _numbers(lengths: Any) -> list[int]:
+    return whole_index(lengths).reshape(-1).tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+
+
+def _are_labels(x: GlobalTensor, labels: torch.Tensor, read: list[int], written: list[int], blank: int) -> bool:
+    """Whether there is a target for each sequence, and all lengths are right."""
+    if x.dim() != 3 or not x.numel() or x.dtype not in (torch.float32, torch.float64):
+        return False
+    steps, count, classes = x.shape
+    if labels.dim() == 2:
+        enough = labels.shape[0] == count and labels.shape[1] >= max(written, default=0)
+    else:
+        enough = labels.dim() == 1 and len(labels) == sum(written)
+    lengths = len(read) == len(written) == count and all(0 <= n <= steps for n in read) and min(written) >= 0
+    return enough and lengths and 0 <= blank < classes
