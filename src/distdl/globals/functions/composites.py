@@ -157,6 +157,28 @@ def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in tensors)
 
 
+@handles("multinomial", "torch Tensor")
+def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
+
+    def run(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+        if generator is not None:
+            raise ValueError("multinomial of a global tensor takes no generator; it draws by torch.manual_seed")
+        judged(func, (input, num_samples, replacement), {})
+        odds = input.detach()
+        wrong, none = ~((odds >= 0) & odds.isfinite()), odds.sum(-1) <= 0
+        problem = 0 if odds._context.comm.imagined else int(2 * wrong.any() + none.any())
+        if problem:
+            told = "probability tensor contains either `inf`, `nan` or element < 0"
+            raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
+        if replacement:
+            odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
+        race = odds / torch.empty_like(odds).exponential_()
+        return race.argmax(-1) if replacement else race.topk(num_samples).indices
+
+    return run(*args, **kwargs)
+
+
 @handles("local_response_norm", "functional")
 def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Divide by a power of the mean square over neighbouring channels."""
