@@ -50,6 +50,14 @@ def test_types_of_results():
     assert_same(lambda a: type(torch.linalg.eigh(a)).__name__, Global(SYMMETRIC), grids=GRIDS[:1])
 
 
+def test_results_of_one_matrix_have_names():
+    def function(a):
+        return torch.linalg.svd(a).S, torch.linalg.eigh(a + a.mT).eigenvalues, torch.linalg.lstsq(a, a[:, :2]).solution
+
+    assert_same(function, Global(A[0, 0]), falls_back=True, tolerance=1e-10)
+    assert_same(lambda a: type(torch.linalg.qr(a)).__name__, Global(A[0, 0]), falls_back=True)
+
+
 def test_second_derivatives():
     assert_same(lambda a: (torch.det(a), torch.inverse(a)), Global(A), grids=GRIDS[:2], twice=True, tolerance=1e-10)
 

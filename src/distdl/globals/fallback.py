@@ -126,6 +126,8 @@ def _built(description: Any, spread: Callable[[dict[str, Any]], Any]) -> Any:
     """A result from its description."""
     if isinstance(description, dict) and "shape" in description:
         return spread(description)
+    if isinstance(description, dict) and "type" in description:
+        return getattr(torch.return_types, description["type"])([_built(one, spread) for one in description["items"]])
     if isinstance(description, (tuple, list)):
         return type(description)(_built(one, spread) for one in description)
     return description
@@ -169,7 +171,9 @@ def _described(value: Any, inputs: list[torch.Tensor]) -> Any:
     if isinstance(value, list):
         return [_described(one, inputs) for one in value]
     if isinstance(value, tuple):
-        return tuple(_described(one, inputs) for one in value)
+        items = tuple(_described(one, inputs) for one in value)
+        named = type(value).__module__ == "torch.return_types"
+        return {"type": type(value).__name__, "items": items} if named else items
     return value
 
 
