@@ -90,4 +90,17 @@ def test_second_derivatives():
 
 
 def test_dtypes_of_other_tensors_by_name():
-    assert_same(lambda x, w: x * w.float().type_as(other=x) + w.float().to(other=x), Global(noise(3, 4)), noise(4))
+    assert_same(lambda x, w: x * w.float().type_as(other=x) + w.float().to(x), Global(noise(3, 4)), noise(4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.quantile(input=x, q=0.3, dim=0), lambda x: torch.nanmedian(input=x, dim=1)[0],
+        lambda x: torch.median(input=x), lambda x: torch.linalg.norm(input=x), lambda x: torch.numel(input=x),
+        lambda x: torch.rand_like(input=x) * 0 + x, lambda x: torch.linalg.vector_norm(input=x, dim=0),
+        lambda x: torch.where(condition=x > 0, input=x, other=-x), lambda x: torch.polygamma(n=1, input=x.exp()),
+    ],
+)  # fmt: skip
+def test_the_first_argument_by_name(function):
+    assert_same(function, Global(noise(3, 4)))

@@ -82,6 +82,8 @@ class GlobalTensor(torch.Tensor):
                 kwargs = {name: value for name, value in kwargs.items() if name != "out"}
         if kwargs and ("axis" in kwargs or "keepdims" in kwargs) and isinstance(func, _COMPILED) and func in TABLE:
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
+        if kwargs and not args and "input" in kwargs and isinstance(func, _COMPILED) and func not in _INPUT_LATER:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         try:
             if debug.on:
                 return debug.noted(handler, func, args, kwargs or {})
@@ -226,6 +228,8 @@ class GlobalTensor(torch.Tensor):
 # (torch's own functions take these names of NumPy's, too)
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _COMPILED = (BuiltinFunctionType, MethodDescriptorType)
+# (of all others, it is the first argument)
+_INPUT_LATER = frozenset([torch.where, torch.searchsorted, torch.polygamma, torch.special.polygamma])
 
 _HANDLED = GlobalTensor.__dict__["__torch_function__"].__func__.__code__
 # (in which a checkpoint computes its forward again, on every worker)
