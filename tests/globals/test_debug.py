@@ -100,3 +100,14 @@ def test_weights_that_entered_once_more_on_one_worker_are_told_apart_in_backward
     assert told[0] == told[1] == told[2]
     for text in ("recorded node 2, gradients of replicated", "recorded node 1, gradients of replicated"):
         assert f"in the backward of {text}" in told[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op for global tensors")
+def test_nested_tensors_beside_global_ones(monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        with pytest.raises(TypeError, match="no worker can have a block"):
+            torch.nested.nested_tensor_from_jagged(split(x35), torch.tensor([0, 1, 3]))
+
+    distdl.run_workers(work, 3)

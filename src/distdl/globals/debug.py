@@ -72,7 +72,7 @@ def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, Any]]:
 
 
 def _plain(x: torch.Tensor) -> str:
-    return f"a plain {dims(x.shape)} {x.dtype}"
+    return f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
 
 
 def _split(x: Any, layout: Any) -> str:
