@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
@@ -101,24 +102,30 @@ def chain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     matrices = list(given)
     matrices[0] = given[0] if given[0].dim() > 1 else given[0].unsqueeze(0)
     matrices[-1] = given[-1] if given[-1].dim() > 1 else given[-1].unsqueeze(1)
-    sizes = [*(one.shape[0] for one in matrices), matrices[-1].shape[1]]
-
-    @cache
-    def best(first: int, last: int) -> tuple[int, int]:
-        """The cost of a part of the product, and behind which matrix it is cut."""
-        cuts = range(first, last)
-        around = sizes[first] * sizes[last + 1]
-        return min(
-            ((best(first, k)[0] + best(k + 1, last)[0] + around * sizes[k + 1], k) for k in cuts), default=(0, 0)
-        )
-
-    def product(first: int, last: int) -> Any:
-        cut = best(first, last)[1]
-        return matrices[first] if first == last else product(first, cut) @ product(cut + 1, last)
-
-    y = product(0, len(matrices) - 1)
+    y = _product(matrices)
     y = y if given[-1].dim() > 1 else y.squeeze(1)
     return y if given[0].dim() > 1 else y.squeeze(0)
+
+
+def _product(matrices: Sequence[Any]) -> Any:
+    if len(matrices) == 1:
+        return matrices[0]
+    _, cut = _cheapest((*(one.shape[0] for one in matrices), matrices[-1].shape[1]))
+    return _product(matrices[:cut]) @ _product(matrices[cut:])
+
+
+@lru_cache(1024)
+def _cheapest(sizes: tuple[int, ...]) -> tuple[int, int]:
+    """How much a product of matrices costs, and behind how many of them it is cut.
+
+    Args:
+        sizes: the rows of each matrix, and the columns of the last.
+    """
+    ways = (
+        (_cheapest(sizes[: cut + 1])[0] + _cheapest(sizes[cut:])[0] + sizes[0] * sizes[cut] * sizes[-1], cut)
+        for cut in range(1, len(sizes) - 1)
+    )
+    return min(ways, default=(0, 0))
 
 
 @handles("pdist", "torch functional")
