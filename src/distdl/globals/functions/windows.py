@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from numbers import Complex, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +67,70 @@ def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         block = block_of(x)
         block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
         return view_of(self, block, target, x is not self)
+
+    return run(*args, **kwargs)
+
+
+class _Line(NamedTuple):
+    """Cells of memory at equal distances, as an ``as_strided`` reads them.
+
+    Attributes:
+        stride: the distance.
+        dim: of the result, which runs along the line.
+        window: that which runs along a window of it, if there is one; dim then tells windows apart.
+        step: from window to window, in cells of the line.
+    """
+
+    stride: int
+    dim: int
+    window: int | None = None
+    step: int = 1
+
+    def needs(self, size: Sequence[int]) -> int:
+        """How many of its cells are read."""
+        return (size[self.dim] - 1) * self.step + (1 if self.window is None else size[self.window])
+
+
+def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
+    """The lines along which dims of these sizes and strides run, the longest stride first. None if they do not."""
+    dims = sorted((dim for dim, n in enumerate(size) if n != 1), key=lambda dim: -stride[dim])
+    found: list[_Line] = []
+    while dims:
+        dim, *dims = dims
+        if stride[dim] < 1:
+            return None
+        if dims and stride[dim] < size[dims[0]] * stride[dims[0]]:
+            window, *dims = dims
+            if stride[window] < 1 or stride[dim] % stride[window]:
+                return None
+            found.append(_Line(stride[window], dim, window, stride[dim] // stride[window]))
+        else:
+            found.append(_Line(stride[dim], dim))
+    return found
+
+
+@handles("as_strided", "torch Tensor")
+def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Windows, slices and other orders of dims, as strides of the tensor's memory, were that contiguous."""
+
+    def run(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+        size, stride, offset = tuple(size), tuple(stride), storage_offset or 0
+        lines = _lines(size, stride) if len(size) == len(stride) and 0 not in size else None
+        strides = [input.numel(), *(line.stride for line in lines or ())]
+        if not lines or offset < 0 or any(n % m for n, m in pairwise(strides)):
+            return TABLE[None](func, args, kwargs)
+        extents = [n // m for n, m in pairwise(strides)]
+        starts = [offset % n // m for n, m in pairwise([input.numel() + offset, *strides[1:]])]
+        if any(start + line.needs(size) > n for start, line, n in zip(starts, lines, extents, strict=True)):
+            return TABLE[None](func, args, kwargs)
+        cells = [slice(start, start + line.needs(size)) for start, line in zip(starts, lines, strict=True)]
+        y: Any = part(input.reshape(*extents, strides[-1]), [*cells, offset % strides[-1]])
+        order = [line.dim for line in lines]
+        for place, line in enumerate(lines):
+            if line.window is not None:
+                y = y.unfold(place, size[line.window], line.step)
+                order.append(line.window)
+        return y.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
 
     return run(*args, **kwargs)
 

@@ -1,0 +1,60 @@
+"""Tensors as their memory is read with other sizes and strides."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import Global, assert_raises_the_same, assert_same, noise
+
+x4, x3, x2 = noise(3, 2, 4, 6), noise(3, 8, 5), noise(5, 6)
+
+
+def chunks(x):
+    """Windows of 2w of a sequence, each w behind the one before it, as sparse attention takes them."""
+    size, stride = list(x.size()), list(x.stride())
+    size[1], stride[1] = 2 * size[1] - 1, stride[1] // 2
+    return x.as_strided(size=size, stride=stride)
+
+
+def padded_chunks(x):
+    (b, n, d), stride = x.shape, x.stride()
+    return x.as_strided((b, n // 2 - 1, 4, d), (stride[0], 2 * stride[1], stride[1], stride[2]))
+
+
+STRIDED = {
+    "chunks": (chunks, x4),
+    "padded chunks": (padded_chunks, x3),
+    "frames of a signal": (lambda x: torch.as_strided(x, (6, 5), (4, 1)), noise(25)),
+    "frames of signals": (lambda x: x.as_strided((3, 4, 10), (40, 10, 1), 0), x3),
+    "another order": (lambda x: torch.as_strided(x, (6, 5), (1, 6)), x2),
+    "a part": (lambda x: x.as_strided((2, 1, 2), (12, 7, 2), 7), x3),
+    "single cells": (lambda x: torch.as_strided(x, (1, 4), (1, 6), storage_offset=8), x2),
+    "a diagonal": (lambda x: x[:, :5].clone().as_strided((4,), (6,), 1), x2),
+    "windows of windows": (lambda x: x.as_strided((3, 2, 4, 2, 3), (40, 20, 5, 2, 1)), x3),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_strides(name):
+    function, x = STRIDED[name]
+    falls_back = name == "a diagonal"
+    assert_same(function, Global(x), twice=True, falls_back=falls_back)
+
+
+@on_workers
+def test_what_is_written_there_reaches_the_tensor_or_is_not_lost_in_silence():
+    x, plain = split(x3) * 1, x3.clone()
+    x.as_strided((3, 4, 10), (40, 10, 1)).mul_(2)
+    plain.as_strided((3, 4, 10), (40, 10, 1)).mul_(2)
+    assert_close(x, plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.as_strided((5, 7), (6, 1)), lambda x: x.as_strided((5, 6), (6,)),
+        lambda x: x.as_strided((2,), (-1,)), lambda x: x.as_strided((5, 6), (6, 1), 1),
+    ],
+)  # fmt: skip
+def test_strides_that_torch_refuses(function):
+    assert_raises_the_same(function, x2)
