@@ -89,7 +89,7 @@ def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int) -> 
 
 
 class Tables(nn.Module):
-    """A model with a function that torch does not know of tensors without memory."""
+    """A model with sparse tables, and a function that reads values or that torch does not know without memory."""
 
     def __init__(self, function):
         super().__init__()
@@ -114,10 +114,13 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
     [
         lambda model, x: torch.sparse.mm(model.table, x.mT), lambda model, x: model.other @ x.mT,
         lambda model, x: torch.mm(x, torch.eye(5).to_sparse_csc()), lambda model, x: torch.cov(x),
-        lambda model, x: there_and_back(x),
+        lambda model, x: there_and_back(x), lambda model, x: x[:, torch.tensor([0, 2, 1])],
+        lambda model, x: x.index_select(0, torch.tensor([3, 0])),
+        lambda model, x: x.quantile(torch.tensor([0.3, 0.4]), 0),
+        lambda model, x: x.index_put((torch.tensor([0, 2]),), x[:2]),
     ],
 )  # fmt: skip
-def test_models_that_torch_does_not_run_without_memory(function):
+def test_models_that_are_hard_to_run_without_memory(function):
     for grid in ((2, 1), (1, 3)):
         real = _sent(function, grid)
         for worker, sent in enumerate(real):

@@ -130,7 +130,7 @@ def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> N
     """Check that index tensors do not reach beyond the tensor: a worker without cells would not see it."""
     for dim in dims:
         n, one = x.shape[dim], cells[dim]
-        if one.numel() and not (-n <= int(one.min()) and int(one.max()) < n):
+        if one.numel() and not one.is_meta and not (-n <= int(one.min()) and int(one.max()) < n):
             wrong = next(int(i) for i in one.ravel() if not -n <= i < n)
             raise IndexError(f"index {wrong} is out of bounds for dimension {dim} with size {n}")
 

@@ -74,7 +74,7 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
     if type(level) is torch.Tensor and type(x) is GlobalTensor and dim is not None:
         named = {key: value for key, value in kwargs.items() if key != "q"}
-        found = [func(x, float(one), *args[2:], **named) for one in level.reshape(-1)]
+        found = [func(x, one, *args[2:], **named) for one in _levels(level).reshape(-1).tolist()]
         return torch.stack(found) if level.dim() else found[0]
     if type(x) is GlobalTensor and dim is None and default is None and x.numel():
         if name.endswith("quantile"):
@@ -115,6 +115,11 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if isinstance(found, GlobalTensor):
         return without_dims(found, dims)
     return type(found)(tuple(without_dims(one, dims) for one in found))
+
+
+def _levels(level: torch.Tensor) -> torch.Tensor:
+    """Parts of the way through all elements. Without memory, as in a rehearsal, they are somewhere."""
+    return torch.zeros(level.shape, dtype=level.dtype) if level.is_meta else level.detach().cpu()
 
 
 def _missing(x: Any) -> int:
@@ -180,6 +185,7 @@ def _quantile(
     if type(q) is GlobalTensor or (isinstance(q, torch.Tensor) and q.requires_grad):
         return TABLE[None](func, (input, q), {"keepdim": keepdim, "interpolation": interpolation})
     judged(func, (input, 0.5), {"interpolation": interpolation})
+    q = _levels(q) if isinstance(q, torch.Tensor) else q
     func(torch.zeros(1, dtype=input.dtype), q, interpolation=interpolation)  # (for torch's error)
     levels, missing, last = torch.as_tensor(q, dtype=input.dtype), _missing(input), input.numel() - 1
     if func.__name__ == "nanquantile":

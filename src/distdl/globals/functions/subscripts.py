@@ -249,7 +249,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     needed = context.keep(("cells", layout, tuple(dims), count), make)
     given = brought(rows, needed, "an assignment")
     block = block_of(x)
-    if not block.numel():
+    if not block.numel() or any(one.is_meta for one in tensors):  # (in a rehearsal, where no index has values)
         return GlobalTensor._of(block + zeros_on(given, ()).to(block.dtype), layout)
     own = torch.ones(count, dtype=torch.bool)
     index: list[torch.Tensor] = []
