@@ -65,6 +65,25 @@ def test_lookups():
     assert_same(F.prelu, Global(x), torch.tensor([0.3], dtype=torch.float64))
 
 
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a later torch has it")
+def test_of_classes_behind_a_linear_map():
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    chunks = LinearCrossEntropyOptions(batch_chunk_size=2)
+    features, classes, bias = noise(6, 4), noise(5, 4, seed=1), noise(5, seed=2)
+    numbers, weight = torch.arange(6) % 5, noise(5, seed=3).abs()
+
+    def losses(x, w, b):
+        return (
+            F.linear_cross_entropy(x, w, numbers, linear_bias=b, reduction="none"),
+            F.linear_cross_entropy(x, w, numbers, ignore_index=2, label_smoothing=0.1, weight=weight),
+            F.linear_cross_entropy(x[0], w, torch.tensor(3)), F.linear_cross_entropy(x, w, numbers, options=chunks),
+            F.linear_cross_entropy(x, w, (x @ w.mT).softmax(1)),
+        )  # fmt: skip
+
+    assert_same(losses, Global(features), classes, bias)
+
+
 SCORES, LETTERS = noise(7, 5, 4), torch.tensor([[1, 2, 2], [3, 1, 3], [1, 0, 0], [2, 3, 1], [3, 3, 3]])
 READ, WRITTEN = [7, 6, 3, 7, 4], [3, 2, 0, 1, 3]
 FLAT = torch.cat([row[:n] for row, n in zip(LETTERS, WRITTEN, strict=True)])

@@ -157,6 +157,15 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
+def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The linear map and then the loss. (In chunks, as options say, torch saves memory that blocks do not take.)"""
+    return composite(func)(*args, **{**kwargs, "options": None})
+
+
+if hasattr(functional, "linear_cross_entropy"):
+    TABLE[functional.linear_cross_entropy] = linear_cross_entropy
+
+
 @handles("broadcast_tensors", "torch")
 def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
