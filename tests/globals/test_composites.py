@@ -7,6 +7,8 @@ from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import distdl
+
 x4, x3, x2 = noise(3, 5, 7, 6), noise(3, 5, 7), noise(5, 6)
 PLACES = torch.tensor([0.0, 1.0, 1.5, 3.0, 3.25, 5.0, 8.0], dtype=torch.float64)
 signs = torch.tensor([1, -1, 1, -1, -1])
@@ -199,7 +201,6 @@ def test_places_in_tables_of_each_line():
 
 @on_workers
 def test_numbers_around_means():
-    torch.manual_seed(4)
     mean, std = torch.linspace(-9, 9, 4000).reshape(40, 100), torch.linspace(0, 2, 100)
     for given in (
         (split(mean), split(mean) * 0 + std),
@@ -214,7 +215,48 @@ def test_numbers_around_means():
         torch.normal(split(mean), split(mean))
 
 
+def drawn_in_any_partition(draw, whole):
+    """What is drawn by a tensor, the same whatever its partition."""
+    found = []
+    for grid in ((2, 1), (1, 2)):
+        torch.manual_seed(7)
+        found += distdl.run_workers(lambda: [one.full_tensor() for one in draw(split(whole, *grid))], 3)  # noqa: B023
+    assert all(torch.equal(one, other) for ours in found for one, other in zip(ours, found[0], strict=True))
+    return found[0]
+
+
+def test_numbers_of_rare_events():
+    rates = torch.tensor([0.0, 0.3, 4.0, 1e5]).repeat(500, 1)
+    drawn, nothing = drawn_in_any_partition(lambda x: (torch.poisson(x), torch.poisson(x[:0])), rates)
+    assert drawn.dtype is rates.dtype and torch.equal(drawn, drawn.round()) and nothing.shape == (0, 4)
+    assert ((drawn.mean(0) - rates[0]).abs() <= 4 * (rates[0] / 500).sqrt()).all()
+    assert ((drawn.var(0) - rates[0]).abs() <= 0.3 * rates[0]).all()
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_classes_that_are_drawn(replacement):
+    odds = torch.tensor([[0.0, 1.0, 3.0, 4.0], [2.0, 0.0, 0.0, 2.0], [0.0, 0.0, 5.0, 0.0]]).repeat(200, 1)
+
+    def draw(x):
+        several = x[::3].multinomial(num_samples=2, replacement=replacement)
+        return torch.multinomial(x, 1, replacement), several, torch.multinomial(x[0], 3, True)
+
+    first, several, single = drawn_in_any_partition(draw, odds)
+    assert (first.shape, first.dtype, several.shape, single.shape) == ((600, 1), torch.int64, (200, 2), (3,))
+    assert (odds.gather(1, first) > 0).all() and (several > 0).all()
+    shares = torch.bincount(first[::3, 0], minlength=4) / 200
+    assert (shares - odds[0] / 8).abs().max() < 0.12
+    assert bool((several[:, 0] == several[:, 1]).any()) is replacement
+
+
 REFUSED = {
+    "poisson of negative rates": lambda x: torch.poisson(x),
+    "poisson of whole numbers": lambda x: torch.poisson(x.long()),
+    "multinomial of fewer": lambda x: torch.multinomial(x.abs(), 7),
+    "multinomial of nothing": lambda x: torch.multinomial(x * 0, 2),
+    "multinomial of negative odds": lambda x: torch.multinomial(x, 2),
+    "multinomial of whole numbers": lambda x: torch.multinomial(x.long(), 2),
+    "multinomial of three dims": lambda x: torch.multinomial(x[None], 2),
     "block_diag of three dims": lambda x: torch.block_diag(x, x[None]),
     "sum_to_size of another": lambda x: x.sum_to_size(2, 6),
     "pdist of a vector": lambda x: torch.pdist(x[0]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod
+from math import prod, sqrt
 from typing import Any
 
 import torch
@@ -171,6 +171,28 @@ def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     shape = tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
     return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in tensors)
+
+
+@handles("poisson", "torch")
+def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
+
+    def run(input: Any, generator: Any = None) -> Any:
+        if generator is not None:
+            raise ValueError("poisson of a global tensor takes no generator; it draws by torch.manual_seed")
+        func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
+        rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
+        if known and rates.amin() < 0:
+            raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+        most = float(rates.amax()) if known else 0.0
+        odds, low, high = torch.rand_like(rates), rates * 0 - 1, (rates + 12 * rates.sqrt() + 40).floor()
+        for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
+            middle = ((low + high) / 2).floor()
+            enough = torch.special.gammaincc(middle + 1, rates) >= odds
+            low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        return high.to(input.dtype)
+
+    return run(*args, **kwargs)
 
 
 @handles("multinomial", "torch Tensor")
