@@ -65,6 +65,37 @@ def test_sums_of_weights():
     assert_same(function, Global(x2), noise(30, seed=1))
 
 
+HISTOGRAMS = {
+    "bins": lambda x: torch.histogram(x.detach(), 4),
+    "range": lambda x: x.detach().histogram(5, range=(-1.0, 0.5)),
+    "edges": lambda x: torch.histogram(x.detach(), torch.tensor([-1.0, -0.2, 0.1, 2.0], dtype=x.dtype)),
+    "weights": lambda x: torch.histogram(x.detach(), bins=3, weight=x.detach().square()),
+    "plain weights": lambda x: x.detach().histogram(3, weight=torch.ones(x.shape, dtype=x.dtype), density=True),
+    "density": lambda x: torch.histogram(x.detach(), 6, range=(-2.0, 2.0), density=True).hist,
+    "one value": lambda x: torch.histogram(x.detach() * 0 + 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", HISTOGRAMS)
+def test_histograms(name):
+    for x in (x3, x2, noise(9)):
+        assert_same(HISTOGRAMS[name], Global(x))
+    assert_same(HISTOGRAMS[name], Global(x2.float()), tolerance=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.histogram(0), lambda x: x.long().histogram(3), lambda x: (x / 0).histogram(3),
+        lambda x: x.histogram(torch.ones(3)), lambda x: x.histogram(3, range=(1.0, 0.0)),
+        lambda x: x.histogram(3, weight=x[0]), lambda x: x.histogram(3, weight=x.float()),
+    ],
+)  # fmt: skip
+def test_histograms_that_torch_refuses(function):
+    assert_raises_the_same(function, x2)
+
+
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @pytest.mark.parametrize("weights", [torch.ones(3), torch.ones(7, 1)])
 def test_weights_that_torch_refuses(weights):

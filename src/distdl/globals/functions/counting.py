@@ -59,6 +59,33 @@ def histc(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return run(*args, **kwargs)
 
 
+@handles("histogram", "torch Tensor")
+def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """How many elements lie between edges, or what they weigh, and these edges."""
+
+    def run(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+        if type(input) is not GlobalTensor or type(bins) is GlobalTensor or not input.numel():
+            return fall_back(func, args, kwargs)
+        if weight is not None and weight.shape != input.shape:
+            return fall_back(func, args, kwargs)  # (for torch's error)
+        options = {"range": range}
+        if isinstance(bins, int) and range is None:
+            options = {"range": (float(input.detach().amin()), float(input.detach().amax()))}
+        elif range is None:
+            options = {}
+        layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
+        cells, sizes = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
+        one = torch.zeros(1, dtype=cells.dtype), None if sizes is None else torch.zeros(1, dtype=sizes.dtype)
+        func(one[0], bins, weight=one[1], **options)  # (for torch's error)
+        found, edges = func(cells, bins, weight=sizes, **options)
+        counts = _added(layout, found)
+        if density:
+            counts = counts / (counts.sum() * edges.diff())
+        return torch.return_types.histogram((counts, _split(edges, input)))
+
+    return run(*args, **kwargs)
+
+
 def _added(layout: KnownLayout, counts: torch.Tensor) -> Any:
     """The sum over workers of what each has counted in its block of a tensor that lies so."""
     context, workers, count = layout.context, layout.partition.workers, counts.numel()
