@@ -33,6 +33,10 @@ class Place(NamedTuple):
     path: str = ""
     fallback: str = "warn"
 
+    def of(self, name: str) -> Place:
+        """That of a module in this one."""
+        return Place(f"{self.path}.{name}" if self.path and name else self.path or name, self.fallback)
+
 
 def put(module: torch.nn.Module, place: Place) -> None:
     """Note where a module is."""

@@ -43,6 +43,9 @@ class Copies(Protocol):
     def settled(self, value: Any) -> Any:
         """What a parameter becomes that is set to a value."""
 
+    def joined(self, module: torch.nn.Module) -> None:
+        """A module, without those in it, has become a part of the model."""
+
 
 class Parameters(dict[str, Any]):
     """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.
@@ -109,6 +112,9 @@ class Replicas:
 
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""
+
+    def joined(self, module: torch.nn.Module) -> None:
+        self._held = None
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         return self._copies.get(id(parameter), parameter)

@@ -13,11 +13,12 @@ import torch
 from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
-from distdl.globals.models.copies import Buffers, Copies, Parameters, Replicas
+from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.equality import make_equal
+from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
-from distdl.globals.paths import Place, put, running
+from distdl.globals.paths import Place, running
 from distdl.globals.replicas import map_tensors, mark_copies
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
@@ -70,12 +71,7 @@ def distribute(
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
-    for path, child in module.named_modules():
-        if isinstance(child._parameters, Parameters):
-            continue
-        child._parameters = Parameters(copies, child._parameters)
-        child._buffers = Buffers(child._buffers)
-        put(child, Place(path, fallback))  # (each says so: a checkpoint recomputes one of them alone)
+    join(module, copies, Place("", fallback))
     module.__dict__["forward"] = Forward(module, copies)
     Context.of(P.comm).models.add(module)
     return module

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from zlib import crc32
 
 import torch
 
 from distdl.globals.context import Context
+from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
@@ -14,10 +16,13 @@ from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.memory import parts_of
 
 
-def make_equal(module: torch.nn.Module, context: Context) -> None:
+def make_equal(module: torch.nn.Module, context: Context, parts: Iterable[torch.nn.Module] | None = None) -> None:
     """Give a model on every worker the parameters and buffers of worker 0. Collective.
 
     Nothing moves but a checksum if they are equal already.
+
+    Args:
+        parts: the modules in it of which that is to be so; all, if not given.
 
     Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes.
     """
@@ -25,8 +30,10 @@ def make_equal(module: torch.nn.Module, context: Context) -> None:
         return  # nobody is there
     others = [child for child in module.modules() if isinstance(child, Module)]  # which live on some workers
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
+    wanted = module.modules() if parts is None else parts
+    asked = {id(one) for child in wanted for one in (*child._parameters.values(), *child._buffers.values())} - apart
     named = [*module.named_parameters(), *module.named_buffers()]
-    listed = [(name, one) for name, one in named if id(one) not in apart]
+    listed = [(name, one) for name, one in named if id(one) in asked and type(one) is not GlobalTensor]
     for name, one in listed:
         if torch.nn.parameter.is_lazy(one):
             raise ValueError(

@@ -39,11 +39,12 @@ class Shares:
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self._settle(module, P)
         split_parameters(module, self._context)
-        for child in module.modules():
-            child.register_forward_pre_hook(_Begin(self))
-            child.register_forward_hook(_End(self), always_call=True)
-            child.register_state_dict_post_hook(_whole_state)
-            child.register_load_state_dict_pre_hook(_check_assignment)
+
+    def joined(self, module: torch.nn.Module) -> None:
+        module.register_forward_pre_hook(_Begin(self))
+        module.register_forward_hook(_End(self), always_call=True)
+        module.register_state_dict_post_hook(_whole_state)
+        module.register_load_state_dict_pre_hook(_check_assignment)
 
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P

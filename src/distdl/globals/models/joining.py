@@ -1,0 +1,62 @@
+"""Modules that become parts of a distributed model: those that it has, and those that are put into it later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from distdl.globals.context import Context
+from distdl.globals.models.copies import Buffers, Copies, Parameters
+from distdl.globals.models.equality import make_equal
+from distdl.globals.paths import Place, put
+from distdl.globals.tensor import GlobalTensor
+
+
+class Modules(dict[str, Any]):
+    """The modules in one module. One that is put there later becomes a part of the model, too. Collective then."""
+
+    def __init__(self, copies: Copies, place: Place, modules: dict[str, Any]) -> None:
+        super().__init__(modules)
+        self.copies, self.place = copies, place
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            _join_later(value, self.copies, self.place.of(name))
+        super().__setitem__(name, value)
+
+
+def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
+    """Make a module, and those in it, parts of a distributed model; those that are parts already stay as they are."""
+    for path, child in module.named_modules():
+        if _joins(child):
+            own = place.of(path)
+            child._parameters = Parameters(copies, child._parameters)
+            child._buffers = Buffers(child._buffers)
+            child._modules = Modules(copies, own, child._modules)
+            put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
+            copies.joined(child)
+
+
+def _joins(module: torch.nn.Module) -> bool:
+    """Whether a module is no part of a model yet. One whose parameters have no shapes yet stays as it is."""
+    return not isinstance(module._parameters, Parameters) and not any(is_lazy(one) for one in module.parameters(False))
+
+
+def _join_later(module: torch.nn.Module, copies: Copies, place: Place) -> None:
+    """Make parts of a model of a module that its forward has made, or that a user has put in the place of another.
+
+    Every worker gets the parameters of worker 0, and the whole of what is a global tensor, as if the module had been
+    there when the model was distributed. But its parameters stay whole.
+    """
+    later = [child for child in module.modules() if _joins(child)]
+    if not later:
+        return
+    join(module, copies, place)
+    for child in later:
+        for name, value in [*child._parameters.items(), *child._buffers.items()]:
+            if type(value) is GlobalTensor:
+                held: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
+                held[name] = value
+    make_equal(module, Context.of(copies.P.comm), later)

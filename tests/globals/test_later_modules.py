@@ -1,0 +1,104 @@
+"""Modules that a distributed model gets later: those that its forward makes, and those that a user puts into it."""
+
+import copy
+
+import pytest
+import torch
+from nets import assert_close, assert_identical, assert_same_state, network, partition, run
+from same import noise
+from torch import nn
+
+import distdl
+
+WEIGHTS = ["replicated", "sharded"]
+
+
+class Centred(nn.Module):
+    """Takes the mean of each channel away, and keeps it: in a buffer, or in a parameter that it makes of it."""
+
+    def __init__(self, x, kept):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3, 1), 1.5, dtype=torch.float64))
+        self.kept = kept
+        if kept == "parameter":
+            self.mean = nn.Parameter(x.detach().mean((0, 2), keepdim=True))
+        else:
+            self.register_buffer("mean", x.detach().mean((0, 2), keepdim=True) if kept == "first" else None)
+
+    def forward(self, x):
+        if self.kept == "each":
+            self.mean = x.detach().mean((0, 2), keepdim=True)
+        return (x - self.mean) * self.scale
+
+
+class Lazy(nn.Module):
+    def __init__(self, kept="first"):
+        super().__init__()
+        self.kept, self.conv = kept, nn.Conv1d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        if not hasattr(self, "centred"):
+            self.centred = nn.Sequential(Centred(y, self.kept), nn.Tanh())
+        return self.centred(y)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("kept", ["first", "each", "parameter"])
+def test_what_a_forward_makes_has_the_state_of_the_sequential_model(kept, weights):
+    def work():
+        P = partition((1, 1, 3))
+        alone, model = network(lambda: Lazy(kept)), distdl.distribute(network(lambda: Lazy(kept)), P, weights=weights)
+        for step in range(2):
+            x = noise(2, 3, 11, seed=step)
+            for one, given in ((alone, x), (model, distdl.distribute_tensor(x, P))):
+                one.zero_grad()
+                y = one(given)
+                y.square().sum().backward()
+            assert_close(y, alone(x))
+            assert_same_state(model, alone)
+        copied = copy.deepcopy(model)
+        copied.load_state_dict(alone.state_dict())
+        assert_close(copied(distdl.distribute_tensor(x, P)), alone(x))
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_module_that_is_put_in_the_place_of_another_is_the_same_on_every_worker(weights):
+    """Each worker has made one with other weights."""
+
+    def work():
+        P = partition((1, 1, 3))
+        model = distdl.distribute(network(lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU())), P, weights=weights)
+        model[1] = nn.Sequential(nn.ReLU(), nn.Conv1d(4, 2, 1)).double()
+        model.add_module("norm", nn.BatchNorm1d(2).double())
+        for parameter in model[1].parameters():
+            assert type(parameter) is nn.Parameter  # (they stay whole)
+        if weights == "replicated":
+            assert_identical(model)
+        alone = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Sequential(nn.ReLU(), nn.Conv1d(4, 2, 1)))
+        alone.add_module("norm", nn.BatchNorm1d(2))
+        alone.double().load_state_dict(model.state_dict())
+        for one, x in ((alone, noise(2, 3, 11)), (model, distdl.distribute_tensor(noise(2, 3, 11), P))):
+            optimiser = torch.optim.SGD(one.parameters(), 0.1)
+            one(x).square().sum().backward()
+            optimiser.step()
+        assert_same_state(model, alone)
+
+    run(work)
+
+
+def test_fallbacks_name_the_path_of_a_later_module():
+    class Unique(nn.Module):
+        def forward(self, x):
+            return torch.unique(x)
+
+    def work():
+        P = partition((1, 1, 3))
+        model = distdl.distribute(nn.Sequential(nn.Sequential(nn.Identity())), P, fallback="error")
+        model[0][0] = Unique()
+        with pytest.raises(NotImplementedError, match=r"0\.0: unique"):
+            model(distdl.distribute_tensor(noise(1, 2, 7), P))
+
+    run(work)
