@@ -104,3 +104,22 @@ def test_dtypes_of_other_tensors_by_name():
 )  # fmt: skip
 def test_the_first_argument_by_name(function):
     assert_same(function, Global(noise(3, 4)))
+
+
+def test_real_and_imaginary_parts_are_set():
+    def function(x, y):
+        x = x.clone()
+        x.imag *= -1
+        x.real[:, 1:] += y[:, 1:]
+        other = x * 2
+        other.imag = y
+        other.real = 3.0
+        return x, other
+
+    real, imaginary = noise(5, 7), noise(5, 7, seed=1)
+    assert_same(function, Global(torch.complex(real, imaginary)), Global(noise(5, 7, seed=2)))
+    assert_same(function, Global(torch.complex(real, imaginary)), noise(5, 7, seed=2))
+
+
+def test_the_bytes_of_a_tensor_are_those_of_all_cells():
+    assert_same(lambda x: (x.nbytes, x.float().nbytes, x[:0].nbytes), Global(noise(5, 7)))

@@ -150,13 +150,48 @@ def _parameter():
 
 
 @pytest.mark.parametrize("made", [_viewed, _seen, _array, _parameter])
-@pytest.mark.parametrize("write", ["copy_", "add_", "assignment", "scatter_", "index_add_", "out="])
+@pytest.mark.parametrize("write", ["copy_", "add_", "+=", "assignment", "scatter_", "index_add_", "out="])
 @on_workers
 def test_a_tensor_that_others_see_does_not_become_global(made, write):
     target, other = made()
-    with torch.no_grad(), pytest.raises(TypeError, match=r"plain tensor.*because"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"plain tensor.*because"):
         WRITES[write](target, split(x35), split(CELLS))
     assert not other.any() and not target.any() and type(target) is not GlobalTensor
+
+
+@on_workers
+def test_a_view_becomes_global_where_nobody_has_what_it_is_a_view_of():
+    x, target = split(x35), torch.zeros(15, dtype=torch.float64).view(3, 5)
+    target += x
+    assert type(target) is GlobalTensor
+    assert_close(target, x35)
+    base = torch.zeros(15, dtype=torch.float64)
+    target, other = base.view(3, 5), base[3:6].view(1, 3)
+    del base
+    with pytest.raises(RuntimeError, match=r"add_ .*shares its memory"):
+        target += x
+    assert not other.any()
+
+
+@on_workers
+def test_a_part_of_a_plain_tensor_takes_what_is_added_to_it_or_refuses():
+    """After a TypeError of +=, Python computes ``part = part + x``: the tensor itself would stay as it was."""
+    x, target, plain = split(x35), torch.ones(2, 3, 5, dtype=torch.float64), torch.ones(2, 3, 5, dtype=torch.float64)
+    parts = target[1], target[0, :2]
+    for part in parts:
+        with pytest.raises(RuntimeError, match=r"(mul|add)_ .*it is a view of another tensor"):
+            part *= x[: len(part)]
+        with pytest.raises(RuntimeError, match=r"(mul|add)_ .*it is a view of another tensor"):
+            part += x[: len(part)]
+    with pytest.raises(RuntimeError, match=r"written into a plain tensor"):
+        torch.zeros(3, 5, dtype=torch.complex128).real = x
+    del part, parts
+    for one, given in ((plain, x35), (target, x)):
+        one[1] += given
+        one[0, :2] *= given[:2]
+        one[:, 1] /= given[1]
+    assert type(target) is GlobalTensor
+    assert_close(target, plain)
 
 
 class _Written(torch.nn.Module):
@@ -253,8 +288,10 @@ def test_what_was_computed_from_parameters_becomes_global_and_keeps_its_graph():
 def test_a_buffer_does_not_take_a_gradient():
     x = split(x35).requires_grad_()
     model = distdl.distribute(_Written(), x.layout.partition)
-    with pytest.raises(TypeError, match=r"add_ .*buffer.*gradient"):
+    with pytest.raises(RuntimeError, match=r"add_ .*buffer.*gradient"):
         model.mean.add_(x)
+    with pytest.raises(RuntimeError, match=r"add_ .*buffer.*gradient"):
+        model.mean += x
     assert type(model.mean) is torch.Tensor and not model.mean.any()
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dis import get_instructions
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ def write(
         beside: what it is written with; the global tensors in it.
         name: of the function, in errors.
     Returns: what the function returns: most often the target.
-    Raises: TypeError if others would not see what is written: if it shares its memory with another tensor, or has a
+    Raises: RuntimeError if others would not see what is written: if it shares its memory with another tensor, or has a
         gradient; and for a parameter or buffer, if what is written has one.
     """
     called = str(name or getattr(func, "__name__", func))
@@ -59,11 +62,28 @@ def _adopt(target: Any, beside: Any, name: str) -> None:
         except RuntimeError:
             why = "others refer to it"
     if why:
-        raise TypeError(
+        # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
+        raise (TypeError if _assigns_item() else RuntimeError)(
             f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker and "
             f"cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
+
+
+def _assigns_item() -> bool:
+    """Whether this is inside of ``z[...] += x``, which assigns to the item what it computes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    later = (one.opname for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti)
+    if not next(later, "").startswith("BINARY_OP"):
+        return False
+    return next((name for name in later if name not in ("CACHE", "SWAP")), "") in ("STORE_SUBSCR", "STORE_SLICE")
+
+
+_BETWEEN = ("distdl.", "torch._tensor", "torch.overrides", "torch.utils.")  # what calls us, and is called by a user
 
 
 def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
@@ -116,13 +136,23 @@ def _why_not(target: Any) -> str:
     plain = target._plain if replica else target
     if plain.requires_grad and not replica:
         return "it requires a gradient"
-    if plain._is_view():
+    view = plain._is_view()
+    if view and (replica or _references_to_base(plain) > _NO_OTHER):
         return "it is a view of another tensor"
     storage = plain.untyped_storage()
-    # (one reference is the tensor's, one that of the replica that it is, one is ours)
-    if torch._C._storage_Use_Count(storage._cdata) > 2 + replica or not storage.resizable():
+    # (one reference is the tensor's, one that of the replica that it is or of what it is a view of, one is ours)
+    if torch._C._storage_Use_Count(storage._cdata) > 2 + replica + view or not storage.resizable():
         return "it shares its memory with another tensor or with an array"
     return ""
+
+
+def _references_to_base(view: torch.Tensor) -> int:
+    """How many references there are to what a tensor is a view of."""
+    base = view._base
+    return sys.getrefcount(base)
+
+
+_NO_OTHER = _references_to_base(torch.empty(1).view(1))  # (as of ``torch.zeros(6).view(2, 3)``)
 
 
 def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:

@@ -44,13 +44,13 @@ def check_gradient(values: Any, name: str) -> None:
 
     Args:
         name: of the function that writes.
-    Raises: TypeError.
+    Raises: RuntimeError.
     """
     found: list[torch.Tensor] = []
     if torch.is_grad_enabled():
         map_tensors(values, lambda one: found.append(one) if one.requires_grad else None)
     if found:
-        raise TypeError(
+        raise RuntimeError(
             f"{name} would write what a global tensor says into a parameter or a buffer of the model, and the gradient "
             "of what is written would be lost; write under torch.no_grad(), or what has been detached"
         )

@@ -18,6 +18,8 @@ from distdl.tensors.connection import replayed
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _raw_node = _base.grad_fn.__get__
+_raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
+_raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
 _raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
 
 
@@ -104,6 +106,11 @@ class GlobalTensor(torch.Tensor):
             func is torch.ops.aten._local_scalar_dense.default
         ):  # a number is asked for, as by torch.full((2, 3), x.max())
             return _number(args[0])
+        if func is torch.ops.aten.copy_.default and type(args[0]) is not GlobalTensor:
+            raise RuntimeError(
+                "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
+                "asks us (as plain.real = x does); make what is written global first"
+            )
         raise RuntimeError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
             "functions, and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
@@ -131,6 +138,22 @@ class GlobalTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._block.device
+
+    @property
+    def real(self) -> torch.Tensor:
+        return _raw_real(self)
+
+    @real.setter  # (torch's own asks nobody)
+    def real(self, value: Any) -> None:
+        self.real[...] = value
+
+    @property
+    def imag(self) -> torch.Tensor:
+        return _raw_imag(self)
+
+    @imag.setter
+    def imag(self, value: Any) -> None:
+        self.imag[...] = value
 
     @property
     def requires_grad(self) -> bool:

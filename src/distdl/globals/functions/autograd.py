@@ -164,6 +164,13 @@ def _attribute(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0]._block, name)
 
 
+@handles_property("nbytes")
+def bytes_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of all cells, wherever they are."""
+    x = args[0]
+    return int(x.numel() * x._block.element_size())
+
+
 def _method(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0]._block, name)(*args[1:], **kwargs)
 
