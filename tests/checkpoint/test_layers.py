@@ -85,6 +85,7 @@ def test_every_layer(name, tmp_path):
         distdl.save(tmp_path, layers[0])
         distdl.load(tmp_path, layers[1])
         assert_equal(distdl.export_state(layers[1])[0], expected)
+        assert list(distdl.export_state(layers[1])[0]) == list(expected)
 
     distdl.run_workers(work, 4)
     other = nn.ModuleDict({"layer": sequential()})

@@ -218,6 +218,7 @@ def test_odd_tensors(tmp_path):
         assert none is None
         if distdl.world().rank == workers - 1:
             assert_equal(state, dict(Odd(1.0).state_dict()))
+            assert list(state) == list(Odd(1.0).state_dict())
             again = Odd(0.0)
             again.load_state_dict(state)
         else:

@@ -44,7 +44,25 @@ def export_state(
     found = {key: _whole(comm, saved, own.records.found.get(key), on) for key, saved in index.tensors.items()}
     if on is not None and comm.rank != on:
         return {}, None if optimiser is None else {}
-    return plain_states(index, found)
+    state, of_optimiser = plain_states(index, found)
+    return _in_order(state, model), of_optimiser
+
+
+def _in_order(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """The same as the model's ``state_dict`` lists it: module by module, its parameters and then its buffers."""
+    modules = {path: at for at, path in enumerate(path for path, _ in model.named_modules())}
+
+    def place(key: str) -> tuple[int, int, int]:
+        path, _, name = key.rpartition(".")
+        while path not in modules:
+            path, _, name = path.rpartition(".")
+        module = model.get_submodule(path)
+        kinds = list(module._parameters), list(module._buffers), [_EXTRA]
+        # (a parameter that has another name in the layer comes in the order of its layouts)
+        kind = next((at for at, names in enumerate(kinds) if name in names), 0)
+        return modules[path], kind, kinds[kind].index(name) if name in kinds[kind] else 0
+
+    return {key: state[key] for key in sorted(state, key=place)}
 
 
 def plain_states(index: Index, found: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any] | None]:
