@@ -393,3 +393,5 @@ def test_nothing_passes_by_the_table():
         torch.func.grad(lambda a: (a * 2).sum())(x)
     with pytest.raises(TypeError, match="memory"):
         x.data_ptr()
+    with pytest.raises(RuntimeError, match="data pointer"):  # (it was a capsule, of which reading ended the process)
+        torch.utils.dlpack.to_dlpack(x)

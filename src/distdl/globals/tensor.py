@@ -17,6 +17,7 @@ from distdl.partition import Layout, Partition
 from distdl.tensors.connection import replayed
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
+_has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _raw_node = _base.grad_fn.__get__
 _raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
 _raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
@@ -59,6 +60,7 @@ class GlobalTensor(torch.Tensor):
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             GlobalTensor, layout.size, dtype=block.dtype, device=block.device, requires_grad=block.requires_grad
         )
+        _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
         made._block = replayed(block) if layout.empty else block
         made._layout = layout
         made._context = layout.context
