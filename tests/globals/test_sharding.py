@@ -423,3 +423,15 @@ def test_what_a_model_in_shares_refuses():
         assert_same_state(replicated, sequential)
 
     run(work)
+
+
+def test_shares_take_another_dtype_where_they_are():
+    """Warnings are errors: nothing comes together for that."""
+
+    def work():
+        model, sequential = sharded(network(), (2, 1)), network()
+        assert_same_state(model.float(), sequential.float())
+        assert_same_state(model.to(torch.float64), sequential.double())
+        assert all(type(one) is distdl.GlobalTensor for one in model.parameters())
+
+    run(work)

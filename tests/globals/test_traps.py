@@ -174,6 +174,25 @@ def test_a_view_becomes_global_where_nobody_has_what_it_is_a_view_of():
 
 
 @on_workers
+def test_a_number_is_written_into_a_plain_tensor_that_others_see():
+    """Gradients of a global medium and of a plain wavelet, which are clipped by the norm of both."""
+    found = []
+    for x in (split(x35), x35.clone()):
+        medium, wavelet = x.requires_grad_(), noise(5, seed=4).requires_grad_()
+        ((medium * wavelet) ** 2).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_([medium, wavelet], 0.1)
+        table = torch.zeros(2, 5, dtype=torch.float64)
+        row = table[1]
+        row += norm
+        found.append((norm, medium.grad, wavelet.grad, table))
+        assert type(wavelet.grad) is type(table) is torch.Tensor
+        with pytest.raises(RuntimeError, match=r"it is a view|size of tensor"):
+            row += medium if type(medium) is GlobalTensor else noise(7)
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+@on_workers
 def test_a_part_of_a_plain_tensor_takes_what_is_added_to_it_or_refuses():
     """After a TypeError of +=, Python computes ``part = part + x``: the tensor itself would stay as it was."""
     x, target, plain = split(x35), torch.ones(2, 3, 5, dtype=torch.float64), torch.ones(2, 3, 5, dtype=torch.float64)

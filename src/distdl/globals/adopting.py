@@ -28,7 +28,7 @@ def write(
     A parameter or a buffer of a model, or a part of it, is written on every worker. Any other becomes global, under all
     of its names, so that it can be written: it is the same on every worker, so each keeps its box of it, and it lies as
     the largest of the global tensors does. What was computed from parameters (``mask_token.repeat(...)``) keeps its
-    graph.
+    graph. Where it must not become global, numbers (global tensors without dims) are written on every worker.
 
     Args:
         target: the argument that is written.
@@ -41,8 +41,18 @@ def write(
     called = str(name or getattr(func, "__name__", func))
     handler = TABLE.get(func, TABLE[None])
     if not is_of_model(target, _largest(beside)._context):
-        _adopt(target, beside, called)
-        return handler(func, args, kwargs)
+        why = _adopt(target, beside)
+        if not why:
+            return handler(func, args, kwargs)
+        if _are_numbers((args, kwargs)):
+            given, named = map_tensors((args, kwargs), lambda one: _whole(one) if _is_global(one) else one)
+            return func(*given, **named)
+        # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
+        raise (TypeError if _assigns_item() else RuntimeError)(
+            f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
+            f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
+            f"as zeros_like or new_zeros of a global one"
+        )
     check_gradient((target, beside), called)
     made = _own_beside(target.detach(), beside)
     given = tuple([made if one is target else one for one in args])
@@ -52,22 +62,37 @@ def write(
     return assigned(target) if y is made else y
 
 
-def _adopt(target: Any, beside: Any, name: str) -> None:
+def _adopt(target: Any, beside: Any) -> str:
+    """Make a plain tensor global, under all of its names; gives why that must not be, or nothing if it is done."""
     why = _why_not(target)
-    if not why:
-        made = _own_beside(target, beside)
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                swap_tensors(target, made)
-        except RuntimeError:
-            why = "others refer to it"
     if why:
-        # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
-        raise (TypeError if _assigns_item() else RuntimeError)(
-            f"{name} would write what a global tensor says into a plain tensor, which is the same on every worker and "
-            f"cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
-            f"as zeros_like or new_zeros of a global one"
-        )
+        return why
+    made = _own_beside(target, beside)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            swap_tensors(target, made)
+    except RuntimeError:
+        return "others refer to it"
+    return ""
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor()
+
+
+def _is_global(value: Any) -> bool:
+    return type(value) is GlobalTensor
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether all global tensors in a structure are without dims and a gradient: every worker can have them whole."""
+    found: list[bool] = []
+    recorded = torch.is_grad_enabled()
+    map_tensors(
+        values, lambda one: found.append(not one.dim() and not (recorded and one.requires_grad))
+        if _is_global(one) else None
+    )  # fmt: skip
+    return all(found)
 
 
 def _assigns_item() -> bool:

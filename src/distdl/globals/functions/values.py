@@ -40,6 +40,12 @@ def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+@handles("_has_compatible_shallow_copy_type", "torch")
+def known_of_blocks(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``module.to`` asks of a parameter and of what comes into its place: the same of their blocks."""
+    return func(*(one._block if type(one) is GlobalTensor else one for one in args))
+
+
 @handles("__repr__", "Tensor")
 def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Shape, dtype, partition and this worker's block. A tensor without dims shows its value: that is collective."""
