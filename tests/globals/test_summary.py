@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.globals.models.rehearsal import GRADIENTS, on_meta
@@ -79,6 +80,33 @@ def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd):
             assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
         # (when a thread lets go of what another has sent depends on which is faster: real peaks differ from run to run)
         assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
+
+
+class Checkpointed(UNet):
+    """The deep level is computed again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(x + self.up(checkpoint(self.deep, x, use_reentrant=False)))
+
+
+def test_messages_and_memory_of_a_model_that_recomputes():
+    model, grid = Checkpointed(), (1, 1, 2, 2)
+    for worker, real in enumerate(really(model, grid, 5)):
+        told = told_of(model, grid, 5, worker).totals
+        assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
+        assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
+    assert distdl.summary(model, grid, SHAPE).totals.peak < distdl.summary(UNet(), grid, SHAPE).totals.peak
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.mean().item(), lambda x: x.nonzero().sum(), lambda x: x[x > 0].sum()])
+def test_a_forward_that_asks_for_values_is_refused_with_the_reason(ask):
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * ask(x)
+
+    with pytest.raises(RuntimeError, match=r"from shapes alone, on meta tensors; its forward asks for values: .*meta"):
+        distdl.summary(Asks(), (1, 1, 2, 2), SHAPE)
 
 
 def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int) -> Summary:

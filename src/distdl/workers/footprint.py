@@ -60,7 +60,9 @@ class Footprint(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
 
     def _note(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or value.is_meta is not self._meta:
+        if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return  # (one that is made of others has no memory of its own)
+        if value.is_meta is not self._meta:
             return
         try:
             storage = value.untyped_storage()
@@ -80,7 +82,8 @@ class Footprint(TorchDispatchMode):
             self._owners.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():  # (functions have been asked before, and these are operators)
+            result = func(*args, **(kwargs or {}))
         for value in tree_leaves((args, kwargs, result)):
             self._note(value)
         self._look()

@@ -100,6 +100,8 @@ class Rehearsal:
 
 
 Inputs = Sequence[torch.Tensor]
+_VALUES = ("called on meta tensors", "correct data-independent implementation does not exist")
+"""What torch says where meta tensors are asked for values."""
 
 
 def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
@@ -188,8 +190,15 @@ class _Watch(TorchFunctionMode):
         return Rehearsal({path: self._parts[path] for path in order}, footprint.peak)
 
     def _forward(self, inputs: Sequence[torch.Tensor]) -> Any:
-        with self:
-            return self._model(*inputs)
+        try:
+            with self:
+                return self._model(*inputs)
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(text in str(error) for text in _VALUES):
+                raise
+            raise RuntimeError(
+                "a model is summed up from shapes alone, on meta tensors; its forward asks for values: " + str(error)
+            ) from error
 
     def _backward(self, y: Any) -> None:
         ends: list[torch.Tensor] = []
@@ -276,7 +285,7 @@ class _Watch(TorchFunctionMode):
         counted["bytes"] += nbytes
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = (tensor._block if type(tensor) is GlobalTensor else tensor).untyped_storage()
         known = self._saved.get(storage._cdata)
         if storage._cdata not in self._weights and (known is None or known.expired()):
             self._part(current_path()).activations += storage.nbytes()
