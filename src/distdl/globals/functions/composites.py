@@ -15,6 +15,7 @@ from distdl.globals.adopting import write
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
+from distdl.globals.replicas import map_tensors
 from distdl.globals.table import TABLE, Handler, composite, handles
 from distdl.globals.tensor import GlobalTensor
 
@@ -67,6 +68,13 @@ def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     more = x.dim() - len(shape)
     dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
     return x.sum(dims, keepdim=True).reshape(shape) if dims else x
+
+
+@handles("linspace logspace", "torch")
+def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor: the values of tensors without dims come to every worker."""
+    given, named = map_tensors((args, kwargs), lambda one: one.item() if not one.dim() else one)
+    return func(*given, **named)
 
 
 @handles("kron", "torch Tensor")
