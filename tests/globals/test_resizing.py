@@ -23,6 +23,10 @@ x3, x4, x5 = noise(2, 3, 11), noise(2, 3, 9, 7), noise(2, 3, 6, 5, 7)
         lambda x: F.interpolate(x, scale_factor=1.5, mode="bicubic"),
         lambda x: F.interpolate(x, size=(4, 3), mode="area"),
         lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
+        lambda x: F.interpolate(x, size=(4, 3), mode="bilinear", antialias=True),
+        lambda x: F.interpolate(x, scale_factor=(0.4, 1.7), mode="bicubic", antialias=True),
+        lambda x: F.interpolate(x, scale_factor=0.6, mode="bilinear", antialias=True, recompute_scale_factor=True),
+        lambda x: F.interpolate(x, size=5, mode="bicubic", align_corners=True, antialias=True),
     ],
 )  # fmt: skip
 def test_in_a_plane(function):

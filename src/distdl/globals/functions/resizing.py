@@ -181,8 +181,13 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ) -> Any:
         if mode == "area":
             return _area(input, size, scale_factor)
-        if antialias or (size is None) == (scale_factor is None):
+        if (size is None) == (scale_factor is None):
             return fall_back(func, args, kwargs)
+        if antialias:
+            if input.dim() != 4 or input.dtype not in (torch.float32, torch.float64):
+                return fall_back(func, args, kwargs)  # (for torch's error, and other dtypes)
+            given = {"mode": mode, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
+            return _filtered(func, input, size, scale_factor, given)
         space, factors = input.dim() - 2, scale_factor
         if size is not None:
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
@@ -201,6 +206,21 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func.__name__ == "upsample_bilinear":
         return run(*args, **{"mode": "bilinear", "align_corners": True, **kwargs})
     return run(*args, **kwargs)
+
+
+def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, Any]) -> Any:
+    """Filter along rows and columns: products with matrices, which are what torch makes of those of ones."""
+    y: Any = input
+    for dim in (3, 2):
+        ones = torch.eye(input.shape[dim], dtype=input.dtype, device=input.device)[None, None]
+        if size is None:
+            factor = factors[dim - 2] if isinstance(factors, (list, tuple)) else factors
+            matrix = func(ones, scale_factor=(factor, 1.0), antialias=True, **given)[0, 0]
+        else:
+            count = size if isinstance(size, int) else size[dim - 2]
+            matrix = func(ones, size=(int(count), input.shape[dim]), antialias=True, **given)[0, 0]
+        y = torch.matmul(y, matrix.mT) if dim == 3 else torch.matmul(matrix, y)
+    return y
 
 
 def _area(input: GlobalTensor, size: Any, scale_factor: Any) -> Any:
