@@ -59,4 +59,5 @@ def _join_later(module: torch.nn.Module, copies: Copies, place: Place) -> None:
             if type(value) is GlobalTensor:
                 held: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
                 held[name] = value
-    make_equal(module, Context.of(copies.P.comm), later)
+    if any(child._parameters or child._buffers for child in later):
+        make_equal(module, Context.of(copies.P.comm), later)
