@@ -434,4 +434,48 @@ def test_shares_take_another_dtype_where_they_are():
         assert_same_state(model.to(torch.float64), sequential.double())
         assert all(type(one) is distdl.GlobalTensor for one in model.parameters())
 
+
+def test_what_is_written_into_a_state_dict_reaches_the_parameters():
+    """In torch they share memory; averages of weights are often kept so."""
+
+    def work():
+        sequential = network()
+        model = sharded(sequential, (2, 1, 2))
+        models, averages = (model, sequential), (copy.deepcopy(model), copy.deepcopy(sequential))
+        x, target = batch(0)
+        for decay in (0.9, 0.5):
+            for one, average in zip(models, averages, strict=True):
+                (one(x) - target).square().mean().backward()
+                torch.optim.SGD(one.parameters(), 0.1).step()
+                values = one.state_dict()
+                for name, value in average.state_dict().items():
+                    if value.is_floating_point():
+                        value.mul_(decay).add_(values[name], alpha=1 - decay)
+            assert_same_state(*averages)
+            assert_close(*(average(x) for average in averages))
+        for one in models:
+            found = one.state_dict()
+            found["scale"].zero_()  # (the dict is there when the parameter is used)
+            assert_close(one.scale, torch.zeros((), dtype=torch.float64))
+            found["scale"].add_(1)
+            found = one.state_dict()
+            assert found["scale"] == 1
+        assert not model.scale.__dict__["_ties"][:-1]
+
+    run(work)
+
+
+def test_what_is_written_into_an_outdated_state_dict_is_an_error():
+    def work():
+        model = sharded(network(), (3, 1))
+        found = model.state_dict()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(2)
+        assert_close(model.scale, 2 * found["scale"])
+        found["scale"].zero_()
+        del found
+        with pytest.raises(RuntimeError, match="call it again"):
+            model(batch(0)[0])
+
     run(work)

@@ -23,9 +23,10 @@ import torch
 
 from distdl.geometry.boxes import Shape, balanced, slices
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.entry import full_tensor
 from distdl.globals.models.copies import Parameters
 from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
+from distdl.globals.models.states import whole_state
+from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
@@ -43,7 +44,7 @@ class Shares:
     def joined(self, module: torch.nn.Module) -> None:
         module.register_forward_pre_hook(_Begin(self))
         module.register_forward_hook(_End(self), always_call=True)
-        module.register_state_dict_post_hook(_whole_state)
+        module.register_state_dict_post_hook(whole_state)
         module.register_load_state_dict_pre_hook(_check_assignment)
 
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
@@ -111,6 +112,8 @@ class Shares:
         return value
 
     def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
+        for one in parameters:
+            block_of(one)  # (brings what has been written into its state_dict)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         copies = gathered.copies()
         if frame is not None and frame.hooks is self.keep:
@@ -120,11 +123,10 @@ class Shares:
                 frame.first = next_node() if node is None else int(node._sequence_nr())
             frame.gathered.append(gathered)
         found: list[torch.Tensor] = []
-        for one, parameter in zip(copies, parameters, strict=True):
-            if one.requires_grad:
-                one = Replica._of(one, self._context)
-                one._variable = parameter
-            found.append(one)
+        for copy, parameter in zip(copies, parameters, strict=True):
+            found.append(Replica._of(copy, self._context) if copy.requires_grad else copy)
+            if copy.requires_grad:
+                found[-1].__dict__["_variable"] = parameter
         return found
 
 
@@ -250,15 +252,7 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
     map_tensors(result, note)
 
 
-# -- what is saved, and copied
-
-
-def _whole_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """In a state_dict stand whole tensors, as in that of the model on one worker."""
-    for name in module._parameters:
-        value = state.get(prefix + name)
-        if type(value) is GlobalTensor:
-            state[prefix + name] = full_tensor(GlobalTensor._of(value._block.detach(), value._layout))
+# -- what is loaded
 
 
 def _check_assignment(
