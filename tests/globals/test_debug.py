@@ -79,7 +79,10 @@ def test_workers_that_do_the_same_compute_the_same(monkeypatch):
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_weights_that_entered_once_more_on_one_worker_are_told_apart_in_backward(monkeypatch, debug):
-    """A forward that sends nothing, which the others have not made: its node is counted, and the counts are named."""
+    """A forward that sends nothing, which the others have not made: its node is counted, and the counts are named.
+
+    Where workers compare, they meet in the forward already.
+    """
     monkeypatch.setenv("DISTDL_DEBUG", debug)
     told = {}
 
@@ -88,9 +91,8 @@ def test_weights_that_entered_once_more_on_one_worker_are_told_apart_in_backward
         layer = distdl.distribute(torch.nn.Linear(5, 5, dtype=torch.float64), x.layout.partition)
         if me == 0:
             layer(x)
-        y = layer(x).sum()
         try:
-            y.backward()
+            layer(x).sum().backward()
         except distdl.CommunicationError as error:
             told[me] = str(error)
             raise
@@ -98,6 +100,9 @@ def test_weights_that_entered_once_more_on_one_worker_are_told_apart_in_backward
     with pytest.raises(distdl.CommunicationError):
         distdl.run_workers(work, 3)
     assert told[0] == told[1] == told[2]
+    if debug == "1":
+        assert "comparing weights" in told[0] and "on 0; sum(" in told[0]
+        return
     for text in ("recorded node 2, gradients of replicated", "recorded node 1, gradients of replicated"):
         assert f"in the backward of {text}" in told[0]
 
@@ -109,5 +114,21 @@ def test_nested_tensors_beside_global_ones(monkeypatch):
     def work():
         with pytest.raises(TypeError, match="no worker can have a block"):
             torch.nested.nested_tensor_from_jagged(split(x35), torch.tensor([0, 1, 3]))
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_weights_that_became_different_are_named(monkeypatch, weights):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        me, x = distdl.world().comm.rank, split(x35)
+        layers = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.BatchNorm1d(5)).double()
+        model = distdl.distribute(layers, x.layout.partition, weights=weights)
+        model(x).sum().backward()
+        with torch.no_grad():
+            one = model[1].running_mean if weights == "sharded" else model[0].bias
+            one.copy_(torch.full((5,), float(me)))
+        with pytest.raises(ValueError, match=r"(0\.bias|1\.running_mean) of worker 0 differs from .* of worker 1"):
+            model(x)
 
     distdl.run_workers(work, 3)

@@ -11,7 +11,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.operands import taken
-from distdl.globals.replicas import map_tensors, plain_of
+from distdl.globals.replicas import Replica, map_tensors, plain_of
 from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.tensors.memory import parts_of
 
@@ -59,8 +59,11 @@ def check_gradient(values: Any, name: str) -> None:
 def settled(value: Any) -> Any:
     """What a buffer of a model becomes that is set to a value: of a global tensor, the whole, on every worker.
 
-    What is written into the one later reaches the other. A value that has a gradient stays as it is.
+    What is written into the one later reaches the other. A value that has a gradient stays as it is. What was computed
+    from parameters is equal on all workers as it is, and plain.
     """
+    if type(value) is Replica and not value.requires_grad:
+        return plain_of(value)
     if type(value) is not GlobalTensor or value.requires_grad:
         return value
     whole = value.full_tensor()

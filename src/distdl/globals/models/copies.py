@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
 from distdl.globals.replicas import Replica, enter, parameter_of
@@ -26,10 +27,12 @@ class Copies(Protocol):
     Attributes:
         P: the partition over which the model is distributed.
         running: how many forwards of it run, one inside another.
+        additions: what was set in the model since the last of them.
     """
 
     P: Partition
     running: int
+    additions: Additions
 
     def begin(self) -> None:
         """A forward begins that is not inside another."""
@@ -45,6 +48,41 @@ class Copies(Protocol):
 
     def joined(self, module: torch.nn.Module) -> None:
         """A module, without those in it, has become a part of the model."""
+
+    def enlarged(self) -> None:
+        """Modules or parameters have been added."""
+
+
+class Additions:
+    """Tensors and modules that were set in a distributed model outside of its forward.
+
+    Workers may have drawn other weights for them, so they are made equal before the next forward.
+
+    Attributes:
+        found: those of which nobody knows yet whether they are equal.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        self._equal = WeakIdKeyDictionary()
+
+    def note(self, value: Any, copies: Copies) -> None:
+        """Take note of a value that was set, unless the forward itself has set it."""
+        if value is None or type(value) is GlobalTensor or value in self._equal or copies.running or is_recomputed():
+            return
+        self.found.append(value)
+
+    def settle(self, module: torch.nn.Module) -> None:
+        """Take note that all of a model is equal on the workers."""
+        for one in (*module.modules(), *module.parameters(), *module.buffers()):
+            self._equal[one] = True
+        self.found = []
+
+    def settle_found(self) -> None:
+        """Take note that what was found is equal: it has been copied."""
+        for one in self.found:
+            self._equal[one] = True
+        self.found = []
 
 
 class Parameters(dict[str, Any]):
@@ -66,13 +104,22 @@ class Parameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         # (torch.func.functional_call puts back what it has read here)
-        super().__setitem__(name, self.copies.settled(parameter_of(value)))
+        value = self.copies.settled(parameter_of(value))
+        if isinstance(value, torch.nn.Parameter):  # (what it puts here before is no part of the model)
+            self.copies.additions.note(value, self.copies)
+        super().__setitem__(name, value)
 
 
 class Buffers(dict[str, Any]):
     """The buffers of one module. One that is set to a global tensor becomes the whole tensor, on every worker."""
 
+    def __init__(self, copies: Copies, buffers: dict[str, Any]) -> None:
+        super().__init__(buffers)
+        self.copies = copies
+
     def __setitem__(self, name: str, value: Any) -> None:
+        if type(value) is not GlobalTensor:
+            self.copies.additions.note(value, self.copies)
         super().__setitem__(name, settled(value))
 
 
@@ -87,7 +134,7 @@ class Replicas:
 
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
-        self.running = 0
+        self.running, self.additions = 0, Additions()
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
@@ -125,6 +172,9 @@ class Replicas:
         if not isinstance(value, torch.nn.Parameter):  # as torch.func.functional_call does, whose gradient goes on
             return value.full_tensor()
         return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
+
+    def enlarged(self) -> None:
+        self._held = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """Those of a copied model. Where a part of the model is copied by itself, its weights enter by themselves."""

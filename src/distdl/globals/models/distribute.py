@@ -14,7 +14,7 @@ from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.models.copies import Copies, Parameters, Replicas
-from distdl.globals.models.equality import make_equal
+from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.operands import taken
@@ -61,18 +61,15 @@ def distribute(
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
         if value not in known:
             raise ValueError(f"distribute needs {name} to be one of {', '.join(known)}; got {value!r}")
+    _check(module)
     for path, child in module.named_modules():
-        where = f"its module {path}" if path else type(module).__name__
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ValueError(
-                f"distribute needs modules in Python; {where} is compiled by torch.jit, so nothing sees inside"
-            )
         if isinstance(child._parameters, Parameters) and (child is module or not _is_shared(child)):
+            where = _where(module, path)
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     join(module, copies, Place("", fallback))
-    module.__dict__["forward"] = Forward(module, copies)
+    module.__dict__["forward"] = Forward(module, copies, fallback)
     Context.of(P.comm).models.add(module)
     return module
 
@@ -82,6 +79,19 @@ def _is_shared(child: torch.nn.Module) -> bool:
     return not (child._parameters or child._buffers or isinstance(child.__dict__.get("forward"), Forward))
 
 
+def _where(module: torch.nn.Module, path: str) -> str:
+    return f"its module {path}" if path else type(module).__name__
+
+
+def _check(module: torch.nn.Module) -> None:
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ValueError(
+                f"distribute needs modules in Python; {_where(module, path)} is compiled by torch.jit, so nothing sees "
+                "inside"
+            )
+
+
 class Forward:
     """The forward of a distributed module: parameters enter, inputs are split, and the module's own forward runs.
 
@@ -89,8 +99,8 @@ class Forward:
         P: the partition of its inputs.
     """
 
-    def __init__(self, module: torch.nn.Module, copies: Copies) -> None:
-        self.module, self.P, self.copies = module, copies.P, copies
+    def __init__(self, module: torch.nn.Module, copies: Copies, fallback: str) -> None:
+        self.module, self.P, self.copies, self.fallback = module, copies.P, copies, fallback
         # (some models choose between forwards by such an attribute)
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
         with suppress(ValueError, TypeError):  # (what is no function of Python has none)
@@ -104,6 +114,7 @@ class Forward:
         made.__dict__.update(
             shared | deepcopy({name: v for name, v in self.__dict__.items() if name not in shared}, memo)
         )
+        made.copies.additions.settle_found()
         Context.of(made.P.comm).models.add(made.module)
         return made
 
@@ -112,6 +123,10 @@ class Forward:
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
         named = map_tensors(kwargs, self._split) if kwargs else kwargs
         if not copies.running:
+            if copies.additions.found:
+                self._add()
+            if self.P.comm.watch is not None:
+                check_equal(self.module, Context.of(self.P.comm))
             copies.begin()
         copies.running += 1
         try:
@@ -127,6 +142,16 @@ class Forward:
             copies.running -= 1
             if not copies.running:
                 copies.end()
+
+    def _add(self) -> None:
+        """Take in what was set in the model since its last forward: of weights that differ, those of worker 0."""
+        _check(self.module)
+        tensors: list[torch.Tensor] = []
+        for one in self.copies.additions.found:
+            tensors.extend([one] if isinstance(one, torch.Tensor) else [*one.parameters(), *one.buffers()])
+        plain = {id(one) for one in tensors if type(one) is not GlobalTensor}
+        make_equal(self.module, Context.of(self.P.comm), plain)
+        join(self.module, self.copies, Place("", self.fallback))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor or x.dim() < self.P.workers.ndim:

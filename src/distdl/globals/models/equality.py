@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from zlib import crc32
 
 import torch
@@ -16,24 +16,19 @@ from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.memory import parts_of
 
 
-def make_equal(module: torch.nn.Module, context: Context, parts: Iterable[torch.nn.Module] | None = None) -> None:
+def make_equal(module: torch.nn.Module, context: Context, only: Collection[int] | None = None) -> None:
     """Give a model on every worker the parameters and buffers of worker 0. Collective.
 
     Nothing moves but a checksum if they are equal already.
 
     Args:
-        parts: the modules in it of which that is to be so; all, if not given.
+        only: the ids of those of which it is asked; all, if not given.
 
     Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes.
     """
     if context.comm.imagined:
         return  # nobody is there
-    others = [child for child in module.modules() if isinstance(child, Module)]  # which live on some workers
-    apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
-    wanted = module.modules() if parts is None else parts
-    asked = {id(one) for child in wanted for one in (*child._parameters.values(), *child._buffers.values())} - apart
-    named = [*module.named_parameters(), *module.named_buffers()]
-    listed = [(name, one) for name, one in named if id(one) in asked and type(one) is not GlobalTensor]
+    listed = [(name, one) for name, one in _of_all(module) if only is None or id(one) in only]
     for name, one in listed:
         if torch.nn.parameter.is_lazy(one):
             raise ValueError(
@@ -60,6 +55,33 @@ def make_equal(module: torch.nn.Module, context: Context, parts: Iterable[torch.
             if own.numel():
                 context.comm.through.broadcast(context.everyone, own).wait()
                 one.copy_(own.view(one.dtype).reshape(one.shape))
+
+
+def check_equal(module: torch.nn.Module, context: Context) -> None:
+    """Check that the parameters and buffers of a model are equal on all workers. Collective.
+
+    Raises: ValueError, the same on every worker, for the first that differs.
+    """
+    found = [(name, part) for name, one in _of_all(module) for part in parts_of(one)]
+    context.comm.where = "a forward"
+    mine = tuple((name, crc32(_bytes(one).numpy().data)) for name, one in found)
+    told = gather_values(context.comm, context.everyone, "comparing weights", mine)
+    for worker, theirs in enumerate(told):
+        for (name, one), (other, checksum) in zip(told[0], theirs, strict=False):
+            if (name, one) != (other, checksum):
+                raise ValueError(
+                    f"a distributed model needs the same weights on every worker; {name} of worker 0 differs from "
+                    f"{other} of worker {worker}. What changes them has to do the same everywhere: make initial values "
+                    "before distribute, and let an optimiser that draws numbers draw by one seed"
+                )
+
+
+def _of_all(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that all workers have whole, with their names: those of distdl.nn live on some."""
+    others = [child for child in module.modules() if isinstance(child, Module)]
+    apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
+    listed = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, one) for name, one in listed if id(one) not in apart and type(one) is not GlobalTensor]
 
 
 def _bytes(one: torch.Tensor) -> torch.Tensor:

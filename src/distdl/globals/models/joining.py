@@ -12,10 +12,14 @@ from distdl.globals.models.copies import Buffers, Copies, Parameters
 from distdl.globals.models.equality import make_equal
 from distdl.globals.paths import Place, put
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.derivatives import is_recomputed
 
 
 class Modules(dict[str, Any]):
-    """The modules in one module. One that is put there later becomes a part of the model, too. Collective then."""
+    """The modules in one module. One that is put there later becomes a part of the model, too.
+
+    One that the forward itself has made does so at once, as it computes with it. Any other does at the next forward.
+    """
 
     def __init__(self, copies: Copies, place: Place, modules: dict[str, Any]) -> None:
         super().__init__(modules)
@@ -23,7 +27,10 @@ class Modules(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.nn.Module):
-            _join_later(value, self.copies, self.place.of(name))
+            if self.copies.running or is_recomputed():
+                _join_now(value, self.copies, self.place.of(name))
+            else:
+                self.copies.additions.note(value, self.copies)
         super().__setitem__(name, value)
 
 
@@ -33,10 +40,12 @@ def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
         if _joins(child):
             own = place.of(path)
             child._parameters = Parameters(copies, child._parameters)
-            child._buffers = Buffers(child._buffers)
+            child._buffers = Buffers(copies, child._buffers)
             child._modules = Modules(copies, own, child._modules)
             put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
             copies.joined(child)
+    copies.additions.settle(module)
+    copies.enlarged()
 
 
 def _joins(module: torch.nn.Module) -> bool:
@@ -44,8 +53,8 @@ def _joins(module: torch.nn.Module) -> bool:
     return not isinstance(module._parameters, Parameters) and not any(is_lazy(one) for one in module.parameters(False))
 
 
-def _join_later(module: torch.nn.Module, copies: Copies, place: Place) -> None:
-    """Make parts of a model of a module that its forward has made, or that a user has put in the place of another.
+def _join_now(module: torch.nn.Module, copies: Copies, place: Place) -> None:
+    """Make parts of a model of a module that its forward has made, and of those in it. Collective.
 
     Every worker gets the parameters of worker 0, and the whole of what is a global tensor, as if the module had been
     there when the model was distributed. But its parameters stay whole.
@@ -59,5 +68,6 @@ def _join_later(module: torch.nn.Module, copies: Copies, place: Place) -> None:
             if type(value) is GlobalTensor:
                 held: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
                 held[name] = value
-    if any(child._parameters or child._buffers for child in later):
-        make_equal(module, Context.of(copies.P.comm), later)
+    made = {id(one) for child in later for one in (*child._parameters.values(), *child._buffers.values())}
+    if made:
+        make_equal(module, Context.of(copies.P.comm), made)

@@ -23,7 +23,7 @@ import torch
 
 from distdl.geometry.boxes import Shape, balanced, slices
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.models.copies import Parameters
+from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.states import whole_state
 from distdl.globals.operands import block_of
@@ -49,7 +49,7 @@ class Shares:
 
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
-        self.running = 0
+        self.running, self.additions = 0, Additions()
         self.keep = Keep()
         self._frames: list[_Frame] = []
         self._hooks: Any = None
@@ -110,6 +110,9 @@ class Shares:
 
     def settled(self, value: Any) -> Any:
         return value
+
+    def enlarged(self) -> None:
+        """What is added stays whole on every worker."""
 
     def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         for one in parameters:

@@ -1,0 +1,127 @@
+"""What is added to a model after it has been distributed: workers may have drawn other weights for it."""
+
+import copy
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from nets import GRIDS, OPTIMISERS, assert_close, assert_identical, assert_same_state, batch, network, partition, run
+from same import noise
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import distdl
+from distdl.globals.models.equality import make_equal
+
+
+def _drawn(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in (*model.parameters(), *model.buffers()):
+            if one.is_floating_point():
+                one.copy_(torch.rand(one.shape, generator=generator, dtype=torch.float64) + 0.1)
+    return model.double()
+
+
+def _new_head(model, seed):
+    model.last = _drawn(nn.Conv1d(6, 2, 3, padding=1), seed)
+
+
+def _new_module(model, seed):
+    model.inner.append(_drawn(nn.BatchNorm1d(6), seed))
+
+
+def _new_module_of_an_added_one(model, seed):
+    model.last = nn.Sequential(nn.Identity())
+    model(batch(0)[0])
+    model.last[0] = _drawn(nn.Conv1d(6, 2, 1), seed)
+
+
+def _new_parameter(model, seed):
+    model.first.bias = nn.Parameter(_drawn(nn.Linear(1, 6), seed).bias.detach())
+
+
+def _new_buffers(model, seed):
+    model.norm.running_mean = noise(6, seed=seed)
+    model.last.register_buffer("factor", noise(2, 1, seed=seed))
+    model.last.register_forward_hook(lambda module, inputs, result: result * module.factor)
+
+
+def _parametrised(model, seed):
+    parametrizations.spectral_norm(model.last)
+    _drawn(model.last.parametrizations, seed)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "change", [_new_head, _new_module, _new_module_of_an_added_one, _new_parameter, _new_buffers, _parametrised]
+)
+def test_all_workers_get_what_the_first_has_added(change, weights):
+    if weights == "sharded" and change is _parametrised:
+        pytest.skip("parameters in shares are parametrised before")
+
+    def work():
+        for grid in GRIDS:
+            sequential = network()
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            change(sequential, 0)
+            change(model, distdl.world().rank)
+            models = (model, sequential)
+            optimisers = [OPTIMISERS["sgd"](one.parameters()) for one in models]
+            for step in range(2):
+                x, target = batch(step)
+                for one, steps in zip(models, optimisers, strict=True):
+                    steps.zero_grad()
+                    y = one(x)
+                    (y - target).square().mean().backward()
+                    steps.step()
+            assert_same_state(*models)
+            assert_close(model(x), sequential(x))
+            if weights == "replicated":
+                assert_identical(model)
+
+    run(work)
+
+
+def test_what_stays_as_it_was_is_not_compared(monkeypatch):
+    compared = []
+
+    def count(*arguments):
+        compared.append(threading.get_ident())
+        return make_equal(*arguments)
+
+    def work():
+        model = distdl.distribute(network(), partition((3, 1)))
+        x, _ = batch(0)
+        copied = copy.deepcopy(model)
+        torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+        model.norm.running_mean.zero_()
+        model.last = model.last
+        for one in (model, copied, model):
+            one(x)
+        assert threading.get_ident() not in compared
+        model.last = copied.last
+        model(x)
+        assert threading.get_ident() in compared
+
+    where = sys.modules["distdl.globals.models.distribute"]
+    monkeypatch.setattr(where, "make_equal", lambda *given: None if len(given) < 3 else count(*given))
+    run(work)
+
+
+def test_additions_that_cannot_be_made_equal_are_one_error():
+    def work():
+        for add in (
+            lambda model: setattr(model, "last", nn.LazyConv1d(2, 1)),
+            lambda model: setattr(model, "last", nn.Conv1d(6, 1 + min(distdl.world().rank, 1), 1)),
+        ):
+            model = distdl.distribute(network(), partition((3, 1)))
+            add(model)
+            with pytest.raises(ValueError, match="distribute needs"):
+                model(batch(0)[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # (torch's, of lazy modules)
+        distdl.run_workers(work, 4)
