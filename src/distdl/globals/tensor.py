@@ -104,6 +104,11 @@ class GlobalTensor(torch.Tensor):
             return cls._of(args[0]._block.detach(), args[0]._layout)
         if func is torch.ops.aten._to_copy.default:  # torch.tensor(x)
             return cls._of(func(args[0]._block.detach(), *args[1:], **(kwargs or {})), args[0]._layout)
+        if func is torch.ops.aten.set_.source_Tensor and all(
+            type(one) is cls for one in args
+        ):  # as parametrisations do
+            args[0]._block.data = args[1].redistribute(args[0]._layout)._block.detach()
+            return args[0]
         if (
             func is torch.ops.aten._local_scalar_dense.default
         ):  # a number is asked for, as by torch.full((2, 3), x.max())

@@ -372,3 +372,23 @@ def covariance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found.clamp(-1, 1)
 
     return run(*args, **kwargs)
+
+
+@handles("norm_except_dim", "torch")
+def norm_except_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norm over all dims but one, or over all of them."""
+
+    def run(v: Any, pow: int = 2, dim: int = 0) -> Any:
+        if dim == -1:
+            return v.norm(pow)
+        return torch.linalg.vector_norm(v, pow, [axis for axis in range(v.dim()) if axis != dim], keepdim=True)
+
+    return run(*args, **kwargs)
+
+
+@handles("_weight_norm", "torch")
+def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(v: Any, g: Any, dim: int = 0) -> Any:
+        return v * (g / torch.norm_except_dim(v, 2, dim))
+
+    return run(*args, **kwargs)

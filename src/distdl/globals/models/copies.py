@@ -46,11 +46,8 @@ class Copies(Protocol):
     def settled(self, value: Any) -> Any:
         """What a parameter becomes that is set to a value."""
 
-    def joined(self, module: torch.nn.Module) -> None:
-        """A module, without those in it, has become a part of the model."""
-
-    def enlarged(self) -> None:
-        """Modules or parameters have been added."""
+    def enlarged(self, modules: list[torch.nn.Module]) -> None:
+        """Modules belong to the model from now on, or their parameters have changed."""
 
 
 class Additions:
@@ -160,9 +157,6 @@ class Replicas:
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""
 
-    def joined(self, module: torch.nn.Module) -> None:
-        self._held = None
-
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         return self._copies.get(id(parameter), parameter)
 
@@ -173,7 +167,7 @@ class Replicas:
             return value.full_tensor()
         return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
 
-    def enlarged(self) -> None:
+    def enlarged(self, modules: list[torch.nn.Module]) -> None:
         self._held = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:

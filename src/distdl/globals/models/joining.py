@@ -36,16 +36,17 @@ class Modules(dict[str, Any]):
 
 def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
     """Make a module, and those in it, parts of a distributed model; those that are parts already stay as they are."""
+    new = []
     for path, child in module.named_modules():
         if _joins(child):
+            new.append(child)
             own = place.of(path)
             child._parameters = Parameters(copies, child._parameters)
             child._buffers = Buffers(copies, child._buffers)
             child._modules = Modules(copies, own, child._modules)
             put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
-            copies.joined(child)
     copies.additions.settle(module)
-    copies.enlarged()
+    copies.enlarged(new)
 
 
 def _joins(module: torch.nn.Module) -> bool:

@@ -41,12 +41,6 @@ class Shares:
         self._settle(module, P)
         split_parameters(module, self._context)
 
-    def joined(self, module: torch.nn.Module) -> None:
-        module.register_forward_pre_hook(_Begin(self))
-        module.register_forward_hook(_End(self), always_call=True)
-        module.register_state_dict_post_hook(whole_state)
-        module.register_load_state_dict_pre_hook(_check_assignment)
-
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
@@ -111,8 +105,13 @@ class Shares:
     def settled(self, value: Any) -> Any:
         return value
 
-    def enlarged(self) -> None:
-        """What is added stays whole on every worker."""
+    def enlarged(self, modules: list[torch.nn.Module]) -> None:
+        """(New parameters stay whole on every worker; those that a parametrisation takes over are in shares.)"""
+        for child in modules:
+            child.register_forward_pre_hook(_Begin(self))
+            child.register_forward_hook(_End(self), always_call=True)
+            child.register_state_dict_post_hook(whole_state)
+            child.register_load_state_dict_pre_hook(_check_assignment)
 
     def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         for one in parameters:

@@ -1,0 +1,56 @@
+"""Initial values of parameters that are global tensors: ``torch.nn.init``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import init
+
+from distdl.globals.table import TABLE
+
+
+def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(tensor: Any, val: float) -> Any:
+        with torch.no_grad():
+            return tensor.fill_(val)
+
+    return run(*args, **kwargs)
+
+
+def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
+        with torch.no_grad():
+            return tensor.uniform_(a, b, generator=generator)
+
+    return run(*args, **kwargs)
+
+
+def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
+        with torch.no_grad():
+            return tensor.normal_(mean, std, generator=generator)
+
+    return run(*args, **kwargs)
+
+
+def _kaiming_uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Uniform numbers; how large they are follows from the shape."""
+
+    def run(
+        tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
+    ) -> Any:
+        blank = torch.empty(tensor.shape, device="meta")
+        if not blank.numel():
+            return tensor
+        fan: Any = getattr(init, "_calculate_correct_fan")(blank, mode)  # noqa: B009 (torch does not export it)
+        bound = 3**0.5 * init.calculate_gain(nonlinearity, a) / fan**0.5
+        return init.uniform_(tensor, -bound, bound, generator)
+
+    return run(*args, **kwargs)
+
+
+TABLE[init.constant_] = _constant
+TABLE[init.uniform_] = _uniform
+TABLE[init.normal_] = _normal
+TABLE[init.kaiming_uniform_] = _kaiming_uniform
