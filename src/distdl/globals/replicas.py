@@ -24,6 +24,7 @@ from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
 from distdl.globals.lineage import entered_into
 from distdl.globals.table import REPLICATED
+from distdl.nn.compiling import leave_uncompiled
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
@@ -129,6 +130,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
+leave_uncompiled(Replica.__dict__["__torch_function__"].__func__)
 Replica.__module__ = "torch"
 
 

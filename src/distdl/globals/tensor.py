@@ -13,6 +13,7 @@ import torch
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.table import TABLE, check_is_tensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
 from distdl.tensors.connection import replayed
 
@@ -254,6 +255,8 @@ class GlobalTensor(torch.Tensor):
             "distdl.optimizer_state_dict(optimizer)"
         )
 
+
+leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
 
 # (torch's own functions take these names of NumPy's, too)
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}

@@ -21,6 +21,7 @@ from distdl.globals.functions.random import next_draw, of_copies
 from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 
 _TAKE_GENERATOR = {
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.multinomial, torch.poisson,
@@ -52,6 +53,8 @@ class Drawing(TorchFunctionMode):
             if device.type != "meta":
                 kwargs = {**kwargs, "generator": generator(self.context, device)}
         return func(*args, **kwargs)
+
+    leave_uncompiled(__torch_function__)
 
 
 def _is_next(types: Sequence[type]) -> bool:

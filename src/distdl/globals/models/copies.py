@@ -13,6 +13,7 @@ from distdl.globals.context import Context
 from distdl.globals.replicas import Replica, enter, parameter_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_recomputed
@@ -98,6 +99,8 @@ class Parameters(dict[str, Any]):
         if parameter is None or not (self.copies.running or is_recomputed()):
             return parameter
         return self.copies.of(self, parameter)
+
+    leave_uncompiled(__getitem__)
 
     def __setitem__(self, name: str, value: Any) -> None:
         # (torch.func.functional_call puts back what it has read here)

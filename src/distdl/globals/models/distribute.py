@@ -21,6 +21,7 @@ from distdl.globals.operands import taken
 from distdl.globals.paths import Place, running
 from distdl.globals.replicas import map_tensors, mark_copies
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
@@ -92,6 +93,12 @@ def _check(module: torch.nn.Module) -> None:
             )
 
 
+_NOT_TRACED = (
+    "a distributed model runs in Python, where workers exchange messages: torch.jit and torch.export cannot trace or "
+    "compile it. Do that to the sequential model, with load_state_dict(model.state_dict())"
+)
+
+
 class Forward:
     """The forward of a distributed module: parameters enter, inputs are split, and the module's own forward runs.
 
@@ -118,7 +125,14 @@ class Forward:
         Context.of(made.P.comm).models.add(made.module)
         return made
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("__code__", "__globals__"):  # (for which torch.jit.script and torch.export ask)
+            raise AttributeError(_NOT_TRACED)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(_NOT_TRACED)
         copies = self.copies
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
         named = map_tensors(kwargs, self._split) if kwargs else kwargs
@@ -142,6 +156,8 @@ class Forward:
             copies.running -= 1
             if not copies.running:
                 copies.end()
+
+    leave_uncompiled(__call__)
 
     def _add(self) -> None:
         """Take in what was set in the model since its last forward: of weights that differ, those of worker 0."""

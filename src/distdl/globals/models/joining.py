@@ -41,9 +41,10 @@ def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
         if _joins(child):
             new.append(child)
             own = place.of(path)
-            child._parameters = Parameters(copies, child._parameters)
-            child._buffers = Buffers(copies, child._buffers)
-            child._modules = Modules(copies, own, child._modules)
+            # (set so because a module that torch.compile has made sets the attributes of another)
+            child.__dict__["_parameters"] = Parameters(copies, child._parameters)
+            child.__dict__["_buffers"] = Buffers(copies, child._buffers)
+            child.__dict__["_modules"] = Modules(copies, own, child._modules)
             put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
     copies.additions.settle(module)
     copies.enlarged(new)

@@ -29,6 +29,7 @@ from distdl.globals.models.states import whole_state
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, map_tensors
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import next_node, saved_tensors_hooks
@@ -156,6 +157,8 @@ class _Begin:
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
         self.shares.begin_module(module)
 
+    leave_uncompiled(__call__)
+
 
 class _End:
     def __init__(self, shares: Shares) -> None:
@@ -163,6 +166,8 @@ class _End:
 
     def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
         self.shares.end_module(module, result)
+
+    leave_uncompiled(__call__)
 
 
 def _hooks_now() -> Any:
