@@ -127,6 +127,19 @@ def test_values_come_to_every_worker():
             wrong()
 
 
+@pytest.mark.fault("threads")
+def test_a_value_for_which_one_worker_asks_is_an_error_that_says_so():
+    def work():
+        total = split(x35).sum()
+        if me() == 0:
+            print(total)
+        split(x35).sum(1).sum()
+        distdl.world().allgather_data(0)
+
+    with pytest.raises(distdl.CommunicationError, match="for which every worker has to ask"):
+        distdl.run_workers(work, 3)
+
+
 WRONG = {
     "no tensor": lambda P: distdl.distribute_tensor(None, P),
     "fewer dims than axes": lambda P: distdl.distribute_tensor(noise(3), P),

@@ -218,6 +218,15 @@ def _check_worker(context: Context, worker: int) -> None:
         raise ValueError(f"a worker from 0 to {len(context.everyone) - 1} is needed; got {worker}")
 
 
+def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
+    """The whole tensor of blocks, on every worker, with memory of its own."""
+    extents: Shape = layout.extents or (1,)
+    owned = layout if layout.rulers else layout.lifted(1)
+    y = moved_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), name)
+    y = y.reshape(layout.extents)
+    return y.clone() if y is block or y._is_view() else y
+
+
 class _Whole(Function):
     """From blocks to the whole tensor, one variable of all workers: a block's gradient is cut from its gradient."""
 
@@ -225,11 +234,7 @@ class _Whole(Function):
     def forward(ctx: Any, block: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
         ctx.layout = layout
         ctx.save_for_backward(torch.empty(0))
-        extents: Shape = layout.extents or (1,)
-        owned = layout if layout.rulers else layout.lifted(1)
-        y = moved_block(block.reshape(owned.local), owned, layout.context.everywhere(extents), "full_tensor")
-        y = y.reshape(layout.extents)
-        return y.clone() if y is block or y._is_view() else y
+        return value_of(block, layout, "full_tensor")
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:

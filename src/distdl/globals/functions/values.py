@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 
+from distdl.globals.entry import value_of
+from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
+
+# (what a worker says that waits for others)
+_VALUE = "the value of a global tensor (item, float, bool, print), for which every worker has to ask"
 
 
 @handles(
@@ -28,8 +33,7 @@ def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _whole(value: Any) -> Any:
     if type(value) is not GlobalTensor:
         return value
-    detached: Any = value.detach()
-    return detached.full_tensor()
+    return value_of(block_of(value).detach(), value._layout, _VALUE)
 
 
 @handles("result_type is_same_size", "torch")
