@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -526,5 +527,52 @@ def test_parametrisations_of_parameters_in_shares():
             torch.optim.SGD(one.parameters(), 0.1).step()
         assert_same_state(model, sequential)
         assert type(model.inner[0].parametrizations.bias.original) is distdl.GlobalTensor
+
+    run(work)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_who_refers_to_a_parameter_has_its_share(used):
+    """An optimiser that was made before the model was distributed, with its state, and a gradient."""
+
+    def work():
+        sequential = network()
+        before = copy.deepcopy(sequential)
+        models = (before, sequential)
+        optimisers = [OPTIMISERS["sgd"](one.parameters()) for one in models]
+        held = [one.last.weight for one in models]
+        if used:
+            for one, optimiser in zip(models, optimisers, strict=True):
+                for _ in range(2):
+                    one(batch(0)[0]).square().mean().backward()
+                    optimiser.step()
+        model = distdl.distribute(before, partition((2, 1, 2)), weights="sharded", fallback="error")
+        assert model.last.weight is held[0] and type(held[0]) is distdl.GlobalTensor
+        assert model.tied.weight is model.inner[0].weight
+        for step in (1, 2):
+            x, target = batch(step)
+            for one, optimiser, weight in zip((model, sequential), optimisers, held, strict=True):
+                ((one(x) - target).square().mean() + weight.square().sum()).backward()
+                optimiser.step()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+@pytest.mark.parametrize("held_by", ["a graph", "a weak reference"])
+def test_parameters_that_something_holds_on_to_are_replaced(held_by):
+    def work():
+        model, x = network(), batch(0)[0]
+        before = dict(model.named_parameters())
+        kept = model(x).sum() if held_by == "a graph" else weakref.ref(model.scale)
+        distdl.distribute(model, partition((3, 1)), weights="sharded")
+        if isinstance(kept, torch.Tensor):
+            kept.backward()
+        model.norm.reset_running_stats()
+        model(x).sum().backward()
+        for name, one in model.named_parameters():
+            assert one is not before[name]
+            if held_by == "a graph" and one.grad is not None:
+                assert_close(one.grad, before[name].grad)
 
     run(work)

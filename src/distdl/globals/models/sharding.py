@@ -13,6 +13,7 @@ own), twice while the message is unpacked, or in backward those of one module an
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from math import prod
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import swap_tensors
 
 from distdl.geometry.boxes import Shape, balanced, slices
 from distdl.globals.context import Context, KnownLayout
@@ -179,9 +181,15 @@ def _hooks_now() -> Any:
 
 
 def split_parameters(module: torch.nn.Module, context: Context) -> None:
-    """Make every parameter of a module a global tensor that is split over all workers. Its names stay."""
+    """Make every parameter of a module a global tensor that is split over all workers. Its names stay.
+
+    The tensor object stays, too, so that an optimiser that has been made before, or whoever else refers to a parameter,
+    has the share. Only where a graph or a weak reference holds on to one of them, all are other objects.
+    """
     loads = dict.fromkeys(context.everyone, 0)  # cells that each worker has got
     made: dict[int, torch.nn.Parameter] = {}
+    listed: list[Any] = list(module.parameters())
+    alone = all(one._use_count() == 1 and not weakref.getweakrefs(one) for one in listed)
     apart = {id(one) for child in module.modules() if isinstance(child, Module) for one in child.parameters()}
     for child in module.modules():
         for name, parameter in list(child._parameters.items()):
@@ -191,10 +199,21 @@ def split_parameters(module: torch.nn.Module, context: Context) -> None:
                 layout = share_layout(context, tuple(parameter.shape), loads)
                 whole = parameter.detach()
                 block = whole[slices(layout.box)].clone() if layout.active else whole.new_zeros(layout.local)
-                made[id(parameter)] = torch.nn.Parameter(GlobalTensor._of(block, layout), parameter.requires_grad)
+                share = torch.nn.Parameter(GlobalTensor._of(block, layout), parameter.requires_grad)
+                made[id(parameter)] = _become(parameter, share) if alone else share
                 for worker in layout:
                     loads[worker] += prod(layout.shapes[worker])
             setattr(child, name, made[id(parameter)])  # (recurrent layers take note of it)
+
+
+def _become(parameter: torch.nn.Parameter, share: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Let a parameter be its share."""
+    gradient = parameter.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        swap_tensors(parameter, share)
+    if gradient is not None:
+        parameter.grad = gradient
+    return parameter
 
 
 def share_layout(context: Context, extents: Shape, loads: dict[int, int]) -> KnownLayout:
