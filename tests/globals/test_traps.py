@@ -26,6 +26,14 @@ def test_libraries_choose_by_the_module_of_the_class():
 
 
 @on_workers
+def test_another_class_of_tensors_is_shed_but_never_taken_on():
+    x = split(x35)
+    assert x.as_subclass(torch.Tensor) is x
+    with pytest.raises(TypeError, match="a global tensor cannot be a Parameter"):
+        x.as_subclass(torch.nn.Parameter)
+
+
+@on_workers
 def test_scripted_functions_never_compute_on_a_block():
     scripted = torch.jit.script(_twice)
     with pytest.raises(RuntimeError):

@@ -245,6 +245,18 @@ class GlobalTensor(torch.Tensor):
 
         return call_module(module, call, args, kwargs)
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Itself as a ``torch.Tensor``: libraries shed the class of their own so.
+
+        Raises: TypeError for another class.
+        """
+        if cls in (torch.Tensor, GlobalTensor):
+            return self
+        raise TypeError(
+            f"a global tensor cannot be a {cls.__name__}, whose functions would take a block for the whole tensor; "
+            "give that class x.to_local() or x.full_tensor()"
+        )
+
     def __copy__(self) -> GlobalTensor:
         check_usable(self)
         return GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
