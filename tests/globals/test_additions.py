@@ -33,6 +33,12 @@ def _new_module(model, seed):
     model.inner.append(_drawn(nn.BatchNorm1d(6), seed))
 
 
+def _new_module_behind_a_removed_one(model, seed):
+    model.inner.pop(-1)
+    model.inner.append(nn.Tanh())
+    model.inner.append(_drawn(nn.Conv1d(6, 6, 1), seed))
+
+
 def _new_module_of_an_added_one(model, seed):
     model.last = nn.Sequential(nn.Identity())
     model(batch(0)[0])
@@ -56,7 +62,16 @@ def _parametrised(model, seed):
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize(
-    "change", [_new_head, _new_module, _new_module_of_an_added_one, _new_parameter, _new_buffers, _parametrised]
+    "change",
+    [
+        _new_head,
+        _new_module,
+        _new_module_behind_a_removed_one,
+        _new_module_of_an_added_one,
+        _new_parameter,
+        _new_buffers,
+        _parametrised,
+    ],
 )
 def test_all_workers_get_what_the_first_has_added(change, weights):
     if weights == "sharded" and change is _parametrised:

@@ -58,10 +58,12 @@ class Additions:
 
     Attributes:
         found: those of which nobody knows yet whether they are equal.
+        open: whether there may be any.
     """
 
     def __init__(self) -> None:
         self.found: list[Any] = []
+        self.open = False
         self._equal = WeakIdKeyDictionary()
 
     def note(self, value: Any, copies: Copies) -> None:
@@ -69,18 +71,27 @@ class Additions:
         if value is None or type(value) is GlobalTensor or value in self._equal or copies.running or is_recomputed():
             return
         self.found.append(value)
+        self.open = True
+
+    def unknown(self, module: torch.nn.Module) -> set[int]:
+        """The ids of the parameters and buffers of a model of which nobody knows whether they are equal."""
+        listed: list[Any] = [*module.parameters(), *module.buffers()]
+        listed = [one for one in listed if one not in self._equal]
+        for one in self.found:
+            listed.extend([one] if isinstance(one, torch.Tensor) else [*one.parameters(), *one.buffers()])
+        return {id(one) for one in listed if type(one) is not GlobalTensor}
 
     def settle(self, module: torch.nn.Module) -> None:
         """Take note that all of a model is equal on the workers."""
         for one in (*module.modules(), *module.parameters(), *module.buffers()):
             self._equal[one] = True
-        self.found = []
+        self.found, self.open = [], False
 
     def settle_found(self) -> None:
         """Take note that what was found is equal: it has been copied."""
         for one in self.found:
             self._equal[one] = True
-        self.found = []
+        self.found, self.open = [], False
 
 
 class Parameters(dict[str, Any]):

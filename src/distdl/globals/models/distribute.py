@@ -137,7 +137,7 @@ class Forward:
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
         named = map_tensors(kwargs, self._split) if kwargs else kwargs
         if not copies.running:
-            if copies.additions.found:
+            if copies.additions.open:
                 self._add()
             if self.P.comm.watch is not None:
                 check_equal(self.module, Context.of(self.P.comm))
@@ -162,11 +162,9 @@ class Forward:
     def _add(self) -> None:
         """Take in what was set in the model since its last forward: of weights that differ, those of worker 0."""
         _check(self.module)
-        tensors: list[torch.Tensor] = []
-        for one in self.copies.additions.found:
-            tensors.extend([one] if isinstance(one, torch.Tensor) else [*one.parameters(), *one.buffers()])
-        plain = {id(one) for one in tensors if type(one) is not GlobalTensor}
-        make_equal(self.module, Context.of(self.P.comm), plain)
+        unknown = self.copies.additions.unknown(self.module)
+        if unknown:
+            make_equal(self.module, Context.of(self.P.comm), unknown)
         join(self.module, self.copies, Place("", self.fallback))
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,10 @@ class Modules(dict[str, Any]):
                 self.copies.additions.note(value, self.copies)
         super().__setitem__(name, value)
 
+    def __delitem__(self, name: str) -> None:
+        self.copies.additions.open = True  # (lists of modules go on with another dict, which takes note of nothing)
+        super().__delitem__(name)
+
 
 def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
     """Make a module, and those in it, parts of a distributed model; those that are parts already stay as they are."""
@@ -44,8 +48,9 @@ def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
             # (set so because a module that torch.compile has made sets the attributes of another)
             child.__dict__["_parameters"] = Parameters(copies, child._parameters)
             child.__dict__["_buffers"] = Buffers(copies, child._buffers)
-            child.__dict__["_modules"] = Modules(copies, own, child._modules)
             put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
+        if isinstance(child._parameters, Parameters) and not isinstance(child._modules, Modules):
+            child.__dict__["_modules"] = Modules(copies, place.of(path), child._modules)
     copies.additions.settle(module)
     copies.enlarged(new)
 
