@@ -131,4 +131,5 @@ def test_weights_that_became_different_are_named(monkeypatch, weights):
         with pytest.raises(ValueError, match=r"(0\.bias|1\.running_mean) of worker 0 differs from .* of worker 1"):
             model(x)
 
+    torch.nested.nested_tensor_from_jagged(x35, torch.tensor([0, 1, 3]))  # (which torch imports then)
     distdl.run_workers(work, 3)
