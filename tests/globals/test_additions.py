@@ -91,6 +91,33 @@ def test_all_workers_get_what_the_first_has_added(change, weights):
     run(work)
 
 
+def test_weights_that_are_drawn_before_the_first_forward():
+    def work():
+        for grid in GRIDS:
+            sequential = network()
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid))
+            _drawn(sequential, 0)
+            _drawn(model, distdl.world().rank)
+            x, _ = batch(0)
+            for one in (model, sequential):
+                one(x).square().mean().backward()
+            assert_same_state(model, sequential)
+            assert_identical(model)
+
+    run(work)
+
+
+def test_weights_that_one_worker_alone_has_read():
+    def work():
+        model = distdl.distribute(network(), partition((3, 1)))
+        if distdl.world().rank == 0:
+            _drawn(model, 0)
+        model(batch(0)[0])
+
+    with pytest.raises(distdl.CommunicationError, match="distribute"):
+        distdl.run_workers(work, 4)
+
+
 def test_what_stays_as_it_was_is_not_compared(monkeypatch):
     compared = []
 

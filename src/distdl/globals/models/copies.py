@@ -54,17 +54,25 @@ class Copies(Protocol):
 class Additions:
     """Tensors and modules that were set in a distributed model outside of its forward.
 
-    Workers may have drawn other weights for them, so they are made equal before the next forward.
+    Workers may have drawn other weights for them, so they are made equal before the next forward. Before the first one,
+    that is asked of all weights that have been written since the model was distributed, as ``model.apply(init)`` does.
 
     Attributes:
         found: those of which nobody knows yet whether they are equal.
         open: whether there may be any.
+        begun: how often each parameter and buffer had been written when the model was distributed; empty later.
     """
 
     def __init__(self) -> None:
         self.found: list[Any] = []
         self.open = False
+        self.begun: list[tuple[torch.Tensor, int]] = []
         self._equal = WeakIdKeyDictionary()
+
+    def begin(self, module: torch.nn.Module) -> None:
+        """Take note that a model has just been distributed."""
+        self.begun = [(one, one._version) for one in _plain(module)]
+        self.open = True
 
     def note(self, value: Any, copies: Copies) -> None:
         """Take note of a value that was set, unless the forward itself has set it."""
@@ -75,23 +83,28 @@ class Additions:
 
     def unknown(self, module: torch.nn.Module) -> set[int]:
         """The ids of the parameters and buffers of a model of which nobody knows whether they are equal."""
-        listed: list[Any] = [*module.parameters(), *module.buffers()]
-        listed = [one for one in listed if one not in self._equal]
+        listed = [one for one in _plain(module) if one not in self._equal]
+        listed += [one for one, writes in self.begun if one._version != writes]
         for one in self.found:
-            listed.extend([one] if isinstance(one, torch.Tensor) else [*one.parameters(), *one.buffers()])
+            listed.extend([one] if isinstance(one, torch.Tensor) else _plain(one))
         return {id(one) for one in listed if type(one) is not GlobalTensor}
 
     def settle(self, module: torch.nn.Module) -> None:
         """Take note that all of a model is equal on the workers."""
         for one in (*module.modules(), *module.parameters(), *module.buffers()):
             self._equal[one] = True
-        self.found, self.open = [], False
+        self.found, self.open, self.begun = [], False, []
 
     def settle_found(self) -> None:
         """Take note that what was found is equal: it has been copied."""
         for one in self.found:
             self._equal[one] = True
         self.found, self.open = [], False
+
+
+def _plain(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module that are no shares."""
+    return [one for one in (*module.parameters(), *module.buffers()) if type(one) is not GlobalTensor]
 
 
 class Parameters(dict[str, Any]):

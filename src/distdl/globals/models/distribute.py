@@ -70,6 +70,7 @@ def distribute(
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     join(module, copies, Place("", fallback))
+    copies.additions.begin(module)
     module.__dict__["forward"] = Forward(module, copies, fallback)
     Context.of(P.comm).models.add(module)
     return module
