@@ -60,7 +60,10 @@ def _parametrised(model, seed):
     _drawn(model.last.parametrizations, seed)
 
 
-CHANGES = [_new_head, _new_module, _new_module_of_an_added_one, _new_parameter, _new_buffers, _parametrised]
+CHANGES = [
+    _new_head, _new_module, _new_module_behind_a_removed_one, _new_module_of_an_added_one, _new_parameter, _new_buffers,
+    _parametrised,
+]  # fmt: skip
 
 
 # (to register a parametrisation, torch iterates on the parameter, which falls back where it is in shares)
@@ -141,6 +144,49 @@ def test_what_stays_as_it_was_is_not_compared(monkeypatch):
 
     where = sys.modules["distdl.globals.models.distribute"]
     monkeypatch.setattr(where, "make_equal", lambda *given: None if len(given) < 3 else count(*given))
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_what_was_added_before_a_copy_is_made_equal_in_the_copy(weights):
+    def work():
+        sequential, model = network(), distdl.distribute(network(), partition((3, 1)), weights=weights)
+        _new_head(sequential, 0)
+        _new_head(model, distdl.world().rank)
+        copied = copy.deepcopy(model)
+        x, _ = batch(0)
+        for one in (copied, model):
+            alone = copy.deepcopy(sequential)
+            assert_close(one(x), alone(x))
+            assert_same_state(one, alone)
+
+    run(work)
+
+
+def test_a_list_that_a_forward_changes_is_looked_at_in_the_next():
+    """What it appends stands in a plain dict, as the list has lost a module; then it makes another module."""
+
+    class Changing(nn.Sequential):
+        def forward(self, x):
+            if not hasattr(self, "made"):
+                self.made = None
+                self[0].pop(-1)
+                self[0].append(nn.ReLU())
+                self.made = nn.Tanh()
+            return self[0](x)
+
+    def work():
+        model = distdl.distribute(
+            network(lambda: Changing(nn.Sequential(nn.Conv1d(3, 2, 1), nn.ReLU()))), partition((3, 1))
+        )
+        sequential = network(lambda: Changing(nn.Sequential(nn.Conv1d(3, 2, 1), nn.ReLU())))
+        x, _ = batch(0)
+        for _ in range(2):
+            assert_close(model(x), sequential(x))
+        for one, seed in ((model, distdl.world().rank), (sequential, 0)):
+            one[0].append(_drawn(nn.Conv1d(2, 2, 1), seed))
+        assert_close(model(x), sequential(x))
+
     run(work)
 
 

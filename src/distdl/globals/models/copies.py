@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
+from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, enter, parameter_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
@@ -52,59 +53,63 @@ class Copies(Protocol):
 
 
 class Additions:
-    """Tensors and modules that were set in a distributed model outside of its forward.
+    """Whether tensors and modules were set in a distributed model outside of its forward.
 
     Workers may have drawn other weights for them, so they are made equal before the next forward. Before the first one,
-    that is asked of all weights that have been written since the model was distributed, as ``model.apply(init)`` does.
+    so are weights that have been written since the model was distributed, as ``model.apply(init)`` does.
 
     Attributes:
-        found: those of which nobody knows yet whether they are equal.
         open: whether there may be any.
-        begun: how often each parameter and buffer had been written when the model was distributed; empty later.
     """
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
         self.open = False
-        self.begun: list[tuple[torch.Tensor, int]] = []
-        self._equal = WeakIdKeyDictionary()
+        self._equal = WeakIdKeyDictionary()  # what is equal on the workers: modules, parameters and buffers
+        self._begun = WeakIdKeyDictionary()  # how often each tensor had been written then, until the first forward
 
     def begin(self, module: torch.nn.Module) -> None:
-        """Take note that a model has just been distributed."""
-        self.begun = [(one, one._version) for one in _plain(module)]
+        """Take note that a model has been distributed."""
+        self.settle(module)
+        for _, one in whole_of(module):
+            self._begun[one] = one._version
         self.open = True
 
     def note(self, value: Any, copies: Copies) -> None:
         """Take note of a value that was set, unless the forward itself has set it."""
         if value is None or type(value) is GlobalTensor or value in self._equal or copies.running or is_recomputed():
             return
-        self.found.append(value)
         self.open = True
 
     def unknown(self, module: torch.nn.Module) -> set[int]:
-        """The ids of the parameters and buffers of a model of which nobody knows whether they are equal."""
-        listed = [one for one in _plain(module) if one not in self._equal]
-        listed += [one for one, writes in self.begun if one._version != writes]
-        for one in self.found:
-            listed.extend([one] if isinstance(one, torch.Tensor) else _plain(one))
-        return {id(one) for one in listed if type(one) is not GlobalTensor}
+        """The ids of the parameters and buffers of which nobody knows whether they are equal: all of new modules."""
+        new = [child for child in module.modules() if child not in self._equal]
+        inside = {id(one) for child in new for one in (*child.parameters(), *child.buffers())}
+        inside |= {id(one) for one, writes in self._begun.items() if one._version != writes}
+        return {id(one) for _, one in whole_of(module) if id(one) in inside or one not in self._equal}
 
     def settle(self, module: torch.nn.Module) -> None:
-        """Take note that all of a model is equal on the workers."""
+        """Take note that all of a module is equal on the workers."""
         for one in (*module.modules(), *module.parameters(), *module.buffers()):
             self._equal[one] = True
-        self.found, self.open, self.begun = [], False, []
 
-    def settle_found(self) -> None:
-        """Take note that what was found is equal: it has been copied."""
-        for one in self.found:
-            self._equal[one] = True
-        self.found, self.open = [], False
+    def close(self, module: torch.nn.Module) -> None:
+        """Take note that all of the model is."""
+        self.settle(module)
+        self.open = False
+        self._begun = WeakIdKeyDictionary()
 
-
-def _plain(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of a module that are no shares."""
-    return [one for one in (*module.parameters(), *module.buffers()) if type(one) is not GlobalTensor]
+    def copied(self, memo: dict[int, Any]) -> Additions:
+        """Those of a copied model: what is equal has equal copies."""
+        made = Additions()
+        made.open = self.open
+        for one in self._equal:
+            if id(one) in memo:
+                made._equal[memo[id(one)]] = True
+        for one, writes in self._begun.items():
+            if id(one) in memo:
+                copy = memo[id(one)]
+                made._begun[copy] = copy._version - (one._version != writes)
+        return made
 
 
 class Parameters(dict[str, Any]):

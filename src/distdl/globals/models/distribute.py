@@ -122,7 +122,7 @@ class Forward:
         made.__dict__.update(
             shared | deepcopy({name: v for name, v in self.__dict__.items() if name not in shared}, memo)
         )
-        made.copies.additions.settle_found()
+        made.copies.additions = self.copies.additions.copied(memo)
         Context.of(made.P.comm).models.add(made.module)
         return made
 
@@ -167,6 +167,7 @@ class Forward:
         if unknown:
             make_equal(self.module, Context.of(self.P.comm), unknown)
         join(self.module, self.copies, Place("", self.fallback))
+        self.copies.additions.close(self.module)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor or x.dim() < self.P.workers.ndim:

@@ -28,7 +28,7 @@ def make_equal(module: torch.nn.Module, context: Context, only: Collection[int] 
     """
     if context.comm.imagined:
         return  # nobody is there
-    listed = [(name, one) for name, one in _of_all(module) if only is None or id(one) in only]
+    listed = [(name, one) for name, one in whole_of(module) if only is None or id(one) in only]
     for name, one in listed:
         if torch.nn.parameter.is_lazy(one):
             raise ValueError(
@@ -62,7 +62,7 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
 
     Raises: ValueError, the same on every worker, for the first that differs.
     """
-    found = [(name, part) for name, one in _of_all(module) for part in parts_of(one)]
+    found = [(name, part) for name, one in whole_of(module) for part in parts_of(one)]
     context.comm.where = "a forward"
     mine = tuple((name, crc32(_bytes(one).numpy().data)) for name, one in found)
     told = gather_values(context.comm, context.everyone, "comparing weights", mine)
@@ -76,7 +76,7 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
                 )
 
 
-def _of_all(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers that all workers have whole, with their names: those of distdl.nn live on some."""
     others = [child for child in module.modules() if isinstance(child, Module)]
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Buffers, Copies, Parameters
-from distdl.globals.models.equality import make_equal
+from distdl.globals.models.equality import make_equal, whole_of
 from distdl.globals.paths import Place, put
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.derivatives import is_recomputed
@@ -51,7 +51,6 @@ def join(module: torch.nn.Module, copies: Copies, place: Place) -> None:
             put(child, own)  # (each says so: a checkpoint recomputes one of them alone)
         if isinstance(child._parameters, Parameters) and not isinstance(child._modules, Modules):
             child.__dict__["_modules"] = Modules(copies, place.of(path), child._modules)
-    copies.additions.settle(module)
     copies.enlarged(new)
 
 
@@ -76,5 +75,7 @@ def _join_now(module: torch.nn.Module, copies: Copies, place: Place) -> None:
                 held: dict[str, Any] = child._parameters if name in child._parameters else child._buffers
                 held[name] = value
     made = {id(one) for child in later for one in (*child._parameters.values(), *child._buffers.values())}
+    made &= {id(one) for _, one in whole_of(module)}
     if made:
         make_equal(module, Context.of(copies.P.comm), made)
+    copies.additions.settle(module)
