@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import distdl
 from distdl import GlobalTensor
+from distdl.globals.lineage import _KEY, entered_into
 
 x35 = noise(3, 5)
 
@@ -227,3 +228,12 @@ def test_gradients_by_weights_that_nobody_has_used_are_none():
 
     model = distdl.distribute(_Model(forward), split(x35).layout.partition)
     torch.testing.assert_close(model(split(x35)).full_tensor(), x35 * 2 * model.w)
+
+
+def test_each_node_of_a_long_history_is_looked_at_once():
+    """From a tensor that nothing follows from, as in a loop that uses each state of a recurrent network."""
+    h = torch.tensor(0.5, requires_grad=True)
+    for _ in range(50):
+        h = h.sin().cos()
+        assert entered_into(h * 2) is None
+        assert all(_KEY in node.metadata for node in (h.grad_fn, h.grad_fn.next_functions[0][0]))

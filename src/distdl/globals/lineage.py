@@ -37,7 +37,11 @@ def entered_into(tensor: torch.Tensor) -> Any:
 
 
 def _sources(node: Any) -> frozenset[Any]:
-    """What a node follows from: contexts, and None for what has not entered. Noted, so that each is looked at once."""
+    """What a node follows from: contexts, and None for what has not entered.
+
+    It is noted, so that each node of a long history is looked at once: what a node follows from that follows from one
+    source, follows from this, too.
+    """
     found: set[Any] = set()
     seen, rest = {node}, [node]
     while rest:
@@ -54,5 +58,7 @@ def _sources(node: Any) -> frozenset[Any]:
             rest.extend(new)
         else:
             found.add(None)  # (a leaf)
-    result = node.metadata[_KEY] = frozenset(found)
+    result = frozenset(found)
+    for one in seen if len(result) == 1 else {node}:
+        one.metadata[_KEY] = result
     return result
