@@ -437,6 +437,39 @@ def test_a_computed_parameter_of_a_functional_call_keeps_its_gradient():
     assert model.w.grad is None and torch.equal(model.w, torch.ones(5))
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_a_parameter_that_another_model_has_computed(weights):
+    def train(models, x):
+        hyper, model = models
+        bias = hyper(2.0)
+        y = torch.func.functional_call(model, {"bias": bias}, (x,))
+        (y.square().mean() + bias.sum()).backward()
+        return [p.grad for one in models for p in one.parameters()]
+
+    class Hyper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(noise(5))
+
+        def forward(self, factor):
+            return self.w.sin() * factor
+
+    def models():
+        linear = torch.nn.Linear(5, 5, dtype=torch.float64)
+        with torch.no_grad():
+            linear.weight.copy_(noise(5, 5))
+            linear.bias.copy_(noise(5))
+        return Hyper(), linear
+
+    x = split(x35)
+    ours = train([distdl.distribute(one, x.layout.partition, weights) for one in models()], x)
+    for one, other in zip(ours, train(models(), x35), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_close(one, other)
+
+
 @on_workers
 def test_out_of_place_a_plain_tensor_is_split_beside_a_global_index():
     table, plain = noise(3, 5, seed=4).requires_grad_(), noise(3, 5, seed=4).requires_grad_()

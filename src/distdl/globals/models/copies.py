@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
 from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, enter, parameter_of
+from distdl.globals.replicas import Replica, enter, is_copy, parameter_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -177,6 +177,7 @@ class Replicas:
             self._held = list(_held(self.module))
         context = Context.of(self.P.comm)
         listed = [p for held in self._held for p in held.values() if p is not None and p.requires_grad]
+        listed = [p for p in listed if not is_copy(p)]  # (functional_call sets what another model has computed)
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
             self._described, self._buckets = described, list(_buckets(listed))
