@@ -25,21 +25,27 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if parameter is not self:
             return parameter.register_hook(hook)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(of, on_part)
+            registered = func(of, on_part)
+        kept = of.__dict__.pop("_keeps", None)
+        if kept is not None:  # (what is kept is what all hooks leave)
+            kept.remove()
+            retain_grad(torch.Tensor.retain_grad, (self,), {})
+        return registered
 
     return run(*args, **kwargs)
 
 
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     (replica,) = args
-    if parameter_of(replica) is replica:  # (a parameter has its gradient anyway)
-        of = _of_graph(replica)
+    of = _of_graph(replica)
+    if parameter_of(replica) is replica and "_keeps" not in of.__dict__:  # (a parameter has its gradient anyway)
 
         def keep(gradient: torch.Tensor) -> None:
             with torch._C.DisableTorchFunctionSubclass():
                 of.grad = gradient.detach()
 
-        replica.register_hook(keep)
+        keeps = replica.register_hook(keep)
+        of.__dict__["_keeps"] = keeps
 
 
 def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
