@@ -576,3 +576,41 @@ def test_parameters_that_something_holds_on_to_are_replaced(held_by):
                 assert_close(one.grad, before[name].grad)
 
     run(work)
+
+
+def test_two_models_may_have_a_parameter_in_common():
+    def pair():
+        models = [network(lambda: nn.Linear(3, 3), seed) for seed in (1, 2)]
+        models[1].weight = models[0].weight
+        return models
+
+    def work():
+        sequential, models = pair(), pair()
+        for one, grid in zip(models, ((3, 1), (1, 2)), strict=True):
+            distdl.distribute(one, partition(grid), weights="sharded")
+        assert models[0].weight is models[1].weight
+        x = noise(5, 3)
+        for first, second in (models, sequential):
+            optimiser = OPTIMISERS["sgd"]([*first.parameters(), second.bias])
+            for _ in range(2):
+                optimiser.zero_grad()
+                (first(x).sin() * second(x)).mean().backward()
+                optimiser.step()
+        for ours, theirs in zip(models, sequential, strict=True):
+            assert_same_state(ours, theirs)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"), [("replicated", "sharded", "whole"), ("sharded", "replicated", "in shares")]
+)
+def test_a_parameter_that_two_models_have_lies_in_both_alike(first, second, kept):
+    def work():
+        one, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        other.weight = one.weight
+        distdl.distribute(one, partition((3, 1)), weights=first)
+        with pytest.raises(ValueError, match=f"weight is a parameter of another .* has it {kept}"):
+            distdl.distribute(other, partition((3, 1)), weights=second)
+
+    run(work)

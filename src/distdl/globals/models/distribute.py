@@ -56,8 +56,8 @@ def distribute(
         fallback: what is done about a torch function that has no op for global tensors: ``"warn"`` (it runs on one
             worker, and says so once for each place that calls it), ``"silent"`` (it does not say so) or ``"error"``.
     Returns: the module itself.
-    Raises: ValueError for other options, for a module that is distributed already or compiled by ``torch.jit``, or if
-        workers have different modules.
+    Raises: ValueError for other options, for a module that is distributed already or compiled by ``torch.jit``, for a
+        parameter that another distributed model has with other ``weights``, or if workers have different modules.
     """
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
         if value not in known:
@@ -67,6 +67,7 @@ def distribute(
         if isinstance(child._parameters, Parameters) and (child is module or not _is_shared(child)):
             where = _where(module, path)
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
+    _check_shared(module, Context.of(P.comm), weights == "sharded")
     make_equal(module, Context.of(P.comm))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     join(module, copies, Place("", fallback))
@@ -79,6 +80,19 @@ def distribute(
 def _is_shared(child: torch.nn.Module) -> bool:
     """Whether a module that is distributed already may be part of another model, too: an activation has no state."""
     return not (child._parameters or child._buffers or isinstance(child.__dict__.get("forward"), Forward))
+
+
+def _check_shared(module: torch.nn.Module, context: Context, in_shares: bool) -> None:
+    """Check that a parameter that another distributed model has, too, lies in both alike."""
+    theirs = {id(one) for model in context.models for one in model.parameters()}
+    listed: list[tuple[str, Any]] = list(module.named_parameters())
+    for path, one in listed:
+        if in_shares != (type(one) is GlobalTensor) and (not in_shares or id(one) in theirs):
+            kept = "whole" if in_shares else "in shares"
+            raise ValueError(
+                f"{path} is a parameter of another distributed model, too, which has it {kept}; distribute both with "
+                "the same weights="
+            )
 
 
 def _where(module: torch.nn.Module, path: str) -> str:

@@ -188,12 +188,16 @@ def split_parameters(module: torch.nn.Module, context: Context) -> None:
     """
     loads = dict.fromkeys(context.everyone, 0)  # cells that each worker has got
     made: dict[int, torch.nn.Parameter] = {}
-    listed: list[Any] = list(module.parameters())
+    every: list[Any] = list(module.parameters())
+    listed = [one for one in every if type(one) is not GlobalTensor]
     alone = all(one._use_count() == 1 and not weakref.getweakrefs(one) for one in listed)
     apart = {id(one) for child in module.modules() if isinstance(child, Module) for one in child.parameters()}
     for child in module.modules():
-        for name, parameter in list(child._parameters.items()):
+        held: list[tuple[str, Any]] = list(child._parameters.items())
+        for name, parameter in held:
             if parameter is None or id(parameter) in apart:  # (those of distdl.nn live on some workers as it is)
+                continue
+            if type(parameter) is GlobalTensor:  # (a share already, by another of its names or of another model)
                 continue
             if id(parameter) not in made:
                 layout = share_layout(context, tuple(parameter.shape), loads)
