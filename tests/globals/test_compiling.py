@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from nets import assert_same_state, batch, network, partition
+from nets import assert_close, assert_same_state, batch, network, partition
+from same import noise
 from torch import nn
 
 import distdl
@@ -63,6 +64,36 @@ def test_a_compiled_model_computes_as_it_is(way, weights):
         if way is _inside:
             model.inner = model.inner._orig_mod
         assert_same_state(model, sequential)
+
+    distdl.run_workers(work, 3)
+    torch._dynamo.reset()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy * w, (dy * x).sum()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_autograd_function_in_what_is_compiled():
+    function = _compiled(lambda x, w: _Product.apply(x.sin(), w) + 1)
+
+    def work():
+        x, found = noise(4, 3), []
+        for one in (x, distdl.distribute_tensor(x, partition((2, 1)))):
+            w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+            y = function(one.requires_grad_(), w)
+            y.square().sum().backward()
+            found.append((y, one.grad, w.grad))
+        for theirs, ours in zip(*found, strict=True):
+            assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
     torch._dynamo.reset()

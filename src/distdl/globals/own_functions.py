@@ -29,6 +29,7 @@ from distdl.globals.parts import variable_of
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function
 
 _DERIVES = torch.autograd.Function.setup_context
@@ -270,6 +271,9 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         else:
             results.append(kind)
     return results[0] if call.single else tuple(results)
+
+
+leave_uncompiled(apply_whole)
 
 
 def install() -> None:
