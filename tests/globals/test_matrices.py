@@ -130,6 +130,28 @@ def test_a_matrix_that_torch_refuses_is_an_error_on_every_worker():
     assert abs(found[0][0] - with_jitter(REFUSED)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("function", "number"),
+    [(torch.cholesky_inverse, 0), (torch.linalg.lu_factor, 0), (torch.linalg.eig, torch.nan)],
+)
+def test_a_matrix_that_torch_refuses_is_an_error_of_its_kind(function, number):
+    """Not of each of these is it a LinAlgError, and the other workers have matrices that torch takes."""
+    whole = torch.eye(2, dtype=torch.float64).repeat(4, 1, 1)
+    whole[1] *= number
+    with pytest.raises(RuntimeError) as theirs:
+        function(whole)
+
+    def work():
+        x = distdl.distribute_tensor(whole, distdl.world()[:2].reshape(2, 1, 1))
+        with pytest.raises(RuntimeError, match="on worker 0") as ours:
+            function(x)
+        return type(ours.value), str(ours.value)
+
+    found = distdl.run_workers(work, 3, "threads")
+    assert found[0][0] is type(theirs.value)
+    assert len(set(found)) == 1
+
+
 def test_powers_of_what_torch_does_not_multiply_are_refused_on_every_worker():
     def work():
         x = distdl.distribute_tensor(torch.ones(4, 3, 3).bool(), distdl.world()[:2].reshape(2, 1, 1))

@@ -68,25 +68,29 @@ def _simple(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
     """What each worker computes of its own matrices.
 
-    Raises: LinAlgError on every worker, if torch refuses the numbers of one (of a matrix that is singular, say).
+    Raises: on every worker what torch raises on one that it refuses the numbers of (of a singular matrix, say), a
+        LinAlgError or another RuntimeError.
     """
     if name.removeprefix("linalg_") not in _REFUSING or context.comm.imagined:
         return compute()
     problem, y = None, None
     try:
         y = compute()
-    except LinAlgError as error:
+    except RuntimeError as error:
         problem = error
-    told = gather_values(context.comm, context.everyone, name, None if problem is None else str(problem))
-    for worker, text in zip(context.everyone, told, strict=True):
-        if text is not None:
-            raise LinAlgError(f"{name} of a global tensor, on worker {worker}: {text}") from problem
+    mine = None if problem is None else (isinstance(problem, LinAlgError), str(problem))
+    told = gather_values(context.comm, context.everyone, name, mine)
+    for worker, one in zip(context.everyone, told, strict=True):
+        if one is not None:
+            kind = LinAlgError if one[0] else RuntimeError
+            raise kind(f"{name} of a global tensor, on worker {worker}: {one[1]}") from problem
     return y
 
 
 _REFUSING = {
     "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
-    "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "lu_factor", "lu_factor_ex",
+    "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "cholesky_inverse", "lu_factor",
+    "lu_factor_ex",
 }  # fmt: skip
 
 
