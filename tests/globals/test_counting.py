@@ -65,6 +65,22 @@ def test_sums_of_weights():
     assert_same(function, Global(x2), noise(30, seed=1))
 
 
+WITHOUT_DERIVATIVE = {
+    "bincount": lambda x: torch.bincount(torch.arange(30) % 7, x.flatten()),
+    "histogram": lambda x: torch.histogram(x, 3).hist,
+    "edges": lambda x: torch.histogram(x, 3).bin_edges,
+    "histogram of weights": lambda x: torch.histogram(x.detach(), 3, weight=x).hist,
+    "unique": lambda x: torch.unique(x), "runs": lambda x: x.unique_consecutive(return_counts=True)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_DERIVATIVE)
+def test_what_has_no_derivative_does_not_lose_it_in_silence(name):
+    function = WITHOUT_DERIVATIVE[name]
+    assert_same(lambda x: (function(x).detach(), function(x).requires_grad), Global(x2))
+    assert_raises_the_same(lambda x: torch.autograd.grad(function(x).sum(), x), x2.clone().requires_grad_())
+
+
 HISTOGRAMS = {
     "bins": lambda x: torch.histogram(x.detach(), 4),
     "range": lambda x: x.detach().histogram(5, range=(-1.0, 0.5)),

@@ -15,6 +15,7 @@ from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import refuses
+from distdl.tensors.function import Function
 
 _FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,10 +33,10 @@ def bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         context = next(one for one in (input, weights) if type(one) is GlobalTensor)._context
         layout, (cells, sizes) = aligned(context, (input, weights), None, "bincount")
         own = None if sizes is None else sizes.detach().reshape(-1)
-        found = torch.bincount(cells.reshape(-1), own, count)
+        found = torch.bincount(cells.detach().reshape(-1), own, count)
         # (of no cells, torch gives whole numbers, whatever the weights)
         wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
-        return _added(layout, found.to(wanted))
+        return _added(layout, _without_derivative(found.to(wanted), "bincount", sizes))
 
     return run(*args, **kwargs)
 
@@ -74,14 +75,14 @@ def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         elif range is None:
             options = {}
         layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
-        cells, sizes = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
-        one = torch.zeros(1, dtype=cells.dtype), None if sizes is None else torch.zeros(1, dtype=sizes.dtype)
+        flat, own = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
+        one = torch.zeros(1, dtype=flat.dtype), None if own is None else torch.zeros(1, dtype=own.dtype)
         func(one[0], bins, weight=one[1], **options)  # (for torch's error)
-        found, edges = func(cells, bins, weight=sizes, **options)
-        counts = _added(layout, found)
+        found, edges = func(flat, bins, weight=own, **options)
+        counts = _added(layout, _without_derivative(found, "histogram", cells, sizes))
         if density:
             counts = counts / (counts.sum() * edges.diff())
-        return torch.return_types.histogram((counts, _split(edges, input)))
+        return torch.return_types.histogram((counts, _split(edges, input, "histogram")))
 
     return run(*args, **kwargs)
 
@@ -99,6 +100,23 @@ def _added(layout: KnownLayout, counts: torch.Tensor) -> Any:
     return total
 
 
+def _without_derivative(y: torch.Tensor, name: str, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """y, of which torch has no derivative by what it was computed from. To ask for one is an error on every worker."""
+    found: torch.Tensor = _WithoutDerivative.apply(y, name, *inputs)
+    return found
+
+
+class _WithoutDerivative(Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, name: str, *inputs: torch.Tensor | None) -> torch.Tensor:
+        ctx.name = name
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        raise RuntimeError(f"the derivative for {ctx.name} is not implemented")
+
+
 @handles("unique unique_consecutive", "torch Tensor")
 def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The values that occur: each worker finds those of its block, and they come to all workers, which merge them.
@@ -109,8 +127,8 @@ def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
     def run(input: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None) -> Any:
         context = input._context
-        if dim is not None or context.comm.imagined or (input.requires_grad and torch.is_grad_enabled()):
-            return fall_back(func, args, kwargs)  # (it has no derivative, which is an error of the backward)
+        if dim is not None or context.comm.imagined:
+            return fall_back(func, args, kwargs)
         known: Any = input.detach()
         x = reshaped(known, (input.numel(),)) if runs else known
         find = torch.unique_consecutive if runs else torch.unique
@@ -120,14 +138,15 @@ def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         order = x._layout.partition.workers.ravel().tolist()
         listed = torch.cat([told[worker][0] for worker in order]).to(values.device)
         merged, target = find(listed, return_inverse=True)
-        found = [_split(merged, input)]
+        found = [_split(merged, input, func.__name__)]
         if return_inverse:
             first = sum(len(told[worker][0]) for worker in order[: order.index(context.me)]) if x._layout.active else 0
             own = target[first : first + len(values)][places]
             found.append(reshaped(GlobalTensor._of(own.reshape(x._layout.local), x._layout), input.shape))
         if return_counts:
             all_counts = torch.cat([told[worker][1] for worker in order]).to(values.device)
-            found.append(_split(torch.zeros_like(merged, dtype=torch.int64).index_add(0, target, all_counts), input))
+            sums = torch.zeros_like(merged, dtype=torch.int64).index_add(0, target, all_counts)
+            found.append(_split(sums, input, func.__name__))
         return tuple(found) if len(found) > 1 else found[0]
 
     def run_sorted(input: Any, sorted: bool = True, *rest: Any, **more: Any) -> Any:
@@ -136,7 +155,8 @@ def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return (run if runs else run_sorted)(*args, **kwargs)
 
 
-def _split(whole: torch.Tensor, like: GlobalTensor) -> GlobalTensor:
-    """A new tensor that every worker has, split evenly over the workers of another."""
+def _split(whole: torch.Tensor, like: GlobalTensor, name: str) -> GlobalTensor:
+    """What a function has found in a tensor, which every worker has, split evenly over the workers of that."""
     layout = split_like(like._context, tuple(whole.shape), like._layout.partition)
-    return GlobalTensor._of(whole[own_box(layout)].reshape(layout.local), layout)
+    own = whole[own_box(layout)].reshape(layout.local)
+    return GlobalTensor._of(_without_derivative(own, name, block_of(like)), layout)
