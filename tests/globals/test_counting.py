@@ -3,7 +3,9 @@
 import pytest
 import torch
 from same import Global, assert_raises_the_same, assert_same, noise
+from torch.nn import functional
 
+import distdl
 from distdl.globals.functions import ordering
 
 x3, x2 = noise(3, 5, 7), noise(5, 6)
@@ -151,6 +153,21 @@ def test_statistics_of_many_elements(monkeypatch, few):
         assert_same(function, Global(x3), grids=[(2, 1, 2)])
     whole = (x2 * 2).round().long()
     assert_same(lambda x: (x.median(), (x - 4).median(), (x * 2**40 - 2**61).median()), Global(whole), grids=[(2, 2)])
+
+
+def test_quantiles_of_more_elements_than_torch_takes():
+    """Single precision has not all of their places."""
+    few, count = torch.tensor([5.0, 7.0, 6.0]), 2**24 + 4
+
+    def work():
+        x = functional.pad(distdl.distribute_tensor(few, distdl.world()), (0, count - 3))
+        return x.quantile(torch.tensor([0.0, 0.5, 1.0])).full_tensor()
+
+    assert distdl.run_workers(work, 2)[0].tolist() == [0, 0, 7]
+
+
+def test_quantiles_at_no_level():
+    assert_same(lambda x: x.quantile(x.new_zeros(0)), Global(x2), falls_back=True)
 
 
 def test_medians_of_equal_elements():

@@ -11,7 +11,7 @@ import torch
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.extremes import Instead
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import frozen, judged
+from distdl.globals.functions.judging import frozen
 from distdl.globals.functions.reductions import dims_of, reduced_layout, without_dims
 from distdl.globals.functions.scans import wrapped
 from distdl.globals.functions.shapes import reshaped, whole_along
@@ -182,12 +182,12 @@ def _quantile(
     func: Any, input: Any, q: Any, dim: None = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Any:
     """Between the two elements at the places around a part of the way through all of them."""
-    if type(q) is GlobalTensor or (isinstance(q, torch.Tensor) and q.requires_grad):
+    if type(q) is GlobalTensor or (isinstance(q, torch.Tensor) and (q.requires_grad or not q.numel())):
         return TABLE[None](func, (input, q), {"keepdim": keepdim, "interpolation": interpolation})
-    judged(func, (input, 0.5), {"interpolation": interpolation})
     q = _levels(q) if isinstance(q, torch.Tensor) else q
     func(torch.zeros(1, dtype=input.dtype), q, interpolation=interpolation)  # (for torch's error)
-    levels, missing, last = torch.as_tensor(q, dtype=input.dtype), _missing(input), input.numel() - 1
+    exact = input.dtype if input.numel() < 2**24 else torch.float64  # (of places; torch takes no more elements)
+    levels, missing, last = torch.as_tensor(q, dtype=exact), _missing(input), input.numel() - 1
     if func.__name__ == "nanquantile":
         ranks = (levels * (last - missing)).clamp_min(0)
     else:
