@@ -184,6 +184,10 @@ def test_functions_of_matrices(name):
         assert_same(ALGEBRA[name], noise(5, 6, seed=2), Global(noise(6, 5)))
 
 
+def test_norms_over_all_dims_but_one():
+    assert_same(lambda x: [torch.norm_except_dim(x, 2, dim) for dim in (0, 2, -1, -2, -3)], Global(x3))
+
+
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_functions_of_whole_numbers(name):
     assert_same(lambda x: OF_INTEGERS[name](x), Global(integers))
@@ -227,6 +231,27 @@ def test_numbers_around_means():
         torch.normal(split(mean), split(mean))
 
 
+DRAWN_ANYWAY = {
+    "normal": lambda x: torch.normal(x, 0.0), "deviations": lambda x: torch.normal(1.0, x.abs() * 0),
+    "lines": lambda x: torch.normal(x[:, :1], torch.zeros(6)),
+    "dtype of means": lambda x: torch.normal(torch.zeros(5, 6), x.abs() * 0), "poisson": lambda x: torch.poisson(x * 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWN_ANYWAY)
+def test_what_is_drawn_has_the_derivative_zero(name):
+    assert_same(lambda x: (DRAWN_ANYWAY[name](x), DRAWN_ANYWAY[name](x.detach()).requires_grad), Global(x2))
+
+
+def test_summary_of_a_model_that_draws_around_means():
+    class Draws(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return torch.normal(y, y.exp()) + y
+
+    assert distdl.summary(Draws(6, 4), (2, 1), (5, 6))
+
+
 def drawn_in_any_partition(draw, whole):
     """What is drawn by a tensor, the same whatever its partition."""
     found = []
@@ -262,6 +287,14 @@ def test_classes_that_are_drawn(replacement):
 
 
 REFUSED = {
+    "normal of no deviation": lambda x: torch.normal(x, x * torch.nan),
+    "normal of whole numbers": lambda x: torch.normal(x.long(), 1.0),
+    "poisson of no rates": lambda x: torch.poisson(x * torch.nan),
+    "multinomial of none": lambda x: torch.multinomial(x.abs(), 0),
+    "linspace between lines": lambda x: torch.linspace(x[0], 3, 5),
+    "put by short numbers": lambda x: x.put(torch.tensor([3]).int(), x[0, :1]),
+    "put by a mask": lambda x: x.put(torch.tensor([True]), x[0, :1]),
+    "a norm except no dim": lambda x: torch.norm_except_dim(x, 2, 2),
     "poisson of negative rates": lambda x: torch.poisson(x),
     "poisson of whole numbers": lambda x: torch.poisson(x.long()),
     "multinomial of fewer": lambda x: torch.multinomial(x.abs(), 7),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ def put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
         judged(func, args, kwargs)
+        if index.dtype is not torch.int64:
+            raise RuntimeError(f"put_(): Expected a long tensor for index, but got {index.dtype}")
         if source.numel() != index.numel():
             raise IndexError(
                 f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
@@ -73,7 +75,13 @@ def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 @handles("linspace logspace", "torch")
 def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor: the values of tensors without dims come to every worker."""
-    given, named = map_tensors((args, kwargs), lambda one: one.item() if not one.dim() else one)
+
+    def value(one: torch.Tensor) -> Any:
+        if one.dim():
+            raise RuntimeError(f"{func.__name__} needs numbers and tensors without dims; got one with {one.dim()}")
+        return one.item()
+
+    given, named = map_tensors((args, kwargs), value)
     return func(*given, **named)
 
 
@@ -157,12 +165,25 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
         if generator is not None:
             raise ValueError("normal of a global tensor takes no generator; it draws by torch.manual_seed")
-        mean, std = (one.detach() if isinstance(one, torch.Tensor) else one for one in (mean, std))
-        if (std < 0).any() if isinstance(std, torch.Tensor) else std < 0:
+        judged(func, (mean, std), {})
+        if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
+            raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
+        sizes: Any = std.detach() if isinstance(std, torch.Tensor) else std
+        imagined = type(sizes) is GlobalTensor and sizes._context.comm.imagined
+        if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
             raise RuntimeError("normal expects all elements of std >= 0.0")
-        return torch.randn_like(mean + 0 * std) * std + mean
+        around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
+        y = torch.randn_like(around.detach()) * sizes + around
+        return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
 
     return run(*args, **kwargs)
+
+
+def _zeros_of(x: Any) -> Any:
+    """Zeros that have the derivative zero, as what is drawn has; of a number, zero."""
+    if not isinstance(x, torch.Tensor):
+        return 0
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
 
 
 def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,15 +211,17 @@ def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise ValueError("poisson of a global tensor takes no generator; it draws by torch.manual_seed")
         func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
         rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
-        if known and rates.amin() < 0:
+        if known and not rates.amin() >= 0:
             raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
         most = float(rates.amax()) if known else 0.0
+        if most == inf:
+            raise RuntimeError("poisson of a global tensor needs rates that are finite")
         odds, low, high = torch.rand_like(rates), rates * 0 - 1, (rates + 12 * rates.sqrt() + 40).floor()
         for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
             middle = ((low + high) / 2).floor()
             enough = torch.special.gammaincc(middle + 1, rates) >= odds
             low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-        return high.to(input.dtype)
+        return high.to(input.dtype) + _zeros_of(input)
 
     return run(*args, **kwargs)
 
@@ -211,6 +234,8 @@ def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if generator is not None:
             raise ValueError("multinomial of a global tensor takes no generator; it draws by torch.manual_seed")
         judged(func, (input, num_samples, replacement), {})
+        if num_samples <= 0:
+            raise RuntimeError("cannot sample n_sample <= 0 samples")
         odds = input.detach()
         wrong, none = ~((odds >= 0) & odds.isfinite()), odds.sum(-1) <= 0
         problem = 0 if odds._context.comm.imagined else int(2 * wrong.any() + none.any())
@@ -381,7 +406,9 @@ def norm_except_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def run(v: Any, pow: int = 2, dim: int = 0) -> Any:
         if dim == -1:
             return v.norm(pow)
-        return torch.linalg.vector_norm(v, pow, [axis for axis in range(v.dim()) if axis != dim], keepdim=True)
+        judged(func, (v, pow, dim), {})
+        others = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
+        return torch.linalg.vector_norm(v, pow, others, keepdim=True)
 
     return run(*args, **kwargs)
 
