@@ -131,6 +131,7 @@ def test_spectrograms_and_back():
         {"onesided": False, "window": torch.ones(8)},
         {"window": torch.ones(7)},
         {"hop_length": 0, "window": torch.ones(8)},
+        {"length": 0, "window": torch.ones(8)},
     ],
 )
 def test_signals_that_torch_refuses(options):

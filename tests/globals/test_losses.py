@@ -112,6 +112,7 @@ def test_of_sequences(loss):
         lambda x: F.ctc_loss(x, LETTERS, READ, [4, 2, 0, 1, 3]), lambda x: F.ctc_loss(x, LETTERS, READ[1:], WRITTEN),
         lambda x: F.ctc_loss(x, LETTERS, READ, WRITTEN, 9), lambda x: F.ctc_loss(x.half(), LETTERS, READ, WRITTEN),
         lambda x: F.ctc_loss(x, LETTERS[1:], READ, WRITTEN),
+        lambda x: F.ctc_loss(x, LETTERS, torch.tensor(READ) * 1.0, torch.tensor(WRITTEN)),
     ],
 )  # fmt: skip
 def test_labels_that_torch_refuses(loss):

@@ -1,6 +1,7 @@
 """Pooling and interpolation of global tensors."""
 
 import pytest
+from launched import on_workers, split
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
@@ -47,3 +48,11 @@ def test_along_a_line(function):
 )  # fmt: skip
 def test_in_a_volume(function):
     assert_same(function, Global(x5))
+
+
+@on_workers
+def test_sizes_of_other_dims_are_refused():
+    x = split(noise(2, 3, 7, 6))
+    for options in ({"size": [3]}, {"size": (3, 9, 2)}, {"scale_factor": [0.5]}, {"size": (4, 4), "mode": "area"}):
+        with pytest.raises(ValueError):
+            F.interpolate(x, antialias=True, **{"mode": "bilinear", **options})

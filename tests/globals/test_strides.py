@@ -54,6 +54,7 @@ def test_what_is_written_there_reaches_the_tensor_or_is_not_lost_in_silence():
     [
         lambda x: x.as_strided((5, 7), (6, 1)), lambda x: x.as_strided((5, 6), (6,)),
         lambda x: x.as_strided((2,), (-1,)), lambda x: x.as_strided((5, 6), (6, 1), 1),
+        lambda x: x[:0].clone().as_strided((2,), (1,)),
     ],
 )  # fmt: skip
 def test_strides_that_torch_refuses(function):

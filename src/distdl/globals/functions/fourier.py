@@ -193,7 +193,7 @@ def istft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stop = start + length if length is not None else known - start
         cells = slice(start, min(stop, known))
         scale = _overlapped(weights.square().expand(count, n_fft), step)[cells]
-        if not scale.is_meta and (scale.detach().abs() < 1e-11).any():
+        if not len(scale) or (not scale.is_meta and (scale.detach().abs() < 1e-11).any()):
             blank = torch.zeros(input.shape, dtype=input.dtype)
             func(blank, n_fft, hop_length, win_length, window, *options)  # (for torch's error)
         y = _overlapped(pieces * weights, step)[:, cells] / scale

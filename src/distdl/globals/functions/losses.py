@@ -247,6 +247,8 @@ def _are_labels(x: GlobalTensor, labels: torch.Tensor, read: list[int], written:
     """Whether there is a target for each sequence, and all lengths are right."""
     if x.dim() != 3 or not x.numel() or x.dtype not in (torch.float32, torch.float64):
         return False
+    if not all(isinstance(n, int) for n in (*read, *written)):
+        return False
     steps, count, classes = x.shape
     if labels.dim() == 2:
         enough = labels.shape[0] == count and labels.shape[1] >= max(written, default=0)

@@ -10,7 +10,7 @@ import torch
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, numbers, single
-from distdl.globals.functions.judging import frozen, judge
+from distdl.globals.functions.judging import frozen, judge, judged
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
@@ -179,14 +179,16 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         recompute_scale_factor: bool | None = None,
         antialias: bool = False,
     ) -> Any:
-        if mode == "area":
+        if mode == "area" and not antialias:
             return _area(input, size, scale_factor)
         if (size is None) == (scale_factor is None):
             return fall_back(func, args, kwargs)
         if antialias:
             if input.dim() != 4 or input.dtype not in (torch.float32, torch.float64):
                 return fall_back(func, args, kwargs)  # (for torch's error, and other dtypes)
+            size = tuple(map(int, size)) if isinstance(size, (tuple, list)) else size
             given = {"mode": mode, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
+            judged(func, (input, size, scale_factor), {"antialias": True, **given})
             return _filtered(func, input, size, scale_factor, given)
         space, factors = input.dim() - 2, scale_factor
         if size is not None:
@@ -209,7 +211,10 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, Any]) -> Any:
-    """Filter along rows and columns: products with matrices, which are what torch makes of those of ones."""
+    """Filter along rows and columns: products with matrices, which are what torch makes of those of ones.
+
+    (So nan and inf reach all of their row and column, and in torch only what is near them.)
+    """
     y: Any = input
     for dim in (3, 2):
         ones = torch.eye(input.shape[dim], dtype=input.dtype, device=input.device)[None, None]
@@ -217,8 +222,8 @@ def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, A
             factor = factors[dim - 2] if isinstance(factors, (list, tuple)) else factors
             matrix = func(ones, scale_factor=(factor, 1.0), antialias=True, **given)[0, 0]
         else:
-            count = size if isinstance(size, int) else size[dim - 2]
-            matrix = func(ones, size=(int(count), input.shape[dim]), antialias=True, **given)[0, 0]
+            count = size[dim - 2] if isinstance(size, tuple) else int(size)
+            matrix = func(ones, size=(count, input.shape[dim]), antialias=True, **given)[0, 0]
         y = torch.matmul(y, matrix.mT) if dim == 3 else torch.matmul(matrix, y)
     return y
 

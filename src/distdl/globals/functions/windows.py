@@ -115,7 +115,7 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
     def run(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
         size, stride, offset = tuple(size), tuple(stride), storage_offset or 0
-        lines = _lines(size, stride) if len(size) == len(stride) and 0 not in size else None
+        lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
         strides = [input.numel(), *(line.stride for line in lines or ())]
         if not lines or offset < 0 or any(n % m for n, m in pairwise(strides)):
             return TABLE[None](func, args, kwargs)
