@@ -1,6 +1,7 @@
 """Steps that are kept, saving while training goes on, what is read and written, what can be kept."""
 
 import contextlib
+import copy
 import errno
 import io
 import json
@@ -226,6 +227,17 @@ def test_odd_tensors(tmp_path):
 
     for workers in (1, 2):
         distdl.run_workers(lambda workers=workers: work(workers), workers)
+
+
+def test_a_module_with_two_names_is_listed_in_both_places():
+    shared = nn.Linear(2, 2)
+    whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": shared, "c": nn.Linear(2, 2), "d": shared})
+
+    def work():
+        model = copy.deepcopy(whole)
+        assert list(distdl.export_state(model)[0]) == list(model.state_dict())
+
+    distdl.run_workers(work, 2)
 
 
 def test_a_scheduler_that_keeps_what_cannot_be_kept(tmp_path):

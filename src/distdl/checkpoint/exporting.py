@@ -50,7 +50,8 @@ def export_state(
 
 def _in_order(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """The same as the model's ``state_dict`` lists it: module by module, its parameters and then its buffers."""
-    modules = {path: at for at, path in enumerate(path for path, _ in model.named_modules())}
+    paths = (path for path, _ in model.named_modules(remove_duplicate=False))  # (of a shared module it lists each)
+    modules = {path: at for at, path in enumerate(paths)}
 
     def place(key: str) -> tuple[int, int, int]:
         path, _, name = key.rpartition(".")
