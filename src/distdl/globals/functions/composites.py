@@ -118,7 +118,7 @@ def chain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     matrices = list(given)
     matrices[0] = given[0] if given[0].dim() > 1 else given[0].unsqueeze(0)
     matrices[-1] = given[-1] if given[-1].dim() > 1 else given[-1].unsqueeze(1)
-    y = _product(matrices)
+    y = _product(matrices) if len(matrices) > 1 else matrices[0].clone()
     y = y if given[-1].dim() > 1 else y.squeeze(1)
     return y if given[0].dim() > 1 else y.squeeze(0)
 
