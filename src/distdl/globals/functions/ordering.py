@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from math import ceil
 from typing import Any
 
@@ -73,6 +74,9 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     dim = args[first] if len(args) > first else kwargs.get("dim", default)
     level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
     if type(level) is torch.Tensor and type(x) is GlobalTensor and dim is not None:
+        if level.requires_grad or not level.numel():
+            return TABLE[None](func, args, kwargs)
+        func(torch.zeros(1, dtype=x.dtype), _levels(level))  # (for torch's error)
         named = {key: value for key, value in kwargs.items() if key != "q"}
         found = [func(x, one, *args[2:], **named) for one in _levels(level).reshape(-1).tolist()]
         return torch.stack(found) if level.dim() else found[0]
@@ -193,11 +197,11 @@ def _quantile(
     else:
         ranks = torch.full_like(levels, last) if missing else levels * last
     rounded = {"lower": torch.floor, "higher": torch.ceil, "nearest": torch.round}.get(interpolation)
-    found = []
+    found, at_rank = [], cache(partial(_at_rank, input))
     for rank in (ranks if rounded is None else rounded(ranks)).reshape(-1).tolist():
-        value: Any = _at_rank(input, int(rank))
+        value: Any = at_rank(int(rank))
         if rounded is None:
-            value = value.lerp(_at_rank(input, ceil(rank)), rank - int(rank) if interpolation == "linear" else 0.5)
+            value = value.lerp(at_rank(ceil(rank)), rank - int(rank) if interpolation == "linear" else 0.5)
         found.append(value)
     y = torch.stack(found) if levels.dim() else found[0]
     return y.reshape(*levels.shape, *[1] * input.dim()) if keepdim else y
