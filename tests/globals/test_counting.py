@@ -166,6 +166,14 @@ def test_quantiles_of_more_elements_than_torch_takes():
     assert distdl.run_workers(work, 2) == [7, 7]
 
 
+def test_what_is_written_into_a_quantile_does_not_reach_the_elements():
+    def function(x):
+        x.quantile(0.5, interpolation="lower").mul_(3)
+        return x
+
+    assert_same(function, Global(x2))
+
+
 @pytest.mark.parametrize("dim", [None, 1])
 def test_quantiles_at_levels_that_are_none_or_have_a_gradient(dim):
     levels = torch.zeros(0, dtype=torch.float64)

@@ -203,5 +203,5 @@ def _quantile(
         if rounded is None:
             value = value.lerp(at_rank(ceil(rank)), rank - int(rank) if interpolation == "linear" else 0.5)
         found.append(value)
-    y = torch.stack(found) if levels.dim() else found[0]
+    y = torch.stack(found) if levels.dim() else found[0].clone()  # (which may be a view of the element)
     return y.reshape(*levels.shape, *[1] * input.dim()) if keepdim else y
