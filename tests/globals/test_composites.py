@@ -298,6 +298,7 @@ REFUSED = {
     "normal of no deviation": lambda x: torch.normal(x, x * torch.nan),
     "normal of whole numbers": lambda x: torch.normal(x.long(), 1.0),
     "poisson of no rates": lambda x: torch.poisson(x * torch.nan),
+    "multinomial of counts": lambda x: torch.multinomial(x.abs().long() + 1, 1),
     "multinomial of none": lambda x: torch.multinomial(x.abs(), 0),
     "linspace between lines": lambda x: torch.linspace(x[0], 3, 5),
     "put by short numbers": lambda x: x.put(torch.tensor([3]).int(), x[0, :1]),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launched import on_workers, split
-from same import noise
+from same import Global, assert_same, noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -181,3 +181,14 @@ def test_odds_have_the_derivative_zero():
     y = distdl.distribute_tensor(torch.ones(4, 3), P).requires_grad_()
     torch.bernoulli(y.sigmoid()).sum().backward()
     assert torch.equal(y.grad.full_tensor(), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("name", ["rand_like", "dropout", "bernoulli", "poisson"])
+def test_numbers_without_dims_are_drawn(name):
+    functions = {
+        "rand_like": lambda x: torch.rand_like(x) * 0,
+        "dropout": lambda x: F.dropout(x, 1.0),
+        "bernoulli": lambda x: torch.bernoulli(x * 0),
+        "poisson": lambda x: torch.poisson(x * 0),
+    }
+    assert_same(functions[name], Global(torch.tensor(1.5, dtype=torch.float64)))

@@ -236,6 +236,8 @@ def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         judged(func, (input, num_samples, replacement), {})
         if num_samples <= 0:
             raise RuntimeError("cannot sample n_sample <= 0 samples")
+        if not input.is_floating_point():
+            raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {input.dtype}")
         odds = input.detach()
         wrong, none = ~((odds >= 0) & odds.isfinite()), odds.sum(-1) <= 0
         problem = 0 if odds._context.comm.imagined else int(2 * wrong.any() + none.any())

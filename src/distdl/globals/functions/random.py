@@ -68,7 +68,7 @@ def drawn(
         block = uniform_block(key, box, extents, value, dtype, device)
     else:
         block = mask_block(key, box, extents, least, device)
-    return block.reshape(*block.shape, *[1] * (rank - dims))
+    return block.reshape((*block.shape, *[1] * (rank - dims)))
 
 
 def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None = None) -> torch.Tensor:
