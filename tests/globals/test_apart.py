@@ -43,7 +43,7 @@ def derivative_of_segments(x):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: torch.unique(x * 2), lambda x: x.unique_consecutive().sum() + x.exp().sum(),
+        lambda x: torch.unique(x * 2, dim=0), lambda x: x.unique(dim=0).sum() + x.exp().sum(),
         lambda x: torch.linalg.qr(x[:, :2], mode="r")[1], derivative_of_segments,
     ],
 )  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_derivative_that_raises_raises_on_every_worker(function):
 def test_of_a_result_that_every_worker_has():
     x = split(square.clone()).requires_grad_()
     with pytest.raises(RuntimeError, match=r"derivative of unique.*, on worker 0: .*not implemented"):
-        (x.unique().full_tensor() * 2).sum().backward()
+        (x.unique(dim=0).full_tensor() * 2).sum().backward()
 
 
 @on_workers
