@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from same import noise
 
 import distdl
 from distdl import GlobalTensor
@@ -28,3 +29,19 @@ def split(x, *grid):
 def assert_close(found, expected):
     whole = found.full_tensor() if isinstance(found, GlobalTensor) else found
     torch.testing.assert_close(whole.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Calling(torch.nn.Module):
+    """Two weights and a layer, and a forward that is given: ``forward(model, x)``. It may note what it has seen."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.w, self.v = (torch.nn.Parameter(noise(5, seed=seed)) for seed in (1, 2))
+        self.inner = torch.nn.Linear(5, 5, dtype=torch.float64)
+        with torch.no_grad():
+            self.inner.weight.copy_(noise(5, 5))
+            self.inner.bias.copy_(noise(5))
+        self.own, self.seen = forward, []
+
+    def forward(self, x):
+        return self.own(self, x)

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from launched import on_workers, split
+from launched import Calling, on_workers, split
 from same import noise
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -193,20 +193,6 @@ def _without(function, x):
         return function(x)
 
 
-class _Model(torch.nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.w, self.v = (torch.nn.Parameter(noise(5, seed=seed)) for seed in (1, 2))
-        self.inner = torch.nn.Linear(5, 5, dtype=torch.float64)
-        with torch.no_grad():
-            self.inner.weight.copy_(noise(5, 5))
-            self.inner.bias.copy_(noise(5))
-        self.own = forward
-
-    def forward(self, x):
-        return self.own(self, x)
-
-
 def _trained(model, x):
     optimiser, gradients = torch.optim.SGD(model.parameters(), lr=1e-2), []
     for _ in range(2):
@@ -224,8 +210,8 @@ def _trained(model, x):
 @on_workers
 def test_an_autograd_function_in_a_model(use, grid, weights):
     x = split(x35, *grid)
-    found = _trained(distdl.distribute(_Model(USES[use]), x.layout.partition, weights, fallback="error"), x)
-    for ours, theirs in zip(found, _trained(_Model(USES[use]), x35), strict=True):
+    found = _trained(distdl.distribute(Calling(USES[use]), x.layout.partition, weights, fallback="error"), x)
+    for ours, theirs in zip(found, _trained(Calling(USES[use]), x35), strict=True):
         whole = ours.full_tensor() if type(ours) is GlobalTensor else ours
         assert (whole is None) == (theirs is None)
         if whole is not None:
@@ -243,8 +229,8 @@ def test_second_derivatives(function):
 
     apply = getattr(function, "apply", function)
     x = split(x35)
-    model = distdl.distribute(_Model(lambda m, x: apply(x * m.w)), x.layout.partition)
-    for ours, theirs in zip(twice(model, x), twice(_Model(lambda m, x: apply(x * m.w)), x35), strict=True):
+    model = distdl.distribute(Calling(lambda m, x: apply(x * m.w)), x.layout.partition)
+    for ours, theirs in zip(twice(model, x), twice(Calling(lambda m, x: apply(x * m.w)), x35), strict=True):
         whole = ours.full_tensor() if type(ours) is GlobalTensor else ours
         torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)
 
@@ -270,9 +256,9 @@ class _Short(Function):
 def test_what_such_functions_must_not_do():
     P = split(x35).layout.partition
     with pytest.raises(RuntimeError, match=r"_Dirty writes into a global tensor \(ctx.mark_dirty\)"):
-        distdl.distribute(_Model(lambda m, x: _Dirty.apply(x * m.w)), P)(split(x35))
+        distdl.distribute(Calling(lambda m, x: _Dirty.apply(x * m.w)), P)(split(x35))
     with pytest.raises(RuntimeError, match="_ShortBackward returned an incorrect number of gradients"):
-        distdl.distribute(_Model(lambda m, x: _Short.apply(x * m.w, 2)), P)(split(x35)).sum().backward()
+        distdl.distribute(Calling(lambda m, x: _Short.apply(x * m.w, 2)), P)(split(x35)).sum().backward()
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])

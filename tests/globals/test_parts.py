@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from launched import on_workers, split
+from launched import Calling, on_workers, split
 from same import noise
 from torch.nn import functional as F
 
@@ -12,20 +12,6 @@ from distdl import GlobalTensor
 from distdl.globals.lineage import _KEY, entered_into
 
 x35 = noise(3, 5)
-
-
-class _Model(torch.nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.w, self.v = (torch.nn.Parameter(noise(5, seed=seed)) for seed in (1, 2))
-        self.inner = torch.nn.Linear(5, 5, dtype=torch.float64)
-        with torch.no_grad():
-            self.inner.weight.copy_(noise(5, 5))
-            self.inner.bias.copy_(noise(5))
-        self.own, self.seen = forward, []
-
-    def forward(self, x):
-        return self.own(self, x)
 
 
 class _Sine(torch.autograd.Function):
@@ -201,9 +187,9 @@ def _trained_twice(model, x):
 @on_workers
 def test_derivatives_by_weights_in_a_forward(forward, weights):
     x = split(x35)
-    model = distdl.distribute(_Model(FORWARDS[forward]), x.layout.partition, weights, fallback="error")
+    model = distdl.distribute(Calling(FORWARDS[forward]), x.layout.partition, weights, fallback="error")
     kept = list(model.parameters())
-    found, expected = _trained_twice(model, x), _trained_twice(_Model(FORWARDS[forward]), x35)
+    found, expected = _trained_twice(model, x), _trained_twice(Calling(FORWARDS[forward]), x35)
     assert all(one is other for one, other in zip(model.parameters(), kept, strict=True))
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -215,7 +201,7 @@ def test_derivatives_by_weights_in_a_forward(forward, weights):
 def test_what_follows_from_a_parameter_and_from_what_has_not_entered():
     outside = torch.ones(5, dtype=torch.float64, requires_grad=True)
     x = split(x35)
-    model = distdl.distribute(_Model(lambda m, x: x * (_view(m) * outside)), x.layout.partition)
+    model = distdl.distribute(Calling(lambda m, x: x * (_view(m) * outside)), x.layout.partition)
     with pytest.raises(RuntimeError, match="follows both from a parameter of the model and from a tensor that has not"):
         model(x)
 
@@ -227,7 +213,7 @@ def test_gradients_by_weights_that_nobody_has_used_are_none():
         assert unused is None
         return x * used
 
-    model = distdl.distribute(_Model(forward), split(x35).layout.partition)
+    model = distdl.distribute(Calling(forward), split(x35).layout.partition)
     torch.testing.assert_close(model(split(x35)).full_tensor(), x35 * 2 * model.w)
 
 
