@@ -6,16 +6,14 @@ from operator import index
 from typing import Any
 
 from distdl.geometry.boxes import MOST
-from distdl.nn.layer import Layer
-from distdl.nn.module import options
-from distdl.nn.pooling.results import build, pool
+from distdl.nn.module import Option
+from distdl.nn.pooling.layer import PoolingLayer
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
 
-@checks_arguments
-def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
+class _AdaptiveAvgPool(PoolingLayer):
     r"""Pool to a given global shape in space: the mean of each window.
 
     Along each dim, output o of n is computed from the cells ``floor(o L / n)`` up to, but not including,
@@ -33,13 +31,18 @@ def _average_pool(self: Any, P_x: Partition, output_size: Any) -> None:
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
         the wrong rank, empty in space, or of a dtype that torch's operator does not accept.
     """
-    extents = _extents(type(self).__name__, output_size, self.space)
-    build(self, P_x, AdaptiveAverage(extents), (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
-    self.P_x, self.output_size = P_x, extents
+
+    output_size = Option[tuple[int | None, ...]]()
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, output_size: Any) -> None:
+        extents = _extents(type(self).__name__, output_size, self.space)
+        least, options = (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}"
+        super().__init__(P_x, AdaptiveAverage(extents), least, options)
+        self.output_size = extents
 
 
-@checks_arguments
-def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
+class _AdaptiveMaxPool(PoolingLayer):
     r"""Pool to a given global shape in space: the largest cell of each window.
 
     Along each dim, output o of n is computed from the cells ``floor(o L / n)`` up to, but not including,
@@ -59,10 +62,16 @@ def _max_pool(self: Any, P_x: Partition, output_size: Any, return_indices: bool 
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of
         the wrong rank, empty in space, or of a dtype that torch's operator does not accept.
     """
-    extents = _extents(type(self).__name__, output_size, self.space)
-    op = AdaptiveMaximum(extents, bool(return_indices))
-    build(self, P_x, op, (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
-    self.P_x, self.output_size, self.return_indices = P_x, extents, op.indices
+
+    output_size = Option[tuple[int | None, ...]]()
+    return_indices = Option[bool]()
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, output_size: Any, return_indices: bool = False) -> None:
+        extents = _extents(type(self).__name__, output_size, self.space)
+        op = AdaptiveMaximum(extents, bool(return_indices))
+        super().__init__(P_x, op, (1,) * (self.space + 2), f"output {'x'.join(map(str, extents))}")
+        self.output_size, self.return_indices = extents, op.indices
 
 
 def _extents(name: str, given: Any, space: int) -> tuple[int | None, ...]:
@@ -80,37 +89,31 @@ def _extents(name: str, given: Any, space: int) -> tuple[int | None, ...]:
     return extents
 
 
-class DistributedAdaptiveAvgPool1d(Layer):
-    __doc__, space = _average_pool.__doc__, 1
-    P_x, output_size = options(2)
-    __init__, forward = _average_pool, pool
+class DistributedAdaptiveAvgPool1d(_AdaptiveAvgPool):
+    __doc__ = _AdaptiveAvgPool.__doc__
+    space = 1
 
 
-class DistributedAdaptiveAvgPool2d(Layer):
-    __doc__, space = _average_pool.__doc__, 2
-    P_x, output_size = options(2)
-    __init__, forward = _average_pool, pool
+class DistributedAdaptiveAvgPool2d(_AdaptiveAvgPool):
+    __doc__ = _AdaptiveAvgPool.__doc__
+    space = 2
 
 
-class DistributedAdaptiveAvgPool3d(Layer):
-    __doc__, space = _average_pool.__doc__, 3
-    P_x, output_size = options(2)
-    __init__, forward = _average_pool, pool
+class DistributedAdaptiveAvgPool3d(_AdaptiveAvgPool):
+    __doc__ = _AdaptiveAvgPool.__doc__
+    space = 3
 
 
-class DistributedAdaptiveMaxPool1d(Layer):
-    __doc__, space = _max_pool.__doc__, 1
-    P_x, output_size, return_indices = options(3)
-    __init__, forward = _max_pool, pool
+class DistributedAdaptiveMaxPool1d(_AdaptiveMaxPool):
+    __doc__ = _AdaptiveMaxPool.__doc__
+    space = 1
 
 
-class DistributedAdaptiveMaxPool2d(Layer):
-    __doc__, space = _max_pool.__doc__, 2
-    P_x, output_size, return_indices = options(3)
-    __init__, forward = _max_pool, pool
+class DistributedAdaptiveMaxPool2d(_AdaptiveMaxPool):
+    __doc__ = _AdaptiveMaxPool.__doc__
+    space = 2
 
 
-class DistributedAdaptiveMaxPool3d(Layer):
-    __doc__, space = _max_pool.__doc__, 3
-    P_x, output_size, return_indices = options(3)
-    __init__, forward = _max_pool, pool
+class DistributedAdaptiveMaxPool3d(_AdaptiveMaxPool):
+    __doc__ = _AdaptiveMaxPool.__doc__
+    space = 3

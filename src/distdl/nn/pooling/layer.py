@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch
 from distdl.agreement import Headers
 from distdl.geometry.boxes import Shape
 from distdl.nn.layer import Application, Layer
+from distdl.nn.module import Option
 from distdl.ops import Op
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.pooling import Pooling
@@ -50,38 +51,41 @@ class ResultTypes:
         return self._known[key]
 
 
-def build(
-    layer: Layer, P_x: Partition, op: Pooling | AdaptiveAverage | AdaptiveMaximum, least: Shape, options: str
-) -> None:
-    """Make a module a pooling layer.
+class PoolingLayer(Layer):
+    """What all pooling layers are.
 
     Args:
         least: shape of the smallest tensor that torch's operator accepts.
         options: the main options, for its name.
     """
-    kind = type(layer).__name__
-    if P_x.workers.ndim != len(least):
-        raise ValueError(f"{kind} needs P_x: batch x channels x {len(least) - 2} dims of space; got {P_x}")
 
-    def configure(op: Any, headers: Headers) -> Op:
-        dtype = headers.dtype(P_x, kind)
-        empty = headers.shapes(P_x, kind, P_x.workers.ndim).prod(axis=-1) == 0
-        codes = headers.extras(P_x)[..., 0]
-        if not ((codes > 0) | empty).all():
-            raise ValueError(f"{kind} needs a dtype that torch's operator takes; got {dtype}")
-        code = int(codes.flat[np.argmin(empty)])  # of the first worker that has an element
-        configured: Op = replace(op, result=DTYPES[code - 1] if code else dtype)
-        return configured
+    P_x = Option[Partition]()
+    space: ClassVar[int]  # dims of space
 
-    def alone(x: torch.Tensor) -> Any:
-        return (outside(x), torch.zeros_like(x, dtype=torch.int64)) if op.indices else outside(x)
+    def __init__(
+        self, P_x: Partition, op: Pooling | AdaptiveAverage | AdaptiveMaximum, least: Shape, options: str
+    ) -> None:
+        kind = type(self).__name__
+        if P_x.workers.ndim != len(least):
+            raise ValueError(f"{kind} needs P_x: batch x channels x {len(least) - 2} dims of space; got {P_x}")
 
-    Layer.__init__(layer, f"{kind} (P_x: {P_x}; {options})", P_x, Application(op, (P_x,), P_x, configure), alone=alone)
-    results: Any = layer
-    results._results = ResultTypes(op.sample, least)
+        def configure(op: Any, headers: Headers) -> Op:
+            dtype = headers.dtype(P_x, kind)
+            empty = headers.shapes(P_x, kind, P_x.workers.ndim).prod(axis=-1) == 0
+            codes = headers.extras(P_x)[..., 0]
+            if not ((codes > 0) | empty).all():
+                raise ValueError(f"{kind} needs a dtype that torch's operator takes; got {dtype}")
+            code = int(codes.flat[np.argmin(empty)])  # of the first worker that has an element
+            configured: Op = replace(op, result=DTYPES[code - 1] if code else dtype)
+            return configured
 
+        def alone(x: torch.Tensor) -> Any:
+            return (outside(x), torch.zeros_like(x, dtype=torch.int64)) if op.indices else outside(x)
 
-def pool(self: Any, x: torch.Tensor) -> Any:
-    """The forward of every pooling layer."""
-    setup = self.agree(x, extra=(self._results.of(x),))
-    return setup(x)
+        super().__init__(f"{kind} (P_x: {P_x}; {options})", P_x, Application(op, (P_x,), P_x, configure), alone=alone)
+        self.P_x = P_x
+        self._results = ResultTypes(op.sample, least)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        setup = self.agree(x, extra=(self._results.of(x),))
+        return setup(x)
