@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import Any, Required, TypedDict, Unpack
 
 from distdl.geometry.windows import Sliding
-from distdl.nn.conv.kernels import Kernel, Sizes, build, configure, convolve
-from distdl.nn.layer import Layer
+from distdl.nn.conv.layer import ConvolutionLayer, Sizes
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import own_work, shared_work, stored_on, weights_on
 from distdl.ops.convolution import Convolution
@@ -24,21 +23,7 @@ from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
 
-@checks_arguments
-def _feature(
-    self: Any,
-    P_x: Partition,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Sizes,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    padding_mode: str = "zeros",
-    dilation: Sizes = 1,
-    groups: int = 1,
-    bias: bool = True,
-    buffer_manager: Any = None,
-) -> None:
+class _FeatureConv(ConvolutionLayer):
     r"""A convolution that is split over space and the batch. One worker stores the weights; with groups, see P_x.
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, the same as torch's on the whole tensor. Each worker gets the
@@ -60,29 +45,30 @@ def _feature(
         does not: its rank, channels or dtype, or a global extent too small for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
-    check_buffer_manager(buffer_manager)
-    work = own_work(type(self).__name__, self.space, groups, P_x)
-    geometry = (kernel_size, stride, padding, dilation)
-    _build(self, P_x, P_x, work, in_channels, out_channels, geometry, padding_mode, groups, bias)
+
+    @checks_arguments
+    def __init__(
+        self,
+        P_x: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        padding_mode: str = "zeros",
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        buffer_manager: Any = None,
+    ) -> None:
+        check_buffer_manager(buffer_manager)
+        name, geometry = type(self).__name__, (kernel_size, stride, padding, dilation)
+        work, channels = own_work(name, self.space, groups, P_x), (in_channels, out_channels)
+        arguments = _arguments(name, self.space, P_x, work, channels, geometry, padding_mode, groups, bias)
+        super().__init__(P_x, P_x, work, **arguments)
 
 
-@checks_arguments
-def _general(
-    self: Any,
-    P_x: Partition,
-    P_y: Partition,
-    P_w: Partition,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Sizes,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    padding_mode: str = "zeros",
-    dilation: Sizes = 1,
-    groups: int = 1,
-    bias: bool = True,
-    buffer_manager: Any = None,
-) -> None:
+class _GeneralConv(ConvolutionLayer):
     r"""A convolution that is split over input and output channels, over space, and over the batch.
 
     Forward: :math:`y_o = b_o + \sum_i w_{oi} \star x_i`, the same as torch's on the whole tensor. Each worker gets the
@@ -106,136 +92,117 @@ def _general(
         does not: its rank, channels or dtype, or a global extent too small for the kernel or the padding.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
-    check_buffer_manager(buffer_manager)
-    work = shared_work(type(self).__name__, self.space, groups, P_x, P_y, P_w)
-    geometry = (kernel_size, stride, padding, dilation)
-    _build(self, P_x, P_y, work, in_channels, out_channels, geometry, padding_mode, groups, bias, P_w=P_w)
+
+    @checks_arguments
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        P_w: Partition,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        padding_mode: str = "zeros",
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        buffer_manager: Any = None,
+    ) -> None:
+        check_buffer_manager(buffer_manager)
+        name, geometry = type(self).__name__, (kernel_size, stride, padding, dilation)
+        work, channels = shared_work(name, self.space, groups, P_x, P_y, P_w), (in_channels, out_channels)
+        arguments = _arguments(name, self.space, P_y, work, channels, geometry, padding_mode, groups, bias)
+        super().__init__(P_x, P_y, work, **arguments, P_w=P_w)
+
+    @property
+    def stores_bias(self) -> bool:
+        """Whether this worker is one of those that store the bias, if there is one. (A published name.)"""
+        return self.P_x.comm.rank in stored_on(self._work, 1)[:, :1]
 
 
-def _build(
-    layer: Any,
-    P_x: Partition,
+class _ChannelConv(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
+
+    @property
+    def conv_layer(self) -> _ChannelConv:
+        """The layer itself: in the published interface it has ``weight`` and ``bias``."""
+        return self
+
+
+def _arguments(
+    name: str,
+    space: int,
     P_y: Partition,
     work: Partition,
-    in_channels: int,
-    out_channels: int,
+    channels: tuple[int, int],
     geometry: tuple[Sizes, Sizes, Sizes, Sizes],
     padding_mode: str,
     groups: int,
     bias: bool,
-    **partitions: Partition,
-) -> None:
-    name = type(layer).__name__
-    sliding = Sliding.of_convolution(name, layer.space, *geometry)
-    op = Convolution(P_y, int(in_channels), int(out_channels), sliding, padding_mode, int(groups))
+) -> dict[str, Any]:
+    """The arguments of :class:`ConvolutionLayer` that follow from a convolution's options, as torch takes them.
+
+    Raises: ValueError that names the layer.
+    """
+    sliding = Sliding.of_convolution(name, space, *geometry)
+    op = Convolution(P_y, int(channels[0]), int(channels[1]), sliding, padding_mode, int(groups))
     op.check(name)
-    weights = weights_on(stored_on(work, 1), op.in_channels // op.groups, op.out_channels, sliding.kernel, bias)
-    build(
-        layer, P_x, P_y, work, op, weights, kernel_size=sliding.kernel, stride=sliding.stride,
-        padding=geometry[2] if isinstance(geometry[2], str) else sliding.padding, dilation=sliding.dilation,
-        padding_mode=padding_mode, **partitions,
-    )  # fmt: skip
+    return {
+        "op": op,
+        "weights": weights_on(stored_on(work, 1), op.in_channels // op.groups, op.out_channels, sliding.kernel, bias),
+        "kernel_size": sliding.kernel,
+        "stride": sliding.stride,
+        "padding": geometry[2] if isinstance(geometry[2], str) else sliding.padding,
+        "dilation": sliding.dilation,
+        "padding_mode": padding_mode,
+    }
 
 
-def _stores_bias(self: Any) -> bool:
-    """Whether this worker is one of those that store the bias, if there is one. (A published name.)"""
-    stored = stored_on(self._work, 1)[:, :1]
-    return self.P_x.comm.rank in stored
-
-
-def _itself(self: Any) -> Any:
-    """The layer itself: in the published interface of Channel convolutions it has ``weight`` and ``bias``."""
-    return self
-
-
-class DistributedFeatureConv1d(Kernel, Layer):
-    """The 1-d convolution for a split of batch and space."""
-
+class DistributedFeatureConv1d(_FeatureConv):
+    __doc__ = _FeatureConv.__doc__
     space = 1
-    __init__ = _feature
-    forward = convolve
-    _configure = configure
 
 
-class DistributedFeatureConv2d(Kernel, Layer):
-    """The 2-d convolution for a split of batch and space."""
-
+class DistributedFeatureConv2d(_FeatureConv):
+    __doc__ = _FeatureConv.__doc__
     space = 2
-    __init__ = _feature
-    forward = convolve
-    _configure = configure
 
 
-class DistributedFeatureConv3d(Kernel, Layer):
-    """The 3-d convolution for a split of batch and space."""
-
+class DistributedFeatureConv3d(_FeatureConv):
+    __doc__ = _FeatureConv.__doc__
     space = 3
-    __init__ = _feature
-    forward = convolve
-    _configure = configure
 
 
-class DistributedChannelConv1d(Kernel, Layer):
-    """The 1-d convolution for a split of batch and channels."""
-
+class DistributedChannelConv1d(_ChannelConv):
+    __doc__ = _ChannelConv.__doc__
     space = 1
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
-    conv_layer = property(_itself)
 
 
-class DistributedChannelConv2d(Kernel, Layer):
-    """The 2-d convolution for a split of batch and channels."""
-
+class DistributedChannelConv2d(_ChannelConv):
+    __doc__ = _ChannelConv.__doc__
     space = 2
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
-    conv_layer = property(_itself)
 
 
-class DistributedChannelConv3d(Kernel, Layer):
-    """The 3-d convolution for a split of batch and channels."""
-
+class DistributedChannelConv3d(_ChannelConv):
+    __doc__ = _ChannelConv.__doc__
     space = 3
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
-    conv_layer = property(_itself)
 
 
-class DistributedGeneralConv1d(Kernel, Layer):
-    """The 1-d convolution for a split of batch, channels and space."""
-
+class DistributedGeneralConv1d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 1
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
 
 
-class DistributedGeneralConv2d(Kernel, Layer):
-    """The 2-d convolution for a split of batch, channels and space."""
-
+class DistributedGeneralConv2d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 2
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
 
 
-class DistributedGeneralConv3d(Kernel, Layer):
-    """The 3-d convolution for a split of batch, channels and space."""
-
+class DistributedGeneralConv3d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 3
-    __init__ = _general
-    forward = convolve
-    _configure = configure
-    stores_bias = property(_stores_bias)
 
 
 _Kinds = tuple[type[Any], ...]

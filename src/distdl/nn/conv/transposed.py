@@ -13,8 +13,8 @@ from distdl.agreement import Headers
 from distdl.geometry.boxes import balanced
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Intervals, grouped
-from distdl.nn.conv.kernels import Kernel, Sizes, build
-from distdl.nn.layer import Layer, given
+from distdl.nn.conv.layer import ConvolutionLayer, Sizes
+from distdl.nn.layer import given
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import Weights, own_work, shared_work, stored_on
 from distdl.ops import Op
@@ -26,25 +26,7 @@ _FARTHEST = 2**62  # what a header can hold
 _COMMON = 3  # integers of the header that all linear layers and convolutions have
 
 
-@checks_arguments
-def _transposed(
-    self: Any,
-    P_x: Partition,
-    P_y: Partition | None = None,
-    P_w: Partition | None = None,
-    *,
-    in_channels: int,
-    out_channels: int,
-    kernel_size: Sizes,
-    stride: Sizes = 1,
-    padding: Sizes = 0,
-    output_padding: Sizes = 0,
-    groups: int = 1,
-    bias: bool = True,
-    dilation: Sizes = 1,
-    padding_mode: str = "zeros",
-    buffer_manager: Any = None,
-) -> None:
+class _ConvTranspose(ConvolutionLayer):
     r"""A transposed convolution: each worker gets the inputs that add to its outputs, from as many blocks as needed.
 
     Forward: :math:`y_o = b_o + \sum_i w_{io} \star^T x_i`, the same as torch's on the whole tensor: input j along a dim
@@ -71,25 +53,77 @@ def _transposed(
         does not: its rank, channels or dtype, or no output.
     Source: the adjoint of the convolution in Hewett & Grady, arXiv:2006.03108.
     """
-    name = type(self).__name__
-    check_buffer_manager(buffer_manager)
-    if padding_mode != "zeros":
-        raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
-    geometry = Transposed.of(name, self.space, kernel_size, stride, padding, dilation, output_padding)
-    if P_y is None and P_w is None:
-        target, work = P_x, own_work(name, self.space, groups, P_x)
-    elif P_y is None or P_w is None:
-        raise ValueError(f"{name} needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
-    else:
-        target, work = P_y, shared_work(name, self.space, groups, P_x, P_y, P_w)
-    op = TransposedConvolution(target, int(in_channels), int(out_channels), geometry, int(groups))
-    op.check(name)
-    called = f"{name} (P_x: {P_x}; P_y: {target}; {in_channels} to {out_channels} channels)"
-    build(
-        self, P_x, target, work, op, _weights_on(called, stored_on(work, 1), op, bias), P_w=P_w,
-        kernel_size=geometry.kernel, stride=geometry.stride, padding=geometry.padding, dilation=geometry.dilation,
-        output_padding=geometry.output_padding, padding_mode=padding_mode,
-    )  # fmt: skip
+
+    output_dim = 1  # of the weight, as torch counts it for spectral norms
+
+    @checks_arguments
+    def __init__(
+        self,
+        P_x: Partition,
+        P_y: Partition | None = None,
+        P_w: Partition | None = None,
+        *,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Sizes,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Sizes = 1,
+        padding_mode: str = "zeros",
+        buffer_manager: Any = None,
+    ) -> None:
+        name = type(self).__name__
+        check_buffer_manager(buffer_manager)
+        if padding_mode != "zeros":
+            raise ValueError(f"{name} has padding_mode 'zeros'; got {padding_mode!r}")
+        geometry = Transposed.of(name, self.space, kernel_size, stride, padding, dilation, output_padding)
+        if P_y is None and P_w is None:
+            target, work = P_x, own_work(name, self.space, groups, P_x)
+        elif P_y is None or P_w is None:
+            raise ValueError(f"{name} needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
+        else:
+            target, work = P_y, shared_work(name, self.space, groups, P_x, P_y, P_w)
+        op = TransposedConvolution(target, int(in_channels), int(out_channels), geometry, int(groups))
+        op.check(name)
+        called = f"{name} (P_x: {P_x}; P_y: {target}; {in_channels} to {out_channels} channels)"
+        super().__init__(
+            P_x, target, work, op, _weights_on(called, stored_on(work, 1), op, bias), P_w=P_w,
+            kernel_size=geometry.kernel, stride=geometry.stride, padding=geometry.padding, dilation=geometry.dilation,
+            output_padding=geometry.output_padding, padding_mode=padding_mode,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
+        """Apply the layer.
+
+        Args:
+            x: this worker's block of the input.
+            output_size: global extents of the output in space (or in all dims), the same on every worker, to use
+                instead of ``output_padding``; as in torch.
+        """
+        tensors = (x, *given(self.weight, self.bias))
+        extra = (*self._weights.extra(self, tensors[1]), *_asking(output_size, self.space))
+        setup = self.agree(*tensors, extra=extra)
+        y: torch.Tensor = setup(*tensors)
+        return y
+
+    def _configure(self, op: Any, headers: Headers) -> Op:
+        """The operation for the output size that all members ask for, if they do."""
+        configured: Any = super()._configure(op, headers)
+        workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, _COMMON:]
+        wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
+        kind, *sizes = asked[0].tolist()
+        if wrong.size:
+            theirs, *others = asked[wrong[0]].tolist()
+            one, other = ([None, found, "something else"][code] for code, found in ((kind, sizes), (theirs, others)))
+            raise ValueError(
+                f"{self.label} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers, the "
+                f"same on all workers; got {one} on worker {workers[0]} and {other} on worker {workers[wrong[0]]}"
+            )
+        asking: Op = replace(configured, asked=tuple(sizes) if kind else None)
+        return asking
 
 
 def _weights_on(name: str, stored: Partition, op: TransposedConvolution, bias: bool) -> Weights:
@@ -138,63 +172,16 @@ def _asking(output_size: Any, space: int) -> tuple[int, ...]:
     return (1, *(min(max(size, -_FARTHEST), _FARTHEST) for size in sizes[-space:]))
 
 
-def _convolve(self: Any, x: torch.Tensor, output_size: Sequence[int] | None = None) -> torch.Tensor:
-    """Apply the layer.
-
-    Args:
-        x: this worker's block of the input.
-        output_size: global extents of the output in space (or in all dims), the same on every worker, to use instead of
-            ``output_padding``; as in torch.
-    """
-    tensors = (x, *given(self.weight, self.bias))
-    extra = (*self._weights.extra(self, tensors[1]), *_asking(output_size, self.space))
-    setup = self.agree(*tensors, extra=extra)
-    y: torch.Tensor = setup(*tensors)
-    return y
-
-
-def _configure(self: Any, op: Any, headers: Headers) -> Op:
-    """The operation for the output size that all members ask for, if they do."""
-    configured: Any = self._weights.configure(op, headers, self._everyone, self.label)
-    workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, _COMMON:]
-    wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
-    kind, *sizes = asked[0].tolist()
-    if wrong.size:
-        theirs, *others = asked[wrong[0]].tolist()
-        one, other = ([None, found, "something else"][code] for code, found in ((kind, sizes), (theirs, others)))
-        raise ValueError(
-            f"{self.label} needs output_size to be None or {self.space} (or {self.space + 2}) whole numbers, the "
-            f"same on all workers; got {one} on worker {workers[0]} and {other} on worker {workers[wrong[0]]}"
-        )
-    asking: Op = replace(configured, asked=tuple(sizes) if kind else None)
-    return asking
-
-
-class DistributedConvTranspose1d(Kernel, Layer):
-    """The 1-d transposed convolution."""
-
+class DistributedConvTranspose1d(_ConvTranspose):
+    __doc__ = _ConvTranspose.__doc__
     space = 1
-    output_dim = 1  # of the weight, as torch counts it for spectral norms
-    __init__ = _transposed
-    forward = _convolve
-    _configure = _configure
 
 
-class DistributedConvTranspose2d(Kernel, Layer):
-    """The 2-d transposed convolution."""
-
+class DistributedConvTranspose2d(_ConvTranspose):
+    __doc__ = _ConvTranspose.__doc__
     space = 2
-    output_dim = 1  # of the weight, as torch counts it for spectral norms
-    __init__ = _transposed
-    forward = _convolve
-    _configure = _configure
 
 
-class DistributedConvTranspose3d(Kernel, Layer):
-    """The 3-d transposed convolution."""
-
+class DistributedConvTranspose3d(_ConvTranspose):
+    __doc__ = _ConvTranspose.__doc__
     space = 3
-    output_dim = 1  # of the weight, as torch counts it for spectral norms
-    __init__ = _transposed
-    forward = _convolve
-    _configure = _configure
