@@ -18,56 +18,6 @@ from distdl.tensors.connection import outside
 from distdl.tensors.repeats import CallCount
 
 
-@checks_arguments
-def _build(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
-    kind = type(self).__name__
-    op = Dropout(float(p), self.leading)
-    op.check(kind)
-    if inplace:
-        raise ValueError(f"{kind} never writes into its input, so it needs inplace=False; got {inplace}")
-    seed, number, place = next_key(P_x.comm, "layer")
-
-    def configured(op: Dropout, headers: Headers) -> Dropout:
-        """The dropout with the first worker's key of random numbers."""
-        high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
-        return replace(op, key=(high * 2**32 + low, *rest))
-
-    derive = Application(op, (P_x,), P_x, configured)
-    Layer.__init__(self, f"{kind} (P_x: {P_x}; p: {p})", P_x, derive, alone=_alone)
-    self.P_x, self.p, self.inplace = P_x, float(p), False
-    self.calls = CallCount()
-    self._marks = (seed // 2**32, seed % 2**32, number, place)  # a header's integers have a sign
-
-
-@checks_arguments
-def _build_of_channels(self: Any, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
-    if P_x.workers.ndim != self.space + 2:
-        raise ValueError(f"{type(self).__name__} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")
-    _build(self, P_x, p, inplace)
-
-
-def _forward(self: Any, x: torch.Tensor) -> Any:
-    if not self.training or self.p == 0:
-        return x if self._member else x.clone()
-    setup = self.agree(x, extra=self._marks)
-    moved = setup.move_in(x)
-    return setup.move_out(setup.local(*moved, self.calls))
-
-
-def _random_state(self: Any) -> tuple[int, ...]:
-    """What the next mask follows from: the layer's key as this worker has it, and how many calls have had a mask."""
-    return (*self._marks, self.calls.number)
-
-
-def _resume(self: Any, state: tuple[int, ...]) -> None:
-    *marks, self.calls.number = state
-    self._marks = tuple(marks)
-
-
-def _alone(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
-    return outside(x)
-
-
 class DistributedDropout(Layer):
     r"""Dropout of single elements: set random ones to zero in training mode, with a mask that does not depend on the
     partition.
@@ -94,58 +44,79 @@ class DistributedDropout(Layer):
     P_x = Option[Partition]()
     p = Option[float]()
     inplace = Option[bool]()
-    random_state = property(_random_state, _resume)
     leading: ClassVar[int | None] = None  # how many dims the mask has, beginning with the first; None for all
 
+    @checks_arguments
     def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
-        _build(self, P_x, p, inplace)
+        kind = type(self).__name__
+        op = Dropout(float(p), self.leading)
+        op.check(kind)
+        if inplace:
+            raise ValueError(f"{kind} never writes into its input, so it needs inplace=False; got {inplace}")
+        seed, number, place = next_key(P_x.comm, "layer")
 
-    forward = _forward
+        def configured(op: Dropout, headers: Headers) -> Dropout:
+            """The dropout with the first worker's key of random numbers."""
+            high, low, *rest = headers.extras(P_x).reshape(-1, 4)[0].tolist()
+            return replace(op, key=(high * 2**32 + low, *rest))
+
+        derive = Application(op, (P_x,), P_x, configured)
+        super().__init__(f"{kind} (P_x: {P_x}; p: {p})", P_x, derive, alone=_alone)
+        self.P_x, self.p, self.inplace = P_x, float(p), False
+        self.calls = CallCount()
+        # a header's integers have a sign
+        self._marks: tuple[int, ...] = (seed // 2**32, seed % 2**32, number, place)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.training or self.p == 0:
+            return x if self._member else x.clone()
+        setup = self.agree(x, extra=self._marks)
+        moved = setup.move_in(x)
+        return setup.move_out(setup.local(*moved, self.calls))
+
+    @property
+    def random_state(self) -> tuple[int, ...]:
+        """What the next mask follows from: the layer's key as this worker has it, and how many calls had a mask."""
+        return (*self._marks, self.calls.number)
+
+    @random_state.setter
+    def random_state(self, state: tuple[int, ...]) -> None:
+        *marks, self.calls.number = state
+        self._marks = tuple(marks)
 
 
-class DistributedDropout1d(Layer):
+class _ChannelDropout(DistributedDropout):
     """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
 
     Args:
-        P_x: ``batch x channels x space``, with 1 dim of space.
+        P_x: ``batch x channels x space``, with as many dims of space as the name says.
     """
 
-    P_x = Option[Partition]()
-    p = Option[float]()
-    inplace = Option[bool]()
-    space, leading = 1, 2
-    random_state = property(_random_state, _resume)
-    __init__ = _build_of_channels
-    forward = _forward
+    space: ClassVar[int]  # dims of space
+    leading = 2
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, p: float = 0.5, inplace: bool = False) -> None:
+        if P_x.workers.ndim != self.space + 2:
+            kind = type(self).__name__
+            raise ValueError(f"{kind} needs P_x: batch x channels x {self.space} dims of space; got {P_x}")
+        super().__init__(P_x, p, inplace)
 
 
-class DistributedDropout2d(Layer):
-    """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
-
-    Args:
-        P_x: ``batch x channels x space``, with 2 dims of space.
-    """
-
-    P_x = Option[Partition]()
-    p = Option[float]()
-    inplace = Option[bool]()
-    space, leading = 2, 2
-    random_state = property(_random_state, _resume)
-    __init__ = _build_of_channels
-    forward = _forward
+def _alone(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
+    return outside(x)
 
 
-class DistributedDropout3d(Layer):
-    """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
+class DistributedDropout1d(_ChannelDropout):
+    __doc__ = _ChannelDropout.__doc__
+    space = 1
 
-    Args:
-        P_x: ``batch x channels x space``, with 3 dims of space.
-    """
 
-    P_x = Option[Partition]()
-    p = Option[float]()
-    inplace = Option[bool]()
-    space, leading = 3, 2
-    random_state = property(_random_state, _resume)
-    __init__ = _build_of_channels
-    forward = _forward
+class DistributedDropout2d(_ChannelDropout):
+    __doc__ = _ChannelDropout.__doc__
+    space = 2
+
+
+class DistributedDropout3d(_ChannelDropout):
+    __doc__ = _ChannelDropout.__doc__
+    space = 3
