@@ -19,6 +19,7 @@ Right = Callable[[Partition], dict[str, Any]]
 
 NO_ARGUMENTS = "takes no arguments: a call with one is a TypeError of Python or torch"
 ABSTRACT = "cannot be made: a TypeError says so"
+BASE = "is what others derive from, and they give it its arguments"
 ANY_VALUE = "takes any value: the text of an error; what it returns; what the agreement then refuses on all workers"
 ELSEWHERE = "needs a job of processes, the main thread, or MPI"
 
@@ -336,8 +337,9 @@ NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of the
     NO_ARGUMENTS: (
         r"distdl\.(fixed_shapes|backends\.(chosen|names)|backends\.mpi\.buffer\.MPIBufferManager)",
         r"distdl\.environment\.(chosen_backend|cuda_aware_mpi|debug|grace|recycled_memory|timeout|tunes_malloc)",
-        r"distdl\.nn\.(DistributedLossBase|Module|Option|repeat_calls|mixins\..*)",
+        r"distdl\.nn\.(Module|Option|repeat_calls|mixins\..*)",
     ),
+    BASE: (r"distdl\.nn\.DistributedLossBase",),
     ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),
     ANY_VALUE: (r"distdl\.CommunicationError", r"distdl\.ops\.setup\.same", r"distdl\.nn\.layer\.given"),
     ELSEWHERE: (r"distdl\.backends\.job", r"distdl\.on_terminate", r"distdl\.backends\.mpi\.partition\..*"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import zeros_on
 from distdl.transport import Label
 
-_REDUCTIONS = ("none", "mean", "sum")
 _TARGET, _WEIGHT = 1, 2  # which of the tensors they are that are agreed on
 _WEIGHTED = 2  # which of the extra integers says whether there is a weight; before it, class numbers out of range
 
@@ -118,62 +117,51 @@ class _ByClass:
             )
 
 
-def _build(self: Any, P_x: Partition, weight: torch.Tensor | None, op: NegativeLogLikelihood | CrossEntropy) -> None:
-    kind = type(self).__name__
-    check_reduction(kind, op.reduction, _REDUCTIONS)
-    if P_x.workers.ndim < 2:
-        raise ValueError(f"{kind} needs P_x: batch x classes x space; got {P_x}")
-    derive = _ByClass(op, P_x, P_x[:, :1])
-    weighted = None if weight is None else tuple(weight.shape)
-    Layer.__init__(self, f"{kind} (P_x: {P_x}; {op.reduction})", P_x, derive, weighted, alone=alone(op.reduction))
-    self.P_x, self.ignore_index, self.reduction = P_x, op.ignore_index, op.reduction
-    self.register_buffer("weight", weight)
-    self._reads_targets = P_x.comm.rank in derive.places
-    self._classes = 0  # how many the members last agreed on; before that none, and class numbers are not looked at
+class _ClassLoss(Layer):
+    """What the losses of classes are."""
+
+    P_x = Option[Partition]()
+    ignore_index = Option[int]()
+    reduction = Option[str]()
+    _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+    weight: torch.Tensor | None
+
+    def __init__(self, P_x: Partition, weight: torch.Tensor | None, op: NegativeLogLikelihood | CrossEntropy) -> None:
+        kind = type(self).__name__
+        check_reduction(kind, op.reduction, self._valid_reductions)
+        if P_x.workers.ndim < 2:
+            raise ValueError(f"{kind} needs P_x: batch x classes x space; got {P_x}")
+        derive = _ByClass(op, P_x, P_x[:, :1])
+        weighted = None if weight is None else tuple(weight.shape)
+        super().__init__(f"{kind} (P_x: {P_x}; {op.reduction})", P_x, derive, weighted, alone=alone(op.reduction))
+        self.P_x, self.ignore_index, self.reduction = P_x, op.ignore_index, op.reduction
+        self.register_buffer("weight", weight)
+        self._reads_targets = P_x.comm.rank in derive.places
+        self._classes = 0  # how many the members last agreed on; before that none, and class numbers are not looked at
+
+    def forward(self, x: torch.Tensor, target: Any = None) -> Any:
+        own = target if self._reads_targets or not self._member else _nothing(target, x)
+        tensors = (x, own, or_absent(self.weight))
+        setup = self._agree_on_numbers(*tensors)
+        moved = setup.move_in(*tensors)
+        return finished(setup.move_out(setup.local(*moved)), self.reduction)
+
+    def _agree_on_numbers(self, x: torch.Tensor, target: Any, weight: torch.Tensor) -> Any:
+        """Agree on the call, and that all class numbers are in range, by the number of classes last agreed on.
+
+        Where that has changed, and it changes on all members alike, they agree again.
+        """
+        given = int(self.weight is not None)
+        setup: Any = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
+        if self._member and setup.classes != self._classes:
+            self._classes = setup.classes
+            setup = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
+        return setup
+
+    extra_repr = described
 
 
-def _forward(self: Any, x: torch.Tensor, target: Any = None) -> Any:
-    tensors = (x, target if self._reads_targets or not self._member else _nothing(target, x), or_absent(self.weight))
-    setup = _agree(self, *tensors)
-    moved = setup.move_in(*tensors)
-    return finished(setup.move_out(setup.local(*moved)), self.reduction)
-
-
-def _agree(self: Any, x: torch.Tensor, target: Any, weight: torch.Tensor) -> Any:
-    """Agree on the call, and that all class numbers are in range, by the number of classes last agreed on.
-
-    Where that has changed, and it changes on all members alike, they agree again.
-    """
-    given = int(self.weight is not None)
-    setup = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
-    if self._member and setup.classes != self._classes:
-        self._classes = setup.classes
-        setup = self.agree(x, target, weight, extra=(*_strays(target, self._classes, self.ignore_index), given))
-    return setup
-
-
-def _strays(target: Any, classes: int, ignore_index: int) -> tuple[int, int]:
-    """This worker's lowest and highest class number, if one of them is out of range; else zeros."""
-    if not classes or not can_be_read(target) or target.dtype not in CLASS_NUMBERS:
-        return 0, 0
-    lowest, highest = _range(target)
-    if lowest < 0 or highest >= classes:
-        lowest, highest = _range(target[target.long() != ignore_index])
-    return (lowest, highest) if lowest < 0 or highest >= classes else (0, 0)
-
-
-def _range(numbers: torch.Tensor) -> tuple[int, int]:
-    lowest, highest = numbers.aminmax() if numbers.numel() else (0, 0)
-    return int(lowest), int(highest)
-
-
-def _nothing(target: Any, x: torch.Tensor) -> torch.Tensor:
-    """In place of a target that is not read: nothing, which depends on the target if that requires a gradient."""
-    depends = can_be_read(target) and target.requires_grad
-    return zeros_on(target, (0,)) if depends else torch.empty(0, device=getattr(x, "device", None))
-
-
-class DistributedNLLLoss(Layer):
+class DistributedNLLLoss(_ClassLoss):
     r"""Negative log-likelihood of log-probabilities that are split over batch, classes and space.
 
     Forward: :math:`\ell = c^{-1} \sum_i -w_{t_i} x_{i, t_i}` over places i, c being 1 (``sum``) or
@@ -193,11 +181,6 @@ class DistributedNLLLoss(Layer):
         another rank than P_x has axes, a target that does not fit to it, or a class number that is out of range.
     """
 
-    P_x = Option[Partition]()
-    ignore_index = Option[int]()
-    reduction = Option[str]()
-    _valid_reductions = _REDUCTIONS
-
     @checks_arguments
     def __init__(
         self,
@@ -206,13 +189,10 @@ class DistributedNLLLoss(Layer):
         ignore_index: int = -100,
         reduction: str = "mean",
     ) -> None:
-        _build(self, P_x, weight, NegativeLogLikelihood(int(ignore_index), reduction))
-
-    forward = _forward
-    extra_repr = described
+        super().__init__(P_x, weight, NegativeLogLikelihood(int(ignore_index), reduction))
 
 
-class DistributedCrossEntropyLoss(Layer):
+class DistributedCrossEntropyLoss(_ClassLoss):
     r"""Cross-entropy of class scores that are split over batch, classes and space.
 
     Forward: :math:`\ell = c^{-1} \sum_i \sum_k q_{ik} (L_i - x_{ik})` over places i and classes k, with
@@ -235,11 +215,7 @@ class DistributedCrossEntropyLoss(Layer):
         another rank than P_x has axes, a target that does not fit to it, or a class number that is out of range.
     """
 
-    P_x = Option[Partition]()
-    ignore_index = Option[int]()
-    reduction = Option[str]()
     label_smoothing = Option[float]()
-    _valid_reductions = _REDUCTIONS
 
     @checks_arguments
     def __init__(
@@ -252,8 +228,26 @@ class DistributedCrossEntropyLoss(Layer):
     ) -> None:
         op = CrossEntropy(int(ignore_index), reduction, float(label_smoothing))
         op.check(type(self).__name__)
-        _build(self, P_x, weight, op)
+        super().__init__(P_x, weight, op)
         self.label_smoothing = float(label_smoothing)
 
-    forward = _forward
-    extra_repr = described
+
+def _strays(target: Any, classes: int, ignore_index: int) -> tuple[int, int]:
+    """This worker's lowest and highest class number, if one of them is out of range; else zeros."""
+    if not classes or not can_be_read(target) or target.dtype not in CLASS_NUMBERS:
+        return 0, 0
+    lowest, highest = _range(target)
+    if lowest < 0 or highest >= classes:
+        lowest, highest = _range(target[target.long() != ignore_index])
+    return (lowest, highest) if lowest < 0 or highest >= classes else (0, 0)
+
+
+def _range(numbers: torch.Tensor) -> tuple[int, int]:
+    lowest, highest = numbers.aminmax() if numbers.numel() else (0, 0)
+    return int(lowest), int(highest)
+
+
+def _nothing(target: Any, x: torch.Tensor) -> torch.Tensor:
+    """In place of a target that is not read: nothing, which depends on the target if that requires a gradient."""
+    depends = can_be_read(target) and target.requires_grad
+    return zeros_on(target, (0,)) if depends else torch.empty(0, device=getattr(x, "device", None))

@@ -19,10 +19,9 @@ Raises: ValueError, on every worker, for another reduction; in forward, on every
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +41,6 @@ from distdl.transport import Label
 
 _WEIGHT, _POS_WEIGHT = 2, 3  # which of the tensors they are that are agreed on
 _OUT_OF_RANGE, _WEIGHTED, _POS_WEIGHTED = 0, 1, 2  # which of the extra integers, each 0 or 1
-_REDUCTIONS = ("none", "mean", "sum")
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,51 +121,163 @@ class _SplitAlike:
             )
 
 
-def _build(
-    self: Any,
-    P_x: Partition,
-    function: str,
-    reduction: str,
-    weight: torch.Tensor | None = None,
-    pos_weight: torch.Tensor | None = None,
-    bounded: bool = False,
-    **options: Any,
-) -> None:
-    """Make a loss of a function of ``torch.nn.functional``.
+class DistributedLossBase(Layer):
+    """What all losses of elements are: each is a function of ``torch.nn.functional``, summed up over the workers.
 
     Args:
+        function: its name.
+        weight, pos_weight: factors for elements, and for positive targets.
         bounded: whether input and target have to be from 0 to 1.
         options: what the function takes besides; they become attributes.
     """
-    kind = type(self).__name__
-    check_reduction(kind, reduction, self._valid_reductions)
-    op = ElementLoss(function, reduction, tuple(options.items()))
-    op.check(kind)
-    weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
-    name = f"{kind} (P_x: {P_x}; {reduction})"
-    Layer.__init__(self, name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction))
-    self.P_x, self.reduction, self._bounded = P_x, reduction, bounded
-    for option, value in options.items():
-        setattr(self, option, value)
-    self.register_buffer("weight", weight)
-    self.register_buffer("pos_weight", pos_weight)
-    # of elements nothing has to be agreed on, unless what is global has to be split
-    self._by_itself = Setup(Together(), op.elements, same) if self._member else self._alone
+
+    P_x = Option[Partition]()
+    reduction = Option[str]()
+    _valid_reductions: ClassVar[tuple[str, ...]] = ("none", "mean", "sum")
+    weight: torch.Tensor | None
+    pos_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        P_x: Partition,
+        function: str,
+        reduction: str,
+        weight: torch.Tensor | None = None,
+        pos_weight: torch.Tensor | None = None,
+        bounded: bool = False,
+        **options: Any,
+    ) -> None:
+        kind = type(self).__name__
+        check_reduction(kind, reduction, self._valid_reductions)
+        op = ElementLoss(function, reduction, tuple(options.items()))
+        op.check(kind)
+        weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
+        name = f"{kind} (P_x: {P_x}; {reduction})"
+        super().__init__(name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction))
+        self.P_x, self.reduction, self._bounded = P_x, reduction, bounded
+        for option, value in options.items():
+            setattr(self, option, value)
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+        # of elements nothing has to be agreed on, unless what is global has to be split
+        self._by_itself = Setup(Together(), op.elements, same) if self._member else self._alone
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:  # type: ignore[override]  # (a loss takes two)
+        tensors = (x, target, or_absent(self.weight), or_absent(self.pos_weight))
+        if self.reduction == "none" and self.pos_weight is None:
+            setup = self._by_itself
+        else:
+            out_of_range = int(self._bounded and _is_out_of_range(x, target))
+            given = int(self.weight is not None), int(self.pos_weight is not None)
+            setup = self.agree(*tensors, extra=(out_of_range, *given))
+        moved = setup.move_in(*tensors)
+        return finished(setup.move_out(setup.local(*moved)), self.reduction)
+
+    extra_repr = described
 
 
-def _apply(self: Any, x: torch.Tensor, target: torch.Tensor) -> Any:
-    tensors = (x, target, or_absent(self.weight), or_absent(self.pos_weight))
-    if self.reduction == "none" and self.pos_weight is None:
-        setup: Setup = self._by_itself
-    else:
-        out_of_range = int(self._bounded and _is_out_of_range(x, target))
-        given = int(self.weight is not None), int(self.pos_weight is not None)
-        setup = self.agree(*tensors, extra=(out_of_range, *given))
-    moved = setup.move_in(*tensors)
-    return finished(setup.move_out(setup.local(*moved)), self.reduction)
+class DistributedL1Loss(DistributedLossBase):
+    r"""Mean absolute error: :math:`f(x, t) = \sum |x - t|`."""
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        super().__init__(P_x, "l1_loss", reduction)
 
 
-_forward: Callable[..., Any] = _apply  # (that of a layer in general takes one tensor)
+class DistributedMSELoss(DistributedLossBase):
+    r"""Mean squared error: :math:`f(x, t) = \sum (x - t)^2`."""
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
+        super().__init__(P_x, "mse_loss", reduction)
+
+
+class DistributedSmoothL1Loss(DistributedLossBase):
+    r"""Quadratic near zero, :math:`|x - t| - \beta/2` beyond: :math:`\sum \tfrac{1}{2\beta} (x - t)^2` for
+    :math:`|x - t| < \beta`.
+
+    Raises: ValueError, on every worker, for a negative beta.
+    """
+
+    beta = Option[float]()
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
+        super().__init__(P_x, "smooth_l1_loss", reduction, beta=float(beta))
+
+
+class DistributedHuberLoss(DistributedLossBase):
+    r"""Quadratic near zero, linear beyond: :math:`\tfrac12 (x - t)^2` for :math:`|x - t| < \delta`, else
+    :math:`\delta (|x - t| - \delta/2)`.
+
+    Raises: ValueError, on every worker, for a delta that is not positive.
+    """
+
+    delta = Option[float]()
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
+        super().__init__(P_x, "huber_loss", reduction, delta=float(delta))
+
+
+class DistributedPoissonNLLLoss(DistributedLossBase):
+    r"""Negative log-likelihood of Poisson targets: :math:`f(x, t) = \sum e^x - t x`; without ``log_input``
+    :math:`\sum x - t \log(x + \epsilon)`; with ``full``, plus Stirling's approximation of :math:`\log t!` where t > 1.
+    """
+
+    log_input = Option[bool]()
+    full = Option[bool]()
+    eps = Option[float]()
+
+    @checks_arguments
+    def __init__(
+        self, P_x: Partition, reduction: str = "mean", log_input: bool = True, full: bool = False, eps: float = 1e-8
+    ) -> None:
+        super().__init__(P_x, "poisson_nll_loss", reduction, log_input=log_input, full=full, eps=eps)
+
+
+class DistributedBCELoss(DistributedLossBase):
+    r"""Binary cross-entropy of probabilities: :math:`f(x, t) = -\sum w (t \log x + (1 - t) \log(1 - x))`.
+
+    ``weight`` is this worker's block, as the input is, or broadcasts to it.
+    """
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
+        super().__init__(P_x, "binary_cross_entropy", reduction, weight, bounded=True)
+
+
+class DistributedBCEWithLogitsLoss(DistributedLossBase):
+    r"""Binary cross-entropy of the sigmoid of the input:
+    :math:`f(x, t) = -\sum w (p\, t \log \sigma(x) + (1 - t) \log(1 - \sigma(x)))`.
+
+    ``weight`` w is this worker's block, as the input is, or broadcasts to it. ``pos_weight`` p, often one number for
+    each class, is the same global tensor on every worker. It broadcasts to the global input, of which P_x then needs
+    one axis for each dim, and each worker takes its part.
+    """
+
+    @checks_arguments
+    def __init__(
+        self,
+        P_x: Partition,
+        reduction: str = "mean",
+        weight: torch.Tensor | None = None,
+        pos_weight: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(P_x, "binary_cross_entropy_with_logits", reduction, weight, pos_weight)
+
+
+class DistributedKLDivLoss(DistributedLossBase):
+    r"""Kullback-Leibler divergence, x being log-probabilities: :math:`f(x, t) = \sum t (\log t - x)`; with
+    ``log_target`` t are log-probabilities, too: :math:`\sum e^t (t - x)`.
+    """
+
+    log_target = Option[bool]()
+    _valid_reductions = ("none", "mean", "sum", "batchmean")
+
+    @checks_arguments
+    def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__(P_x, "kl_div", reduction, log_target=log_target)
 
 
 def _is_out_of_range(*tensors: Any) -> bool:
@@ -180,164 +290,3 @@ def _is_out_of_range(*tensors: Any) -> bool:
         if can_be_read(one) and can_be_added(one.dtype) and not one.is_complex()
         for one in (one.detach(),)
     )
-
-
-class DistributedLossBase(ABC):  # noqa: B024  # (nothing is abstract: losses are registered, not derived)
-    """What all losses of elements are: a published name, for ``isinstance``. They have nothing else of it."""
-
-
-@DistributedLossBase.register
-class DistributedL1Loss(Layer):
-    r"""Mean absolute error: :math:`f(x, t) = \sum |x - t|`."""
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
-        _build(self, P_x, "l1_loss", reduction)
-
-    forward = _forward
-
-
-@DistributedLossBase.register
-class DistributedMSELoss(Layer):
-    r"""Mean squared error: :math:`f(x, t) = \sum (x - t)^2`."""
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean") -> None:
-        _build(self, P_x, "mse_loss", reduction)
-
-    forward = _forward
-
-
-@DistributedLossBase.register
-class DistributedSmoothL1Loss(Layer):
-    r"""Quadratic near zero, :math:`|x - t| - \beta/2` beyond: :math:`\sum \tfrac{1}{2\beta} (x - t)^2` for
-    :math:`|x - t| < \beta`.
-
-    Raises: ValueError, on every worker, for a negative beta.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    beta = Option[float]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
-        _build(self, P_x, "smooth_l1_loss", reduction, beta=float(beta))
-
-    forward = _forward
-
-
-@DistributedLossBase.register
-class DistributedHuberLoss(Layer):
-    r"""Quadratic near zero, linear beyond: :math:`\tfrac12 (x - t)^2` for :math:`|x - t| < \delta`, else
-    :math:`\delta (|x - t| - \delta/2)`.
-
-    Raises: ValueError, on every worker, for a delta that is not positive.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    delta = Option[float]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
-        _build(self, P_x, "huber_loss", reduction, delta=float(delta))
-
-    forward = _forward
-
-
-@DistributedLossBase.register
-class DistributedPoissonNLLLoss(Layer):
-    r"""Negative log-likelihood of Poisson targets: :math:`f(x, t) = \sum e^x - t x`; without ``log_input``
-    :math:`\sum x - t \log(x + \epsilon)`; with ``full``, plus Stirling's approximation of :math:`\log t!` where t > 1.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    log_input = Option[bool]()
-    full = Option[bool]()
-    eps = Option[float]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(
-        self, P_x: Partition, reduction: str = "mean", log_input: bool = True, full: bool = False, eps: float = 1e-8
-    ) -> None:
-        _build(self, P_x, "poisson_nll_loss", reduction, log_input=log_input, full=full, eps=eps)
-
-    forward = _forward
-
-
-@DistributedLossBase.register
-class DistributedBCELoss(Layer):
-    r"""Binary cross-entropy of probabilities: :math:`f(x, t) = -\sum w (t \log x + (1 - t) \log(1 - x))`.
-
-    ``weight`` is this worker's block, as the input is, or broadcasts to it.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean", weight: torch.Tensor | None = None) -> None:
-        _build(self, P_x, "binary_cross_entropy", reduction, weight, bounded=True)
-
-    forward = _forward
-    extra_repr = described
-
-
-@DistributedLossBase.register
-class DistributedBCEWithLogitsLoss(Layer):
-    r"""Binary cross-entropy of the sigmoid of the input:
-    :math:`f(x, t) = -\sum w (p\, t \log \sigma(x) + (1 - t) \log(1 - \sigma(x)))`.
-
-    ``weight`` w is this worker's block, as the input is, or broadcasts to it. ``pos_weight`` p, often one number for
-    each class, is the same global tensor on every worker. It broadcasts to the global input, of which P_x then needs
-    one axis for each dim, and each worker takes its part.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    _valid_reductions = _REDUCTIONS
-
-    @checks_arguments
-    def __init__(
-        self,
-        P_x: Partition,
-        reduction: str = "mean",
-        weight: torch.Tensor | None = None,
-        pos_weight: torch.Tensor | None = None,
-    ) -> None:
-        _build(self, P_x, "binary_cross_entropy_with_logits", reduction, weight, pos_weight)
-
-    forward = _forward
-    extra_repr = described
-
-
-@DistributedLossBase.register
-class DistributedKLDivLoss(Layer):
-    r"""Kullback-Leibler divergence, x being log-probabilities: :math:`f(x, t) = \sum t (\log t - x)`; with
-    ``log_target`` t are log-probabilities, too: :math:`\sum e^t (t - x)`.
-    """
-
-    P_x = Option[Partition]()
-    reduction = Option[str]()
-    log_target = Option[bool]()
-    _valid_reductions = ("none", "mean", "sum", "batchmean")
-
-    @checks_arguments
-    def __init__(self, P_x: Partition, reduction: str = "mean", log_target: bool = False) -> None:
-        _build(self, P_x, "kl_div", reduction, log_target=log_target)
-
-    forward = _forward
