@@ -6,26 +6,14 @@ from typing import ClassVar
 
 import torch
 
-from distdl.nn.layer import Layer
-from distdl.nn.module import Option
-from distdl.nn.normalisation.state import (
-    Agreed,
-    Number,
-    Weights,
-    normalised,
-    register_running,
-    reset_running,
-    running,
-    running_layouts,
-)  # fmt: skip
+from distdl.nn.normalisation.state import Agreed, TrackingLayer, Weights
 from distdl.nn.parametrised import trained
-from distdl.nn.placement import keep_sequential_keys
 from distdl.ops.normalisation import BatchNorm
 from distdl.partition import Layout, Partition
 from distdl.partition.arguments import checks_arguments
 
 
-class DistributedBatchNorm(Layer):
+class DistributedBatchNorm(TrackingLayer):
     r"""Normalise every channel over batch and space.
 
     Forward: :math:`y = (x - \mu_c) / \sqrt{v_c + \epsilon} \cdot \gamma_c + \beta_c`, with mean and variance of channel
@@ -55,17 +43,8 @@ class DistributedBatchNorm(Layer):
     """
 
     sequential_names: ClassVar[dict[str, str]] = {"gamma": "weight", "beta": "bias"}
-    P_x = Option[Partition]()
-    num_features = Option[int]()
-    eps = Number()
-    momentum = Number(optional=True)
-    affine = Option[bool]()
-    track_running_stats = Option[bool]()
     gamma: torch.nn.Parameter | None
     beta: torch.nn.Parameter | None
-    running_mean: torch.Tensor | None
-    running_var: torch.Tensor | None
-    num_batches_tracked: torch.Tensor | None
 
     @checks_arguments
     def __init__(
@@ -82,19 +61,17 @@ class DistributedBatchNorm(Layer):
         op = BatchNorm(int(num_features), eps, momentum, bool(track_running_stats))
         weights = Weights(P_x, op.extents, ("gamma", "beta") if affine else (), full=True)
         name = f"DistributedBatchNorm (P_x: {P_x}; {num_features})"
-        super().__init__(name, P_x, Agreed(op, weights, ("eps", "momentum"), runs=True))
+        super().__init__(name, Agreed(op, weights, ("eps", "momentum"), runs=True), ("gamma", "beta"))
         self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
-        self.affine, self.track_running_stats, self._weights = bool(affine), bool(track_running_stats), weights
+        self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
         # what stands for weight and bias where none is stored; kept, so that it stays frozen once it is
         self._absent = {name: torch.nn.Parameter(torch.empty(0)) for name in self.sequential_names}
-        weights.register(self, ("gamma", "beta"))
-        register_running(self, self.track_running_stats)
-        keep_sequential_keys(self)
+        self._track()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return normalised(self, x, running(self), self.momentum)
+        return self._normalise(x, self._running(), self.momentum)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
@@ -134,15 +111,6 @@ class DistributedBatchNorm(Layer):
                     "which is no parameter of its own"
                 )
         super().register_parameter(name, param)
-
-    @property
-    def buffer_layouts(self) -> dict[str, Layout]:
-        """Which channels of the running statistics each worker keeps."""
-        return running_layouts(self)
-
-    def reset_running_stats(self) -> None:
-        """Start again: mean 0, variance 1, no batch counted."""
-        reset_running(self)
 
 
 class Flat(torch.nn.Parameter):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
-from distdl.nn.layer import Layer
 from distdl.nn.module import Option
-from distdl.nn.normalisation.state import Agreed, Number, Weights, normalised
-from distdl.nn.parametrised import trained
-from distdl.nn.placement import keep_sequential_keys
+from distdl.nn.normalisation.state import Agreed, NormalisationLayer, Weights
 from distdl.ops.normalisation import GroupNorm
-from distdl.partition import Layout, Partition
+from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
 
-class DistributedGroupNorm(Layer):
+class DistributedGroupNorm(NormalisationLayer):
     r"""Normalise groups of consecutive channels of every sample, over the channels of the group and space.
 
     Forward: :math:`y = (x - \mu_{ng}) / \sqrt{v_{ng} + \epsilon} \cdot w_c + b_c`, with mean and variance over group
@@ -38,10 +33,8 @@ class DistributedGroupNorm(Layer):
     Source: Wu & He, arXiv:1803.08494.
     """
 
-    P_x = Option[Partition]()
     num_groups = Option[int]()
     num_channels = Option[int]()
-    eps = Number()
     affine = Option[bool]()
 
     @checks_arguments
@@ -53,16 +46,6 @@ class DistributedGroupNorm(Layer):
         op = GroupNorm(int(num_groups), int(num_channels), eps)
         op.check("DistributedGroupNorm")
         weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
-        super().__init__(f"DistributedGroupNorm (P_x: {P_x}; {num_channels})", P_x, Agreed(op, weights))
+        super().__init__(f"DistributedGroupNorm (P_x: {P_x}; {num_channels})", Agreed(op, weights))
         self.P_x, self.num_groups, self.num_channels = P_x, int(num_groups), int(num_channels)
-        self.eps, self.affine, self._weights = eps, bool(affine), weights
-        weights.register(self, ("weight", "bias"))
-        keep_sequential_keys(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalised(self, x)
-
-    @property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """Where the blocks of each parameter live, and which part of the sequential layer's parameter they are."""
-        return trained(self, self._weights.layouts)
+        self.eps, self.affine = eps, bool(affine)

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
-from distdl.nn.layer import Layer
-from distdl.nn.module import Option
-from distdl.nn.normalisation.state import (
-    Agreed,
-    Number,
-    Weights,
-    normalised,
-    register_running,
-    reset_running,
-    running,
-    running_layouts,
-)  # fmt: skip
-from distdl.nn.parametrised import trained
-from distdl.nn.placement import keep_sequential_keys
+from distdl.nn.normalisation.state import Agreed, TrackingLayer, Weights
 from distdl.ops.normalisation import InstanceNorm
-from distdl.partition import Layout, Partition
+from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
 
-class DistributedInstanceNorm(Layer):
+class DistributedInstanceNorm(TrackingLayer):
     r"""Normalise every channel of every sample over space.
 
     Forward: :math:`y = (x - \mu_{nc}) / \sqrt{v_{nc} + \epsilon} \cdot w_c + b_c`, with mean and variance over space,
@@ -50,16 +35,6 @@ class DistributedInstanceNorm(Layer):
     Source: Ulyanov et al., arXiv:1607.08022.
     """
 
-    P_x = Option[Partition]()
-    num_features = Option[int]()
-    eps = Number()
-    momentum = Number(optional=True)
-    affine = Option[bool]()
-    track_running_stats = Option[bool]()
-    running_mean: torch.Tensor | None
-    running_var: torch.Tensor | None
-    num_batches_tracked: torch.Tensor | None
-
     @checks_arguments
     def __init__(
         self,
@@ -75,26 +50,7 @@ class DistributedInstanceNorm(Layer):
         op = InstanceNorm(int(num_features), eps, momentum, bool(track_running_stats))
         weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
         name = f"DistributedInstanceNorm (P_x: {P_x}; {num_features})"
-        super().__init__(name, P_x, Agreed(op, weights, ("eps", "momentum"), runs=True))
+        super().__init__(name, Agreed(op, weights, ("eps", "momentum"), runs=True))
         self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
-        self.affine, self.track_running_stats, self._weights = bool(affine), bool(track_running_stats), weights
-        weights.register(self, ("weight", "bias"))
-        register_running(self, self.track_running_stats)
-        keep_sequential_keys(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalised(self, x, running(self), self.momentum)
-
-    @property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
-        return trained(self, self._weights.layouts)
-
-    @property
-    def buffer_layouts(self) -> dict[str, Layout]:
-        """Which channels of the running statistics each worker keeps."""
-        return running_layouts(self)
-
-    def reset_running_stats(self) -> None:
-        """Start again: mean 0, variance 1, no batch counted."""
-        reset_running(self)
+        self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
+        self._track()

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import index
 
-import torch
-
-from distdl.nn.layer import Layer
 from distdl.nn.module import Option
-from distdl.nn.normalisation.state import Agreed, Number, Weights, normalised
-from distdl.nn.parametrised import trained
-from distdl.nn.placement import keep_sequential_keys
+from distdl.nn.normalisation.state import Agreed, NormalisationLayer, Number, Weights
 from distdl.ops.normalisation import LayerNorm, RMSNorm
-from distdl.partition import Layout, Partition
+from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 
 
-class DistributedLayerNorm(Layer):
+class DistributedLayerNorm(NormalisationLayer):
     r"""Normalise over the last dims.
 
     Forward: :math:`y = (x - \mu) / \sqrt{v + \epsilon} \cdot w + b`, with mean and variance over the dims of
@@ -39,9 +34,7 @@ class DistributedLayerNorm(Layer):
     Source: Ba et al., arXiv:1607.06450.
     """
 
-    P_x = Option[Partition]()
     normalized_shape = Option[tuple[int, ...]]()
-    eps = Number()
     elementwise_affine = Option[bool]()
 
     @checks_arguments
@@ -57,22 +50,12 @@ class DistributedLayerNorm(Layer):
         op = LayerNorm(last, eps)
         names = ("weight", "bias")[: (1 + bool(bias)) * bool(elementwise_affine)]
         weights, extents = Weights(P_x, op.extents, names), tuple(op.extents.values())
-        super().__init__(f"DistributedLayerNorm (P_x: {P_x}; {dims(extents)})", P_x, Agreed(op, weights))
+        super().__init__(f"DistributedLayerNorm (P_x: {P_x}; {dims(extents)})", Agreed(op, weights))
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
-        self.elementwise_affine, self._weights = bool(elementwise_affine), weights
-        weights.register(self, ("weight", "bias"))
-        keep_sequential_keys(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalised(self, x)
-
-    @property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
-        return trained(self, self._weights.layouts)
+        self.elementwise_affine = bool(elementwise_affine)
 
 
-class DistributedRMSNorm(Layer):
+class DistributedRMSNorm(NormalisationLayer):
     r"""Divide by the root of the mean square over the last dims.
 
     Forward: :math:`y = x / \sqrt{r + \epsilon} \cdot w`, where r is the mean of :math:`x^2` over the dims of
@@ -90,7 +73,6 @@ class DistributedRMSNorm(Layer):
     Source: Zhang & Sennrich, arXiv:1910.07467.
     """
 
-    P_x = Option[Partition]()
     normalized_shape = Option[tuple[int, ...]]()
     eps = Number(optional=True)
     elementwise_affine = Option[bool]()
@@ -107,19 +89,9 @@ class DistributedRMSNorm(Layer):
         op = RMSNorm(last, eps)
         weights = Weights(P_x, op.extents, ("weight",) if elementwise_affine else ())
         extents = tuple(op.extents.values())
-        super().__init__(f"DistributedRMSNorm (P_x: {P_x}; {dims(extents)})", P_x, Agreed(op, weights))
+        super().__init__(f"DistributedRMSNorm (P_x: {P_x}; {dims(extents)})", Agreed(op, weights))
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
-        self.elementwise_affine, self._weights = bool(elementwise_affine), weights
-        weights.register(self, ("weight", "bias"))
-        keep_sequential_keys(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalised(self, x)
-
-    @property
-    def parameter_layouts(self) -> dict[str, Layout]:
-        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
-        return trained(self, self._weights.layouts)
+        self.elementwise_affine = bool(elementwise_affine)
 
 
 def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""What the normalisations have: weights and where they live, running statistics, and numbers that may be changed."""
+"""What the normalisations are: weights and where they live, running statistics, and numbers that may be changed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from distdl.agreement import Headers
 from distdl.geometry.boxes import Interval, balanced, shape
-from distdl.nn.layer import tiled
+from distdl.nn.layer import Layer, tiled
 from distdl.nn.module import Option
-from distdl.nn.parametrised import check_unfit, unfit
-from distdl.nn.placement import check_storable
+from distdl.nn.parametrised import check_unfit, trained, unfit
+from distdl.nn.placement import check_storable, keep_sequential_keys
 from distdl.ops import Setup, Site
 from distdl.partition import Layout, Partition, Signature
 from distdl.transport import Label
@@ -201,59 +201,98 @@ def _number(bits: int) -> float | None:
     return None if number != number else number
 
 
-def normalised(module: Any, x: torch.Tensor, kept: Sequence[torch.Tensor] = (), *numbers: float | None) -> torch.Tensor:
-    """What a normalisation makes of this worker's block.
+class NormalisationLayer(Layer):
+    """What all normalisations are.
 
     Args:
-        kept: the running statistics, if there are any.
-        numbers: the options that may change, beside eps.
+        name: as of :class:`Layer`.
+        agreed: how the setup follows from what the workers have reported.
+        names: of the parameters, also of those that there are not.
     """
-    weights = module._weights.of(module, x)
-    norms = module._weights.unfit(module)
-    setup = module.agree(x, *weights, extra=reported(module.training, kept, norms, module.eps, *numbers))
-    moved = setup.move_in(x, *weights, *kept)
-    y: torch.Tensor = setup.move_out(setup.local(*moved))
-    return y
+
+    P_x = Option[Partition]()
+    eps = Number()
+
+    def __init__(self, name: str, agreed: Agreed, names: tuple[str, str] = ("weight", "bias")) -> None:
+        super().__init__(name, agreed.weights.P_x, agreed)
+        self._weights = agreed.weights
+        self._weights.register(self, names)
+        keep_sequential_keys(self)
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
+        return trained(self, self._weights.layouts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x)
+
+    def _normalise(self, x: torch.Tensor, kept: Sequence[torch.Tensor] = (), *numbers: float | None) -> torch.Tensor:
+        """What it makes of this worker's block.
+
+        Args:
+            kept: the running statistics, if there are any.
+            numbers: the options that may change, beside eps.
+        """
+        weights = self._weights.of(self, x)
+        norms = self._weights.unfit(self)
+        setup = self.agree(x, *weights, extra=reported(self.training, kept, norms, self.eps, *numbers))
+        moved = setup.move_in(x, *weights, *kept)
+        y: torch.Tensor = setup.move_out(setup.local(*moved))
+        return y
 
 
-def register_running(module: Any, tracks: bool) -> None:
-    """Give a module the running mean and variance of this worker's balanced block of channels, or None.
+class TrackingLayer(NormalisationLayer):
+    """A normalisation of channels that may keep running statistics.
 
-    Every worker keeps them. It also reads its block from the state of the sequential layer.
+    Every worker of P_x keeps the running mean and variance of its balanced block of channels. It also reads its block
+    from the state of the sequential layer.
     """
-    P_x = module.P_x
-    check_storable(Layout.balanced(P_x[:1, :].reshape(-1)[: P_x.workers.shape[1]], (module.num_features,)))
-    start, stop = _kept(module)
-    for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
-        module.register_buffer(name, value if tracks else None)
-    module.register_buffer("num_batches_tracked", torch.tensor(0) if tracks else None)
-    module.register_load_state_dict_pre_hook(_read_own_channels)
 
+    num_features = Option[int]()
+    momentum = Number(optional=True)
+    affine = Option[bool]()
+    track_running_stats = Option[bool]()
+    running_mean: torch.Tensor | None
+    running_var: torch.Tensor | None
+    num_batches_tracked: torch.Tensor | None
 
-def running(module: Any) -> tuple[torch.Tensor, ...]:
-    """Running mean, running variance and the number of batches, if the module has them."""
-    mean, variance, batches = module.running_mean, module.running_var, module.num_batches_tracked
-    if mean is None or variance is None:
-        return ()
-    return mean, variance, torch.tensor(inf) if batches is None else batches
+    def _track(self) -> None:
+        """Begin to keep running statistics, if it tracks them. Called last by constructors."""
+        P_x, tracks = self.P_x, self.track_running_stats
+        check_storable(Layout.balanced(P_x[:1, :].reshape(-1)[: P_x.workers.shape[1]], (self.num_features,)))
+        start, stop = _kept(self)
+        for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
+            self.register_buffer(name, value if tracks else None)
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if tracks else None)
+        self.register_load_state_dict_pre_hook(_read_own_channels)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x, self._running(), self.momentum)
 
-def running_layouts(module: Any) -> dict[str, Layout]:
-    """Which channels of the running statistics each worker of P_x keeps; several keep the same ones."""
-    if module.running_mean is None:
-        return {}
-    P_x = module.P_x
-    channels = balanced(module.num_features, P_x.workers.shape[1])
-    kept = [channels[P_x.index_of(worker)[1]] for worker in P_x.workers.ravel().tolist()]
-    return dict.fromkeys(("running_mean", "running_var"), Layout.along(P_x.reshape(-1), [kept]))
+    def _running(self) -> tuple[torch.Tensor, ...]:
+        """Running mean, running variance and the number of batches, if it has them."""
+        mean, variance, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        if mean is None or variance is None:
+            return ()
+        return mean, variance, torch.tensor(inf) if batches is None else batches
 
+    @property
+    def buffer_layouts(self) -> dict[str, Layout]:
+        """Which channels of the running statistics each worker of P_x keeps; several keep the same ones."""
+        if self.running_mean is None:
+            return {}
+        P_x = self.P_x
+        channels = balanced(self.num_features, P_x.workers.shape[1])
+        kept = [channels[P_x.index_of(worker)[1]] for worker in P_x.workers.ravel().tolist()]
+        return dict.fromkeys(("running_mean", "running_var"), Layout.along(P_x.reshape(-1), [kept]))
 
-def reset_running(module: Any) -> None:
-    """Start again: mean 0, variance 1, no batch counted."""
-    for value, one in enumerate(running(module)[:2]):
-        one.fill_(value)
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.zero_()
+    def reset_running_stats(self) -> None:
+        """Start again: mean 0, variance 1, no batch counted."""
+        for value, one in enumerate(self._running()[:2]):
+            one.fill_(value)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.zero_()
 
 
 def _kept(module: Any) -> Interval:
