@@ -18,8 +18,8 @@ def checks_arguments(
 ) -> Callable[Arguments, Made]:
     """Check that all arguments fit the signature, and that each has the type that is named there.
 
-    What a signature cannot name, the function checks itself. Where several classes share a constructor, the error names
-    the class. Where a tuple is named, a list is taken, too, and the function gets a tuple (see
+    What a signature cannot name, the function checks itself. Of a constructor, the error names the class that is made.
+    Where a tuple is named, a list is taken, too, and the function gets a tuple (see
     :func:`distdl.environment.types.converted`).
 
     Args:
@@ -59,7 +59,7 @@ def checks_arguments(
             text, called = str(problem), _name(make, args)
         if explain is not None:
             explain(called, make, {**dict(zip(signature(make).parameters, args, strict=False)), **options})
-        called += ".__init__()" if _is_constructor(make) else "()"
+        called += ".__init__()" if make.__name__ == "__init__" else "()"
         raise TypeError(text.replace(f"{make.__qualname__}()", called))
 
     return checked
@@ -240,15 +240,9 @@ def _misfit(
     return misfit(name, argument, value, hints(make)[argument])
 
 
-def _is_constructor(make: Callable[..., Any]) -> bool:
-    """Whether a function is a constructor, or one that several classes share."""
-    alone = "." not in make.__qualname__.rpartition("<locals>.")[2]
-    return make.__name__ == "__init__" or (alone and next(iter(signature(make).parameters), "") == "self")
-
-
 def _name(make: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """What people call a function: a constructor by its class, a method with its class."""
-    if _is_constructor(make) and args:
+    if make.__name__ == "__init__" and args:
         return type(args[0]).__name__
     owner = make.__qualname__.rpartition(".")[0]
     return make.__name__ if not owner or owner.endswith("<locals>") else f"{owner.rpartition('.')[2]}.{make.__name__}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -85,11 +84,6 @@ class Option(Generic[Value]):
             f"{type(module).__name__} keeps the {self._name} that it was built with, because what its workers have set "
             f"up follows from it; build a new layer with another {self._name}"
         )
-
-
-def options(count: int) -> Iterator[Option[Any]]:
-    """That many options, to assign several at once: ``kernel_size, stride = options(2)``."""
-    return (Option[Any]() for _ in range(count))
 
 
 def check_buffer_manager(buffer_manager: Any) -> None:
