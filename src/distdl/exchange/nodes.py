@@ -10,58 +10,25 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
-from distdl.geometry.boxes import Shape
 from distdl.tensors.derivatives import Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import Function
 from distdl.transport.calls import Calls
-from distdl.transport.communicator import Pending
-from distdl.transport.label import Label
+
+if TYPE_CHECKING:  # (an operator records these nodes)
+    from distdl.exchange.operator import Operator
 
 _NOTHING = torch.empty(0)
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)
 
 
-class Recordable(Protocol):
-    """What a node needs of its operator (see :class:`distdl.exchange.operator.Operator`)."""
-
-    label: Label
-    derivatives: Derivatives
-    recorded: bool
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
-    calls: Calls
-
-    @property
-    def T(self) -> Recordable: ...
-
-    @property
-    def unrecorded_adjoint(self) -> Recordable: ...
-
-    def deriving(self, derivatives: Derivatives) -> Recordable: ...
-
-    def move(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def move_packed(self, xs: Tensors) -> Tensors: ...
-
-    def execute(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]: ...
-
-    def packed(self, xs: Tensors) -> torch.Tensor: ...
-
-    def unpacked(self, y: torch.Tensor) -> Tensors: ...
-
-    def filled(self, xs: Sequence[torch.Tensor | None], device: torch.device) -> Tensors: ...
-
-
-def move_all(operators: Sequence[Recordable], arguments: Sequence[Tensors]) -> list[Tensors]:
+def move_all(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Tensors]:
     """Call several operators at once, none of which is still. Returns the tensors of each."""
     flat = [x for xs in arguments for x in xs]
     noted = [op.derivatives for op in operators if op.recorded]
@@ -91,7 +58,7 @@ class Apply(Function):
     """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
 
     @staticmethod
-    def forward(ctx: Any, op: Recordable, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         ctx.op, ctx.source = op, _new(_Source, (x.shape, x.dtype, x.device, op.calls.history))
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
         ctx.set_materialize_grads(False)
@@ -111,7 +78,7 @@ class Apply(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        op: Recordable = ctx.op
+        op: Operator = ctx.op
         op.calls.derive(ctx.source.began)
         return _tangent_map(op).move(ctx.source.tangent(tangents[2]))
 
@@ -120,7 +87,7 @@ class ApplyPacked(Function):
     """The same for several tensors, which move as one."""
 
     @staticmethod
-    def forward(ctx: Any, op: Recordable, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         began = op.calls.history
         ctx.op, ctx.sources = op, [_Source(x.shape, x.dtype, x.device, began) for x in xs]
         ctx.save_for_backward(_NOTHING)
@@ -148,7 +115,7 @@ class _ApplyTogether(Function):
     """The same for several operators. Those of which nothing is recorded move, too."""
 
     @staticmethod
-    def forward(ctx: Any, ops: Sequence[Recordable], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         ctx.ops, ctx.began = ops, {op.calls: op.calls.history for op in ops}
         moved = zip(ops, _grouped(xs, [len(op.inputs) for op in ops]), strict=True)
         ctx.sources = [_Source(x.shape, x.dtype, x.device, ctx.began[op.calls]) for op, own in moved for x in own]
@@ -234,13 +201,13 @@ class _Source(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if given is None else given
 
 
-def _derive(began: dict[Calls, int], operators: Sequence[Recordable]) -> None:
+def _derive(began: dict[Calls, int], operators: Sequence[Operator]) -> None:
     """Note that the next exchanges are derivatives, once in each group of workers."""
     for calls in {op.calls: None for op in operators}:
         calls.derive(began[calls])
 
 
-def _adjoint(op: Recordable) -> Recordable:
+def _adjoint(op: Operator) -> Operator:
     """How the gradient of what has moved moves back: recorded if this backward is itself differentiated."""
     mode, forward_mode = torch.is_grad_enabled(), is_differentiated_forward()
     if mode or forward_mode:
@@ -248,7 +215,7 @@ def _adjoint(op: Recordable) -> Recordable:
     return op.unrecorded_adjoint
 
 
-def _tangent_map(op: Recordable) -> Recordable:
+def _tangent_map(op: Operator) -> Operator:
     return op.deriving(Derivatives(op.derivatives.tangent_gradient))
 
 
@@ -265,13 +232,13 @@ def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
     return [tuple(next(rest) for _ in range(count)) for count in counts]
 
 
-def _execute(operators: Sequence[Recordable], flat: Sequence[torch.Tensor]) -> Tensors:
+def _execute(operators: Sequence[Operator], flat: Sequence[torch.Tensor]) -> Tensors:
     arguments = _grouped(flat, [len(op.inputs) for op in operators])
     ys = execute_together(operators, [op.packed(xs) for op, xs in zip(operators, arguments, strict=True)])
     return tuple(part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y))
 
 
-def execute_together(operators: Sequence[Recordable], xs: Sequence[torch.Tensor]) -> Tensors:
+def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
     """Do this worker's part of several plans at once, without recording it."""
     if torch._C._autograd._profiler_enabled():
         with record_function(str(operators[0].label)):
@@ -279,7 +246,7 @@ def execute_together(operators: Sequence[Recordable], xs: Sequence[torch.Tensor]
     return _execute_together(operators, xs)
 
 
-def _execute_together(operators: Sequence[Recordable], xs: Sequence[torch.Tensor]) -> Tensors:
+def _execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
     begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
     for _, pending in begun:
         pending.wait()

@@ -83,31 +83,19 @@ class Site(NamedTuple):
         return Operator.identity(self.comm, self.members, self.label, dtype, derivatives, shapes)
 
 
-class Movement(Protocol):
-    """Brings tensors to where they are needed; ``Together`` and ``Chain`` do.
-
-    Attributes:
-        operators: all that it calls, in their order.
-    """
-
-    @property
-    def operators(self) -> Sequence[Operator]: ...
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[Any, ...]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Setup:
     """What follows from signatures, for one worker: ``move_out(local(*move_in(*tensors)))``.
 
     Attributes:
-        move_in: brings the tensors to where the work is done: a movement, or a function that returns a tuple.
+        move_in: brings the tensors to where the work is done, and returns a tuple. :class:`~distdl.exchange.Together`
+            and :class:`~distdl.exchange.Chain` also know the operators that they call.
         local: this worker's part of the work.
         move_out: brings the result to where it belongs.
         results: the layout of every result.
     """
 
-    move_in: Movement | Callable[..., tuple[Any, ...]]
+    move_in: Callable[..., tuple[Any, ...]]
     local: Callable[..., Any]
     move_out: Callable[..., Any]
     results: tuple[Layout, ...] = ()

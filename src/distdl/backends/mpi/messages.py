@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
 from distdl.transport.communicator import Addressed, Pending, Prepared, View, deliver
+
+if TYPE_CHECKING:  # (it makes these requests, and knows how to wait for them)
+    from distdl.backends.mpi.communicator import MPICommunicator
 
 Shape = tuple[int, ...]
 
@@ -30,14 +33,6 @@ TYPES = {
 _all_through = MPI.Request.Testall
 
 
-class Completing(Protocol):
-    """What knows how to wait; see :class:`MPICommunicator`."""
-
-    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object) -> None: ...
-
-    def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> Exception: ...
-
-
 class Requests(Pending):
     """Point-to-point messages under way, and the memory that has to live until they are through."""
 
@@ -45,7 +40,7 @@ class Requests(Pending):
 
     def __init__(
         self,
-        comm: Completing,
+        comm: MPICommunicator,
         requests: list[MPI.Request],
         workers: Sequence[int],
         memory: object,
