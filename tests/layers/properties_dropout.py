@@ -8,8 +8,8 @@ from helpers_layers import noise
 
 from distdl.geometry.boxes import runs, slices
 from distdl.nn import DistributedDropout, DistributedDropout1d, DistributedEmbedding
-from distdl.nn.uniform import uniform_block
 from distdl.partition.layout import Layout
+from distdl.tensors.uniform import uniform_block
 
 
 def assert_drops(P_x, shape, blocks=None, kind=DistributedDropout):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from distdl.geometry.boxes import balanced, slices
-from distdl.nn.uniform import uniform_block
-from distdl.tensors.uniform import _mixed, _mixed_on, mask_block
+from distdl.tensors.uniform import _mixed, _mixed_on, mask_block, uniform_block
 
 WHOLE = 2**64 - 1
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from distdl.agreement import Headers
+from distdl.nn.keys import next_key
 from distdl.nn.layer import Application, Layer
 from distdl.nn.module import Option
-from distdl.nn.uniform import next_key
 from distdl.ops.dropout import Dropout
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments

@@ -17,10 +17,10 @@ import torch
 from torch.nn.init import calculate_gain
 
 from distdl.nn.placement import normal, random_block
-from distdl.nn.uniform import Value
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
+from distdl.tensors.uniform import Value
 
 
 @checks_arguments

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from distdl.nn.uniform import Value, next_key, uniform_block
+from distdl.nn.keys import next_key
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
+from distdl.tensors.uniform import Value, uniform_block
 
 _ADDRESSABLE = 2**44  # elements of 8 bytes in the 47 bits of a process's addresses
 

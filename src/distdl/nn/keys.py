@@ -8,8 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from distdl.tensors.uniform import Key
-from distdl.tensors.uniform import Value as Value
-from distdl.tensors.uniform import uniform_block as uniform_block
 from distdl.transport.communicator import Communicator
 
 _made: WeakKeyDictionary[Communicator, Counter[str]] = WeakKeyDictionary()
