@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced, runs
-from distdl.geometry.edges import Crop, Line, around, rims
+from distdl.geometry.edges import Crop, Line, beside, rims
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import sliding, sliding_extent, span
 
@@ -29,7 +29,7 @@ def test_a_block_by_itself_and_what_is_around_it_make_the_outputs(extents):
         if not count:
             continue
         expected, outputs = convolve(x, w, line, p), balanced(count, len(blocks))
-        sides = around(blocks, [sliding(run, *line) for run in outputs])
+        sides = beside(blocks, [sliding(run, *line) for run in outputs])
         for place, (block, run) in enumerate(zip(blocks, outputs, strict=True)):
             crop = line.crop(block, run)
             if crop is None:
@@ -62,7 +62,7 @@ def test_a_block_by_itself_and_what_is_around_it_make_the_outputs_of_a_transpose
             geometry = Transposed((k,), (s,), (p,), (d,), (count - least,))
             line = geometry.line(0)
             expected, outputs = add_up(x, w, line, Crop(p, count - least)), balanced(count, len(blocks))
-            sides = around(blocks, [geometry.window(0, run, len(x)) for run in outputs])
+            sides = beside(blocks, [geometry.window(0, run, len(x)) for run in outputs])
             for place, (block, run) in enumerate(zip(blocks, outputs, strict=True)):
                 crop = line.crop(block, run)
                 if block[0] == block[1] or run[0] == run[1] or not crop.exact:
@@ -89,7 +89,7 @@ def test_a_block_that_torchs_padding_does_not_fit_is_told():
 def test_a_rim_is_what_others_read():
     """Also over a block that is narrower than what they reach; where its ends meet, it is the whole block."""
     blocks = runs([5, 1, 6])
-    (first, second, third) = rims(blocks, *around(blocks, [(-2, 7), (3, 8), (4, 14)]))
+    (first, second, third) = rims(blocks, *beside(blocks, [(-2, 7), (3, 8), (4, 14)]))
     assert (first, second, third) == ((5, 0, 2), (1, 1, 0), (6, 2, 0))
     assert [first.place(cell, among_first=False) for cell in (3, 4)] == [0, 1]
     assert [third.place(cell, among_first=True) for cell in (0, 1)] == [0, 1]

@@ -105,10 +105,10 @@ class Rim(NamedTuple):
         return cell if among_first or not self.last else cell - (self.extent - self.size)
 
 
-def around(blocks: Intervals, windows: Intervals) -> tuple[list[Interval], list[Interval]]:
+def beside(blocks: Intervals, windows: Intervals) -> tuple[list[Interval], list[Interval]]:
     """What windows have before their blocks and behind them, within the tensor.
 
-    >>> around([(0, 4), (4, 8)], [(-1, 5), (3, 9)])
+    >>> beside([(0, 4), (4, 8)], [(-1, 5), (3, 9)])
     ([(0, 0), (3, 4)], [(4, 5), (8, 8)])
     """
     extent = max(stop for _, stop in blocks)

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Interval, Shape
-from distdl.geometry.edges import Crop, Line, Rim, Strip, around, rims
+from distdl.geometry.edges import Crop, Line, Rim, Strip, beside, rims
 from distdl.geometry.transposed import TransposedLine
 from distdl.ops.setup import Site, blank_shape
 from distdl.partition import Layout, Signature
@@ -85,7 +85,7 @@ def fits(x: Signature, weight: Signature, lines: Lines, windows: Layout, outputs
             crop = line.crop(block, run) if block[0] < block[1] and run[0] < run[1] else None
             if crop is None or not crop.exact:
                 return False
-        for (i, j), before, behind in zip(own, *around(own, windows.rulers[dim].intervals), strict=True):
+        for (i, j), before, behind in zip(own, *beside(own, windows.rulers[dim].intervals), strict=True):
             width = before[1] - before[0] + behind[1] - behind[0]
             if 2 * width > j - i:
                 return False
@@ -208,7 +208,7 @@ class Around:
     ) -> Around:  # fmt: skip
         """Those of this worker."""
         own = blocks.rulers[dim].intervals
-        sides = around(own, windows.rulers[dim].intervals)
+        sides = beside(own, windows.rulers[dim].intervals)
         plan = edges(blocks, windows, dim, site.me)
         active = site.me in blocks.partition
         operator = site.operator(plan, dtype, NONE, [plan.inputs.get(site.me, (0,))])

@@ -14,7 +14,7 @@ import numpy as np
 
 from distdl.environment.arguments import known
 from distdl.geometry.boxes import Box, Interval, Shape, meet, shape, shift, within
-from distdl.geometry.edges import around, rims
+from distdl.geometry.edges import beside, rims
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray, check_axes, check_spread, line_of, teams_of
 from distdl.partition.layout import Layout, Ruler
@@ -76,7 +76,7 @@ def edges(owned: Layout, windows: Layout, dim: int, me: int | None = None) -> Pl
         owned, windows: the blocks, which tile a tensor, and the windows around them; over one partition.
     """
     blocks = owned.rulers[dim].intervals
-    sides = around(blocks, windows.rulers[dim].intervals)
+    sides = beside(blocks, windows.rulers[dim].intervals)
     ends = rims(blocks, *sides)
     before, behind = (
         known(Layout, owned.partition, (*owned.rulers[:dim], Ruler(tuple(side)), *windows.rulers[dim + 1 :]))
