@@ -25,7 +25,7 @@ from torch.nn import functional
 from distdl.exchange import Together
 from distdl.geometry.boxes import Interval, Shape, balanced, runs, shape
 from distdl.geometry.windows import adaptive
-from distdl.ops.averaging import Adaptive, average
+from distdl.ops.averaging import AdaptiveMean, average
 from distdl.ops.pooling import choose, in_space
 from distdl.ops.segments import Segments, along
 from distdl.ops.setup import Setup, Site, same
@@ -109,7 +109,7 @@ class AdaptiveAverage:
 
     def _whole(self, x: torch.Tensor, outputs: Shape) -> torch.Tensor:
         """torch's own operator, for a block that has the windows that torch gives it."""
-        how = Adaptive(_planar(x, outputs))
+        how = AdaptiveMean(_planar(x, outputs))
         return how.pool(x) if prod(how.outputs) == 1 else average(x, how)  # (of one mean, torch saves nothing)
 
 

@@ -21,7 +21,7 @@ from distdl.tensors.memory import empty, is_channels_last
 _ATEN: Any = torch.ops.aten
 
 
-class Sliding(NamedTuple):
+class SlidingMean(NamedTuple):
     r"""Sums of windows that slide, over a divisor.
 
     Forward: :math:`y_o = \frac{1}{d} \sum_{c \in o} x_c`. Adjoint: :math:`\partial x_c = \frac{1}{d} \sum_{o \ni c}
@@ -47,7 +47,7 @@ class Sliding(NamedTuple):
         adjoint.grad_input(dy, dx, self.kernel, self.stride, self.padding, False, True, self.divisor, grad_input=dx)
 
 
-class Adaptive(NamedTuple):
+class AdaptiveMean(NamedTuple):
     """The means of so many windows of about equal length.
 
     Attributes:
@@ -69,7 +69,7 @@ class Adaptive(NamedTuple):
             _ATEN.adaptive_avg_pool3d_backward.grad_input(dy, dx, grad_input=dx)
 
 
-def average(x: torch.Tensor, how: Sliding | Adaptive) -> torch.Tensor:
+def average(x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
     """The averages of the cells of a block. They are no view."""
     if x.nbytes < WORTH:
         return how.pool(x)
@@ -81,7 +81,7 @@ class _Average(Function):
     """An average, and its adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, how: Sliding | Adaptive) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
         ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
         ctx.channels_last = x.dim() == 4 and is_channels_last(x)  # (torch's kernels of space write contiguous tensors)
         return how.pool(x)
@@ -96,7 +96,9 @@ class _Average(Function):
         return ctx.how.pool(dx)  # type: ignore[no-any-return]  # (autograd keeps it untyped)
 
 
-def _spread(dy: torch.Tensor, how: Sliding | Adaptive, shape: Sequence[int], channels_last: bool) -> torch.Tensor:
+def _spread(
+    dy: torch.Tensor, how: SlidingMean | AdaptiveMean, shape: Sequence[int], channels_last: bool
+) -> torch.Tensor:
     dx = empty(shape, dy.dtype, dy, channels_last)
     if not dx.is_meta:  # (of which torch has not all of these operators)
         how.spread(dy, dx)
@@ -108,7 +110,7 @@ class _Spread(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, dy: torch.Tensor, how: Sliding | Adaptive, shape: Sequence[int], channels_last: bool
+        ctx: Any, dy: torch.Tensor, how: SlidingMean | AdaptiveMean, shape: Sequence[int], channels_last: bool
     ) -> torch.Tensor:
         ctx.how, ctx.shape, ctx.channels_last = how, shape, channels_last
         return _spread(dy, how, shape, channels_last)

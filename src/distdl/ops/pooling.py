@@ -20,7 +20,7 @@ from torch.nn import functional
 from distdl.exchange import Together
 from distdl.geometry.boxes import Box, Shape, shape
 from distdl.geometry.windows import PoolSliding
-from distdl.ops.averaging import Sliding, average
+from distdl.ops.averaging import SlidingMean, average
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import copy
@@ -366,4 +366,4 @@ def planar(kernel: Shape, stride: Shape, padding: Shape, dilation: Shape = (1,))
 
 def _average(x: torch.Tensor, sliding: PoolSliding, padding: Shape, divisor: int) -> torch.Tensor:
     kernel, stride, padding, _ = planar(sliding.kernel, sliding.stride, padding)
-    return average(x, Sliding(kernel, stride, padding, divisor))
+    return average(x, SlidingMean(kernel, stride, padding, divisor))
