@@ -31,14 +31,14 @@ import torch
 
 from distdl.geometry.boxes import Interval, Shape, balanced, shape
 from distdl.ops.moments import Along, Moments, subgroup
-from distdl.ops.setup import Setup, Site
-from distdl.ops.standardisation import Arrangement, Running, set_up, step
-from distdl.partition import CartesianPartition, Layout, Signature
+from distdl.ops.setup import Site
+from distdl.ops.standardisation import Arrangement, Normalisation, Running, step
+from distdl.partition import CartesianPartition, Layout
 from distdl.partition.groups import dims
 
 
 @dataclass(frozen=True)
-class BatchNorm:
+class BatchNorm(Normalisation):
     """Mean and variance of each channel, over batch and space.
 
     Attributes:
@@ -59,9 +59,6 @@ class BatchNorm:
     @property
     def extents(self) -> Mapping[int, int]:
         return {1: self.num_features}
-
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        return set_up(self, site, *signatures)
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         batch, _, *space = owned.extents
@@ -86,7 +83,7 @@ class BatchNorm:
 
 
 @dataclass(frozen=True)
-class InstanceNorm:
+class InstanceNorm(Normalisation):
     """Mean and variance of each channel of each sample, over space.
 
     Attributes:
@@ -105,9 +102,6 @@ class InstanceNorm:
     @property
     def extents(self) -> Mapping[int, int]:
         return {1: self.num_features}
-
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        return set_up(self, site, *signatures)
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         samples, _, *space = owned.extents
@@ -138,7 +132,7 @@ class InstanceNorm:
 
 
 @dataclass(frozen=True)
-class GroupNorm:
+class GroupNorm(Normalisation):
     """Mean and variance of each group of consecutive channels of each sample, over these channels and space.
 
     Blocks need not respect the groups: a worker measures the largest runs of channels of which all groups and blocks
@@ -164,9 +158,6 @@ class GroupNorm:
         groups, channels = self.num_groups, self.num_channels
         if not 1 <= groups <= channels or channels % groups:
             raise ValueError(f"{name} needs groups that divide {channels} channels; got {groups}")
-
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        return set_up(self, site, *signatures)
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         samples, _, *space = owned.extents
@@ -199,7 +190,7 @@ class GroupNorm:
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(Normalisation):
     """Mean and variance over the last dims, at each place of the others.
 
     Attributes:
@@ -213,9 +204,6 @@ class LayerNorm:
     def extents(self) -> Mapping[int, int]:
         return dict(self.normalized)
 
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        return set_up(self, site, *signatures)
-
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         return _by_last_dims(owned, self.extents, centred=True)
 
@@ -227,7 +215,7 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(Normalisation):
     """The mean of the squares over the last dims, at each place of the others. No mean is subtracted.
 
     Attributes:
@@ -240,9 +228,6 @@ class RMSNorm:
     @property
     def extents(self) -> Mapping[int, int]:
         return dict(self.normalized)
-
-    def setup(self, site: Site, *signatures: Signature) -> Setup:
-        return set_up(self, site, *signatures)
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         return _by_last_dims(owned, self.extents, centred=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import prod
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,39 +70,6 @@ class Running(NamedTuple):
             one.lerp_(towards.view(-1).to(one.dtype), self.factor or 0.0)
 
 
-class Normalisation(Protocol):
-    """What the normalisations have in common.
-
-    Attributes:
-        eps: what is added to the variance; None for the smallest step of the dtype in which it is used.
-    """
-
-    @property
-    def eps(self) -> float | None: ...
-
-    @property
-    def extents(self) -> Mapping[int, int]:
-        """Global extents of x along the dims in which weight and bias vary."""
-
-    def arrange(self, owned: Layout, site: Site) -> Arrangement:
-        """What is measured on an x that is split so.
-
-        Raises: ValueError, a function of the layout's extents only.
-        """
-
-    def compute(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
-    ) -> torch.Tensor:
-        """torch's operator, on a block that has all cells behind each of its means.
-
-        It checks nothing, for what torch's functions check on a block would raise on some workers only. Its result is
-        no view.
-
-        Args:
-            running: the running statistics, if they take note of x or stand for its moments.
-        """
-
-
 @dataclass(frozen=True, eq=False)
 class Arrival:
     """What comes in: this worker prepares its tensors, and then some of them move.
@@ -123,31 +91,67 @@ class Arrival:
         return here, self.moves(*moving), running
 
 
-def set_up(op: Normalisation, site: Site, x: Signature, *weights: Signature) -> Setup:
-    """The three steps of any normalisation, of ``(x, weight, bias, running mean, running variance, batches)``.
+class Normalisation(ABC):
+    """What the normalisations have in common.
 
-    ``weight`` and ``bias`` are there as far as they have signatures, the others if there are running statistics:
-    those of this worker's balanced block of channels, or of all, and the number of batches that they have taken note
-    of. Where every worker has all of the weights, or of the statistics, it takes its part, and they do not move.
+    Attributes:
+        eps: what is added to the variance; None for the smallest step of the dtype in which it is used.
     """
-    _check(op, site.label, x, weights)
-    arrangement = op.arrange(x.layout, site)
-    needed = {dim: x.layout.intervals[dim] for dim in op.extents}
-    own = x.layout.box_of(site.me)
-    part = Parts([tuple(own[dim] for dim in op.extents)], [tuple(op.extents.values())])
-    plan = None if arrangement.moments is None else arrangement.moments.plan()
-    row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
-    everywhere = bool(weights) and weights[0].layout.is_everywhere
-    spread = [_spread(site, needed, row, weights)] if weights and not everywhere else []
-    derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
-    absent = bool(weights) and site.me not in weights[0].layout.partition
-    given = _Given(len(weights), part if everywhere else None, derivatives, absent)
-    if arrangement.moments is None or plan is None:
-        lent = [_lend(site, needed, row)] if arrangement.moments is None and not arrangement.everywhere else []
-        return _by_torch(op, site, arrangement, x, weights, given, part, spread, lent)
-    moments = arrangement.moments
-    gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
-    return _by_moments(op, arrangement, moments, x, given, gather, Together(*spread))
+
+    eps: float | None
+
+    @property
+    @abstractmethod
+    def extents(self) -> Mapping[int, int]:
+        """Global extents of x along the dims in which weight and bias vary."""
+
+    @abstractmethod
+    def arrange(self, owned: Layout, site: Site) -> Arrangement:
+        """What is measured on an x that is split so.
+
+        Raises: ValueError, a function of the layout's extents only.
+        """
+
+    @abstractmethod
+    def compute(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
+    ) -> torch.Tensor:
+        """torch's operator, on a block that has all cells behind each of its means.
+
+        It checks nothing, for what torch's functions check on a block would raise on some workers only. Its result is
+        no view.
+
+        Args:
+            running: the running statistics, if they take note of x or stand for its moments.
+        """
+
+    def setup(self, site: Site, *signatures: Signature) -> Setup:
+        """The three steps of any normalisation, of ``(x, weight, bias, running mean, running variance, batches)``.
+
+        ``weight`` and ``bias`` are there as far as they have signatures, the others if there are running statistics:
+        those of this worker's balanced block of channels, or of all, and the number of batches that they have taken
+        note of. Where every worker has all of the weights, or of the statistics, it takes its part, and they do not
+        move.
+        """
+        x, *weights = signatures
+        _check(self, site.label, x, weights)
+        arrangement = self.arrange(x.layout, site)
+        needed = {dim: x.layout.intervals[dim] for dim in self.extents}
+        own = x.layout.box_of(site.me)
+        part = Parts([tuple(own[dim] for dim in self.extents)], [tuple(self.extents.values())])
+        plan = None if arrangement.moments is None else arrangement.moments.plan()
+        row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
+        everywhere = bool(weights) and weights[0].layout.is_everywhere
+        spread = [_spread(site, needed, row, weights)] if weights and not everywhere else []
+        derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
+        absent = bool(weights) and site.me not in weights[0].layout.partition
+        given = _Given(len(weights), part if everywhere else None, derivatives, absent)
+        if arrangement.moments is None or plan is None:
+            lent = [_lend(site, needed, row)] if arrangement.moments is None and not arrangement.everywhere else []
+            return _by_torch(self, site, arrangement, x, weights, given, part, spread, lent)
+        moments = arrangement.moments
+        gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
+        return _by_moments(self, arrangement, moments, x, given, gather, Together(*spread))
 
 
 def _by_moments(
