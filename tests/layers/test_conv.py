@@ -335,7 +335,7 @@ OPTIONS = {"in_channels": 2, "out_channels": 2, "kernel_size": 3}
     (lambda P: feature(P, groups=0), "channels that 0 groups divide"),
     (lambda P: feature(P, buffer_manager=3), "buffer_manager"),
     (lambda P: feature(P)(torch.ones(1, 3, 4, 4)), "2 channels in dim 1; the global shape of the input is 1x3x8x8"),
-    (lambda P: feature(P)(torch.ones(1, 2, 1, 4)), "in dim 2 the kernel spans 3 cells and the input, with its padd"),
+    (lambda P: feature(P)(torch.ones(1, 2, 1, 4)), "in dim 2 the kernel spans 3 cells and the input has"),
     (lambda P: feature(P)(torch.ones(1, 2, 4)), "4 dims"),
     (lambda P: feature(P)(None if P.rank == 2 else torch.ones(1, 2, 4, 4)), "worker 2: DistributedFeatureConv2d"),
     (lambda P: feature(P)(torch.ones(1, 2, 4, 4 + (P.rank == 3))), "in dim 3, at place 1 of the axis"),

@@ -18,5 +18,5 @@ def test_options_are_checked():
 
 
 def test_an_input_smaller_than_the_kernel_is_refused():
-    with pytest.raises(ValueError, match="in dim 3 the kernel spans 5 cells and the input, with its padding, 4"):
+    with pytest.raises(ValueError, match="in dim 3 the kernel spans 5 cells and the input has 4, with its padding 4"):
         Sliding.of("C", 2, (1, 3), 1, 0, (1, 2)).windows("C", (9, 4), (2, 2))

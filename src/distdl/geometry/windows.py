@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from distdl.geometry.boxes import MOST, Interval, Shape, balanced
 
@@ -84,6 +84,7 @@ class Sliding:
     padding: Shape
     dilation: Shape
     behind: Shape | None = None
+    _least: ClassVar[str] = "at least as large as its kernel"
 
     @classmethod
     def of(cls, name: str, space: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Self:
@@ -135,16 +136,21 @@ class Sliding:
         inputs: list[Intervals] = []
         outputs: list[Intervals] = []
         for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
-            k, s, d, widths = self.kernel[dim], self.stride[dim], self.dilation[dim], self.widths[dim]
-            count = sliding_extent(extent, k, s, widths, d)
+            count, (before, behind) = self.count(dim, extent), self.widths[dim]
             if count == 0:
                 raise ValueError(
-                    f"{name} needs an input at least as large as its kernel; in dim {dim + 2} the kernel spans "
-                    f"{span(k, d)} cells and the input, with its padding, {extent + sum(widths)}"
+                    f"{name} needs an input {self._least}; in dim {dim + 2} the kernel spans {self.spans[dim]} cells "
+                    f"and the input has {extent}, with its padding {before + extent + behind}"
                 )
             outputs.append(balanced(count, places))
-            inputs.append([sliding(run, k, s, widths[0], d) for run in outputs[-1]])
+            inputs.append(
+                [sliding(run, self.kernel[dim], self.stride[dim], before, self.dilation[dim]) for run in outputs[-1]]
+            )
         return inputs, outputs
+
+    def count(self, dim: int, extent: int) -> int:
+        """Number of outputs along a dim of space whose input has this extent."""
+        return sliding_extent(extent, self.kernel[dim], self.stride[dim], self.widths[dim], self.dilation[dim])
 
 
 def sizes(name: str, space: int, option: str, value: Any) -> Shape:
@@ -182,21 +188,11 @@ class PoolSliding(Sliding):
     """The geometry of a pooling: windows that slide; the last may reach beyond the padding."""
 
     ceil_mode: bool = False
+    _least: ClassVar[str] = "that is not empty, and at least as large as its window"
 
-    def windows(self, name: str, extents: Shape, parts: Shape) -> tuple[list[Intervals], list[Intervals]]:
-        inputs: list[Intervals] = []
-        outputs: list[Intervals] = []
-        for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
-            k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
-            count = pooled_extent(extent, k, s, p, d, self.ceil_mode) if extent else 0
-            if count == 0:
-                raise ValueError(
-                    f"{name} needs an input that is not empty, and at least as large as its window; in dim {dim + 2} "
-                    f"the kernel spans {span(k, d)} cells and the input has {extent}, with its padding {extent + 2 * p}"
-                )
-            outputs.append(balanced(count, places))
-            inputs.append([sliding(run, k, s, p, d) for run in outputs[-1]])
-        return inputs, outputs
+    def count(self, dim: int, extent: int) -> int:
+        k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
+        return pooled_extent(extent, k, s, p, d, self.ceil_mode) if extent else 0
 
     def counts(self, dim: int, extent: int, outputs: Interval, padded: bool) -> list[int]:
         """For each output along a dim, how many cells an average counts: those of the tensor, or of its padding too.
