@@ -28,7 +28,7 @@ from distdl.environment.arguments import known
 from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
-from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Header, by_worker, different, gathered
+from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Preamble, by_worker, different, gathered
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.memory import kind_without_memory
@@ -204,7 +204,7 @@ class Agreement(Generic[Outcome]):
         if agreed is not None and _local.fixed:
             self._check_fixed(agreed, structure, derivatives, problem)
             return agreed.decision
-        message = Header(
+        message = Preamble(
             changed=agreed is None or agreed.structure != structure,
             dims=max((len(shape) for _, shape in structure[0]), default=0),
             problem=len(problem),
@@ -235,7 +235,7 @@ class Agreement(Generic[Outcome]):
         problem: str = "",
     ) -> Decision[Outcome]:
         """Decide from the maximum of what all members have sent."""
-        message = Header(*received[:FIELDS].tolist())
+        message = Preamble(*received[:FIELDS].tolist())
         self._check(message, mode, problem)
         agreed = self._agreed.pop(mode, None)
         together = received[FIELDS:].astype(bool).reshape(-1, 3).tolist()
@@ -247,7 +247,7 @@ class Agreement(Generic[Outcome]):
         self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received[2:].tobytes(), rows, decision)
         return decision
 
-    def _check(self, message: Header, mode: bool, problem: str) -> None:
+    def _check(self, message: Preamble, mode: bool, problem: str) -> None:
         if not message.alike:
             call = self._label.numbered
             raise different(self._comm, self._members, message, call, self._options)

@@ -23,7 +23,7 @@ MOST_TENSORS = 4
 _SHOWN = 200  # exchanges of which a member tells the others, when they look for the first that differs
 
 
-class Header(NamedTuple):
+class Preamble(NamedTuple):
     """What a worker sends at the beginning of a call; the derivatives of its tensors follow.
 
     The members take the maximum. Of a number that has to be the same on all, the negative is sent, too: its maximum is
@@ -57,9 +57,9 @@ class Header(NamedTuple):
         return self.identity == -self.identity_least and self.history == -self.history_least
 
 
-FIELDS = len(Header._fields)
-CHANGED = Header._fields.index("changed")
-LENGTH = FIELDS + 3 * MOST_TENSORS  # of the header and the derivatives, in integers
+FIELDS = len(Preamble._fields)
+CHANGED = Preamble._fields.index("changed")
+LENGTH = FIELDS + 3 * MOST_TENSORS  # of the preamble and the derivatives, in integers
 
 
 def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: str = "") -> int:
@@ -77,16 +77,17 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
     calls, identity = comm.calls(members), zlib.crc32(repr((call, tuple(members))).encode())
     sent = np.zeros(LENGTH, dtype=np.int64)
     history = calls.history
-    header = Header(history=history, history_least=-history, identity=identity, identity_least=-identity, length=length)
-    sent[:FIELDS] = header
-    received = Header(*comm.through.all_max(members, sent)[:FIELDS].tolist())
+    sent[:FIELDS] = Preamble(
+        history=history, history_least=-history, identity=identity, identity_least=-identity, length=length
+    )
+    received = Preamble(*comm.through.all_max(members, sent)[:FIELDS].tolist())
     if not received.alike:
         raise different(comm, members, received, shown or call)
     return received.length
 
 
 def different(
-    comm: Communicator, members: Group, received: Header, call: str, options: object = ()
+    comm: Communicator, members: Group, received: Preamble, call: str, options: object = ()
 ) -> CommunicationError:
     """The error of members that are in different calls, or that come from different exchanges. Each of them calls it.
 
