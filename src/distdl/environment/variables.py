@@ -22,28 +22,12 @@ def timeout() -> float:
 
     Raises: ValueError unless it is a number above 0 and at most ``LONGEST_TIMEOUT``; so no wait is without limit.
     """
-    text = os.environ.get("DISTDL_TIMEOUT")
-    if text is None:
-        return DEFAULT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= LONGEST_TIMEOUT:  # of nan neither holds
-        _refuse("DISTDL_TIMEOUT", f"a number of seconds above 0 and at most {LONGEST_TIMEOUT}", text)
-    return seconds
+    return _seconds("DISTDL_TIMEOUT", DEFAULT_TIMEOUT, zero=False)
 
 
 def grace() -> float:
     """``DISTDL_GRACE``: how many seconds a worker gets to end after SIGTERM, until it is killed."""
-    text = os.environ.get("DISTDL_GRACE", "30")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= LONGEST_TIMEOUT:
-        _refuse("DISTDL_GRACE", f"a number of seconds from 0 to {LONGEST_TIMEOUT}", text)
-    return seconds
+    return _seconds("DISTDL_GRACE", 30.0, zero=True)
 
 
 def recycled_memory() -> int:
@@ -89,6 +73,21 @@ def whole(name: str, default: Count, largest: Count = (1 << 31) - 1, unit: str =
     if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) > largest:
         _refuse(name, f"a whole number {f'of {unit} ' if unit else ''}from 0 to {largest}", text)
     return int(text)
+
+
+def _seconds(name: str, default: float, zero: bool) -> float:
+    """A variable that is a number of seconds, at most ``LONGEST_TIMEOUT``, and 0 only if that is one of them."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_TIMEOUT or (seconds == 0 and not zero):  # (nan is in no range)
+        limits = f"from 0 to {LONGEST_TIMEOUT}" if zero else f"above 0 and at most {LONGEST_TIMEOUT}"
+        _refuse(name, f"a number of seconds {limits}", text)
+    return seconds
 
 
 def _flag(name: str) -> bool | None:
