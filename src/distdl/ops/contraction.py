@@ -262,6 +262,23 @@ class Contraction:
         return found[0] if keeps or self.autocast is None else self.autocast
 
 
+def in_pieces(pieces: Sequence[tuple[Local, slice, slice | tuple[slice, ...], slice]]) -> Local:
+    """A function of channels that cut through groups: piece by piece, beside each other.
+
+    Args:
+        pieces: of each, torch's function, the channels of x that it reads, its part of the weight, and its outputs.
+    """
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = [
+            function(x[:, read], weight[part], None if bias is None else bias[out])
+            for function, read, part, out in pieces
+        ]
+        return torch.cat(found, 1)
+
+    return compute
+
+
 def gathers(x: Signature, channel: int, inner: int, groups: int = 1) -> bool:
     """Whether each run of output channels fetches all input channels that it reads.
 

@@ -48,7 +48,7 @@ from distdl.geometry.borders import CONVOLUTION_MODES, Border
 from distdl.geometry.boxes import Interval, Shape, balanced, whole
 from distdl.geometry.edges import Crop, Line
 from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, in_pieces, own_channels
 from distdl.ops.edges import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
@@ -175,11 +175,6 @@ class Convolution:
         cuts = []
         for run in pieces:
             start, stop = grouped(run, *self._group)
-            cuts.append((slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)))
-
-        def by_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return torch.cat(
-                [at_once(x[:, read], weight[out], None if bias is None else bias[out]) for read, out in cuts], 1
-            )
-
-        return by_pieces
+            out = slice(run[0] - first, run[1] - first)
+            cuts.append((at_once, slice(start - origin, stop - origin), out, out))
+        return in_pieces(cuts)

@@ -24,7 +24,7 @@ from distdl.geometry.boxes import Box, Interval, Shape, balanced, volume, whole
 from distdl.geometry.edges import Crop
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, own_channels
+from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, in_pieces, own_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -134,18 +134,8 @@ class TransposedConvolution:
             start, stop = grouped(run, *self._group)
             one = _Cropped(self.geometry, (stop - start) // self._group[0], crops)
             read, out = slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)
-            cuts.append((one, read, slice(*self._produced(run)), out))
-
-        def by_pieces(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return torch.cat(
-                [
-                    one(x[:, read], weight[read, produced], None if bias is None else bias[out])
-                    for one, read, produced, out in cuts
-                ],
-                1,
-            )
-
-        return by_pieces
+            cuts.append((one, read, (read, slice(*self._produced(run))), out))
+        return in_pieces(cuts)
 
     def _produced(self, run: Interval) -> Interval:
         """The outputs of a group that a run of outputs has: a part of those of one group, or all those of several."""
