@@ -67,19 +67,6 @@ class fixed_shapes(ContextDecorator):
 
 
 @dataclass(frozen=True)
-class Decision(Generic[Outcome]):
-    """What the members have decided.
-
-    Attributes:
-        outcome: what follows from the headers; the same object until a header changes.
-        derivatives: for each tensor, what it carries on any member.
-    """
-
-    outcome: Outcome
-    derivatives: tuple[Derivatives, ...]
-
-
-@dataclass(frozen=True)
 class _Agreed(Generic[Outcome]):
     """What one call came to, for the next one to be the same.
 
@@ -87,6 +74,7 @@ class _Agreed(Generic[Outcome]):
         key: all that this worker brought; a call with an equal key brings the same.
         sent, received: what this worker then sends; the bytes that it then receives, behind the history of exchanges.
         rows: what all members reported of their tensors.
+        outcome: what follows from that; the same object until a header changes.
     """
 
     key: object
@@ -95,7 +83,7 @@ class _Agreed(Generic[Outcome]):
     sent: IntArray
     received: bytes
     rows: Rows
-    decision: Decision[Outcome]
+    outcome: Outcome
 
 
 class Agreement(Generic[Outcome]):
@@ -158,12 +146,13 @@ class Agreement(Generic[Outcome]):
         members = LongGroup(P.workers.ravel().tolist())
         return cls(P.comm, members, label, kind, derive, next(grids, None), read, options)
 
-    def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Decision[Outcome]:
+    def reach(self, tensors: Sequence[Any], extra: tuple[int, ...] = ()) -> Outcome:
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
 
         Args:
             tensors: this worker's tensors, at most four.
             extra: more integers for the header, equally many on each member.
+        Returns: what follows from the headers.
         Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
             members, CommunicationError if the members are in different calls, and what ``derive`` raises.
         """
@@ -176,11 +165,11 @@ class Agreement(Generic[Outcome]):
         if agreed is None or agreed.key is None or agreed.key != _key(tensors, extra):
             return self._reach(mode, agreed, tensors, extra)
         if _local.fixed:
-            return agreed.decision
+            return agreed.outcome
         received = self._exchange(agreed.sent)
         history = self._calls.history
         if received.tobytes() == _bytes_of(history, -history) + agreed.received:
-            return agreed.decision
+            return agreed.outcome
         return self._settle(mode, received, agreed.structure, agreed.derivatives, agreed.key, agreed.sent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Agreement[Outcome]:
@@ -195,7 +184,7 @@ class Agreement(Generic[Outcome]):
 
     def _reach(
         self, mode: bool, agreed: _Agreed[Outcome] | None, tensors: Sequence[Any], extra: tuple[int, ...]
-    ) -> Decision[Outcome]:
+    ) -> Outcome:
         """The same, where this worker brings something else than before."""
         problem = _problem_of(tensors, str(self._label))
         present = () if problem else tuple(tensors)
@@ -203,7 +192,7 @@ class Agreement(Generic[Outcome]):
         derivatives = tuple(Derivatives.of(tensor, mode) for tensor in present)
         if agreed is not None and _local.fixed:
             self._check_fixed(agreed, structure, derivatives, problem)
-            return agreed.decision
+            return agreed.outcome
         message = Preamble(
             changed=agreed is None or agreed.structure != structure,
             dims=max((len(shape) for _, shape in structure[0]), default=0),
@@ -233,7 +222,7 @@ class Agreement(Generic[Outcome]):
         key: object,
         sent: IntArray,
         problem: str = "",
-    ) -> Decision[Outcome]:
+    ) -> Outcome:
         """Decide from the maximum of what all members have sent."""
         message = Preamble(*received[:FIELDS].tolist())
         self._check(message, mode, problem)
@@ -242,10 +231,9 @@ class Agreement(Generic[Outcome]):
         agreed_derivatives = tuple(Derivatives._make(together[i]) for i in range(len(structure[0])))
         rows = self._gather(structure, message.dims) if message.changed or agreed is None else agreed.rows
         outcome = self._outcome(rows, structure, message.dims, agreed_derivatives)
-        decision = Decision(outcome, agreed_derivatives)
         sent[CHANGED] = received[CHANGED] = False  # the next call with this key changes nothing
-        self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received[2:].tobytes(), rows, decision)
-        return decision
+        self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received[2:].tobytes(), rows, outcome)
+        return outcome
 
     def _check(self, message: Preamble, mode: bool, problem: str) -> None:
         if not message.alike:

@@ -157,7 +157,7 @@ class Layer(Module):
         """
         if not self._member:
             return self._alone
-        return self._agreement.reach(tensors, extra).outcome
+        return self._agreement.reach(tensors, extra)
 
     def forward(self, x: torch.Tensor) -> Any:
         setup = self.agree(x)
