@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from distdl.checkpoint import optimisers, randomness
-from distdl.checkpoint.index import Index, blocks_of, described
+from distdl.checkpoint.index import MODEL, Index, blocks_of, described
 from distdl.checkpoint.records import Records, records_of
 from distdl.checkpoint.together import together
 from distdl.checkpoint.values import encode
 from distdl.transport.communicator import Communicator
-
-_MODEL = "model/"
 
 
 @dataclass
@@ -63,9 +61,9 @@ def of_model(model: torch.nn.Module) -> Records:
     """The records of a model, with keys as in an index."""
     found = records_of(model)
     return Records(
-        found={_MODEL + key: replace(record, key=_MODEL + key) for key, record in found.found.items()},
-        aliases={_MODEL + name: _MODEL + key for name, key in found.aliases.items()},
-        keys={number: _MODEL + key for number, key in found.keys.items()},
+        found={MODEL + key: replace(record, key=MODEL + key) for key, record in found.found.items()},
+        aliases={MODEL + name: MODEL + key for name, key in found.aliases.items()},
+        keys={number: MODEL + key for number, key in found.keys.items()},
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from distdl.checkpoint.exporting import States, plain_states
 from distdl.checkpoint.files import INDEX, Place, Reader, find, name_of, on_disk, safetensors, write_blocks
-from distdl.checkpoint.index import Index, blocks_of, described, from_text
+from distdl.checkpoint.index import MODEL, Index, blocks_of, described, from_text
 from distdl.checkpoint.records import Record
 from distdl.checkpoint.values import decode, encode
 from distdl.geometry.boxes import whole
@@ -89,7 +89,7 @@ def _ours(source: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _by_names(numbered: dict[str, Any], keys: list[list[str]]) -> dict[str, Any]:
-    names = [key.removeprefix("model/") for own in keys for key in own]
+    names = [key.removeprefix(MODEL) for own in keys for key in own]
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]]
     return {"state": {names[number]: kept for number, kept in numbered["state"].items()}, "param_groups": groups}
 
@@ -192,4 +192,4 @@ def _by_numbers(found: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]]]
             {**group, "params": [numbers[name] for name in own]} for group, own in zip(groups or [], names, strict=True)
         ],
     }
-    return numbered, [[f"model/{name}" for name in own] for own in names]
+    return numbered, [[MODEL + name for name in own] for own in names]

@@ -9,7 +9,7 @@ import torch
 
 from distdl.checkpoint import optimisers
 from distdl.checkpoint.contents import Contents, agree, collect, of_model
-from distdl.checkpoint.index import Index, Saved
+from distdl.checkpoint.index import MODEL, Index, Saved
 from distdl.checkpoint.loading import Staged, install_together
 from distdl.checkpoint.records import Record, communicator_of
 from distdl.checkpoint.together import together
@@ -17,7 +17,7 @@ from distdl.checkpoint.values import decode, encode
 from distdl.geometry.boxes import Box, slices
 from distdl.transport.communicator import Communicator, as_bytes
 
-_MODEL, _EXTRA = "model/", "_extra_state"
+_EXTRA = "_extra_state"
 
 
 def export_state(
@@ -68,8 +68,8 @@ def _in_order(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
 
 def plain_states(index: Index, found: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The state_dicts of the model and, if there is one, of the optimiser, from the whole tensors of an index."""
-    state: dict[str, Any] = {key.removeprefix(_MODEL): one for key, one in found.items() if key.startswith(_MODEL)}
-    state |= {name.removeprefix(_MODEL): found[key] for name, key in index.aliases.items()}
+    state: dict[str, Any] = {key.removeprefix(MODEL): one for key, one in found.items() if key.startswith(MODEL)}
+    state |= {name.removeprefix(MODEL): found[key] for name, key in index.aliases.items()}
     for path, extra in index.facts["extra_state"].items():
         state[f"{path}.{_EXTRA}" if path else _EXTRA] = decode(extra, found.__getitem__)
     optimiser = index.facts["optimiser"]
@@ -144,7 +144,7 @@ def _optimiser_state(facts: dict[str, Any], found: dict[str, torch.Tensor]) -> d
         for name in group["params"]:
             numbers[name] = len(numbers)
             own.append(numbers[name])
-        plain = [name.removeprefix(_MODEL) for name in group["params"]]
+        plain = [name.removeprefix(MODEL) for name in group["params"]]
         named = {"param_names": plain} if group["named"] else {}
         groups.append({**decode(group["options"], found.__getitem__), **named, "params": own})
     state = {
@@ -176,7 +176,7 @@ class States:
                 path = name.rpartition(".")[0]
                 extra[path] = encode(value, f"extra_state/{path}", self.keep)
             elif isinstance(value, torch.Tensor):
-                self.tensors[_MODEL + name] = value
+                self.tensors[MODEL + name] = value
             else:
                 raise TypeError(f"a state_dict needs tensors; {name} is a {type(value).__name__}")
         nothing = dict.fromkeys(("optimiser", "scheduler", "scheduler_kind", "random"))

@@ -19,6 +19,7 @@ from distdl.partition import dims
 from distdl.tensors.dtypes import DTYPES
 
 FORMAT, VERSION = "distdl checkpoint", 1
+MODEL = "model/"  # before the names of the model's tensors, in keys
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _FOLDER = re.compile(r"data-[0-9a-f]{16}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distdl.checkpoint.files import INDEX, Reader, find
-from distdl.checkpoint.index import Index, from_text
+from distdl.checkpoint.index import MODEL, Index, from_text
 from distdl.partition import dims
 
 
@@ -37,9 +37,9 @@ def _lines(index: Index, folder: Path) -> Iterator[str]:
     about = ", ".join(f"{name} {value}" for name, value in index.about.items())
     yield f"{folder}: {step}, saved by {index.workers} workers; {about}"
     rows = [
-        ((key.removeprefix("model/"), str(saved.dtype).removeprefix("torch."), dims(saved.extents) or "-"), saved)
+        ((key.removeprefix(MODEL), str(saved.dtype).removeprefix("torch."), dims(saved.extents) or "-"), saved)
         for key, saved in index.tensors.items()
-        if key.startswith("model/")
+        if key.startswith(MODEL)
     ]
     widths = [max([len(texts[column]) for texts, _ in rows], default=0) for column in range(3)]
     yield f"model: {len(rows)} tensors, {_size(sum(saved.nbytes for _, saved in rows))}"
@@ -48,7 +48,7 @@ def _lines(index: Index, folder: Path) -> Iterator[str]:
         blocks = f"{len(saved.blocks)} block{'s' if len(saved.blocks) != 1 else ''} of workers {files}"
         yield f"  {name:{widths[0]}}  {dtype:{widths[1]}}  {extents:>{widths[2]}}  {blocks}"
     for name, key in index.aliases.items():
-        yield f"  {name.removeprefix('model/')} is {key.removeprefix('model/')}"
+        yield f"  {name.removeprefix(MODEL)} is {key.removeprefix(MODEL)}"
     kept = [saved for key, saved in index.tensors.items() if key.startswith("optimiser/")]
     if index.facts["optimiser"] is not None:
         yield f"optimiser: {index.facts['optimiser']['kind']}, {_size(sum(saved.nbytes for saved in kept))} of state"

@@ -15,7 +15,7 @@ from distdl.checkpoint import optimisers, randomness
 from distdl.checkpoint.checking import is_kind
 from distdl.checkpoint.contents import check_alike, having_extra_state, of_model, state_of
 from distdl.checkpoint.files import INDEX, Reader, find, safetensors
-from distdl.checkpoint.index import Index, from_text
+from distdl.checkpoint.index import MODEL, Index, from_text
 from distdl.checkpoint.records import Record, Records, communicator_of, local
 from distdl.checkpoint.saving import finish_saving
 from distdl.checkpoint.together import together
@@ -136,7 +136,7 @@ class Staged:
         records = of_model(model)
         self._check(records)
         self.names = {*records.found, *records.aliases}
-        self.wanted = {key for key in index.tensors if key.startswith("model/")} | set(index.aliases)
+        self.wanted = {key for key in index.tensors if key.startswith(MODEL)} | set(index.aliases)
         self._tensors = [
             (one, source.read(index.aliases.get(one.key, one.key), one.box))
             for one in records.found.values()
@@ -265,11 +265,9 @@ def _check_kind(scheduler: Any, kind: str | None, saved: Any) -> None:
 
 
 def _in_groups(groups: list[list[str]]) -> set[str]:
-    return {
-        f"{key.removeprefix('model/')} in group {n} of its optimiser" for n, own in enumerate(groups) for key in own
-    }
+    return {f"{key.removeprefix(MODEL)} in group {n} of its optimiser" for n, own in enumerate(groups) for key in own}
 
 
 def _listed(keys: list[str]) -> str:
-    named = [key.removeprefix("model/") for key in keys]
+    named = [key.removeprefix(MODEL) for key in keys]
     return ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
