@@ -57,7 +57,7 @@ class NegativeLogLikelihood:
     reduction: str
 
     def setup(self, site: Site, x: Signature, target: Signature, weight: Signature | None = None) -> ClassSetup:
-        places = Places.of(self, False, site, x, target, weight)
+        places = Places.of(self.ignore_index, self.reduction, False, site, x, target, weight)
         moved = torch.float32 if x.dtype in HALVES else x.dtype
         finish = finishing(places, moved)
 
@@ -82,6 +82,7 @@ class CrossEntropy:
     It is set up as :class:`NegativeLogLikelihood` is; probabilities have all classes in their layout.
 
     Attributes:
+        ignore_index, reduction: as of that.
         label_smoothing: from 0 to 1.
         probabilities: whether targets are the distributions q, and no class numbers.
     """
@@ -104,7 +105,7 @@ class CrossEntropy:
             raise ValueError(
                 f"{site.label.kind} ignores no places by class where targets are probabilities; got {self.ignore_index}"
             )
-        places = Places.of(self, self.probabilities, site, x, target, weight)
+        places = Places.of(self.ignore_index, self.reduction, self.probabilities, site, x, target, weight)
         if places.is_split:
             return self._split(site, x.layout, places)
         finish = finishing(places, x.dtype)

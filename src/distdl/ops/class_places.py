@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from math import prod
 from operator import or_
-from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -31,21 +30,6 @@ CLASS_NUMBERS = (torch.int64, torch.uint8)
 Shares = tuple[torch.Tensor, torch.Tensor | None]  # of places, and a worker's part of what a mean divides by
 
 
-class ClassLoss(Protocol):
-    """The options that all losses of classes have.
-
-    Attributes:
-        ignore_index: places of this class count nothing.
-        reduction: ``none``, ``mean`` or ``sum``.
-    """
-
-    @property
-    def ignore_index(self) -> int: ...
-
-    @property
-    def reduction(self) -> str: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Places:
     """What a worker needs to know of its places and its classes.
@@ -57,7 +41,7 @@ class Places:
         target: signature of the target.
         dtype: of the scores.
         derivatives: what any of the tensors carries.
-        ignore_index, reduction, probabilities: as in the loss.
+        ignore_index, reduction, probabilities: as in :class:`~distdl.ops.class_loss.CrossEntropy`.
     """
 
     site: Site
@@ -74,7 +58,8 @@ class Places:
     @classmethod
     def of(
         cls,
-        op: ClassLoss,
+        ignore_index: int,
+        reduction: str,
         probabilities: bool,
         site: Site,
         x: Signature,
@@ -97,8 +82,8 @@ class Places:
             raise ValueError(f"{kind} needs an input of real floating-point numbers; got {x.dtype}")
         derivatives = reduce(or_, (one.derivatives for one in (x, target, weight) if one is not None))
         return cls(
-            site, target.layout.partition, x.layout, target, x.dtype, derivatives, x.local, op.ignore_index,
-            op.reduction, probabilities,
+            site, target.layout.partition, x.layout, target, x.dtype, derivatives, x.local, ignore_index, reduction,
+            probabilities,
         )  # fmt: skip
 
     @cached_property
