@@ -136,7 +136,7 @@ def main():
 
     model = distdl.distribute(model, grid, fallback="error")
     x = distdl.distribute_tensor(seen, grid)
-    classes = distdl.distribute_tensor(truth, grid[:, 0].reshape(1, 2, 2, 1))
+    classes = distdl.distribute_tensor(truth, grid, axes=(0, 2, 3, 4))  # they have no channels
     del seen, truth
     with Footprint() as own:
         losses = train(model, x, classes)
