@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl.exchange import Chain, Operator, Together
-from distdl.exchange.composition import move_together
 from distdl.plan import Move, Plan
 from distdl.plan.planners import broadcast
 from distdl.tensors.derivatives import NONE, Derivatives
@@ -203,7 +202,7 @@ def test_together_gives_each_operator_its_tensors_and_passes_the_rest():
 
 def test_operators_that_move_together_are_one_node_and_only_the_recorded_carry_gradients():
     x, w = numbers(6).requires_grad_(), numbers(6, seed=5).requires_grad_()
-    y, z, n = move_together((operator(), operator(derivatives=NONE), operator()), ((x,), (numbers(6),), (w,)))
+    y, z, n = Together(operator(), operator(derivatives=NONE), operator())(x, numbers(6), w)
     assert y.grad_fn is n.grad_fn and not z.requires_grad
     (y.sum() + 2 * n.sum()).backward()
     ones = operator().T(torch.ones(5).double())

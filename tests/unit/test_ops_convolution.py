@@ -417,7 +417,7 @@ def test_nothing_is_sent_for_weights_that_are_everywhere(name):
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"in_channels": 6}, "needs an input with 6 channels in dim 1; the global shape of the input is 2x5x9"),
-    ({"sliding": Sliding.of("Op", 1, 14, 1, 1, 1)}, "the kernel spans 14 cells and the input has 9, with its padding 11"),
+    ({"sliding": Sliding.of("Op", 1, 14, 1, 1, 1)}, "kernel spans 14 cells and the input has 9, with its padding 11"),
     ({"padding_mode": "reflect", "sliding": Sliding.of("Op", 1, 3, 1, 9, 1)}, "in dim 2 the padding is 9 and 9 and"),
 ])  # fmt: skip
 def test_a_setup_is_refused_alike_on_every_worker(change, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -17,7 +17,8 @@ from distdl.tensors.derivatives import is_checkpointed
 class Together:
     """Operators side by side: the first takes as many tensors as it has inputs, the next those behind them, and so on.
 
-    Their messages are under way at the same time. Tensors for which there is no operator pass as they are.
+    Their messages are under way at the same time, in one autograd node. Every member passes the same operators in the
+    same order; they may differ in their members. Tensors for which there is no operator pass as they are.
 
     Attributes:
         first: those that the first tensor passes.
@@ -28,22 +29,22 @@ class Together:
         self.operators = operators
         self.first = operators[:1]
         ends = [sum(len(op.inputs) for op in operators[: place + 1]) for place in range(len(operators))]
-        self._taken = [slice(end - len(op.inputs), end) for op, end in zip(operators, ends, strict=True)]
-        self._alone = sum(not op.still for op in operators) < 2  # no messages that could be under way with others
+        self._taken = [(op, slice(end - len(op.inputs), end)) for op, end in zip(operators, ends, strict=True)]
+        self._moving = [(op, taken) for op, taken in self._taken if not op.still]
         self._rest = slice(ends[-1] if ends else 0, None)
-        self._still = all(op.still for op in operators)
-        alone = operators[0] if len(operators) == 1 and not self._still else None
+        alone = operators[0] if len(operators) == len(self._moving) == 1 else None
         self._one = alone if alone is not None and len(alone.inputs) == len(alone.outputs) == 1 else None
 
     def __call__(self, *xs: torch.Tensor) -> Tensors:
         if self._one is not None and len(xs) == 1:  # (what most layers do)
             return (self._one(xs[0]),)
-        if self._still and not is_checkpointed():
+        if not self._moving and not is_checkpointed():
             return xs
-        if self._alone:
-            found = [op(*xs[taken]) for op, taken in zip(self.operators, self._taken, strict=True)]
+        if len(self._moving) < 2:  # no messages that could be under way with others
+            found = [op(*xs[taken]) for op, taken in self._taken]
         else:
-            found = move_together(self.operators, [xs[taken] for taken in self._taken])
+            moved = iter(move_all([op for op, _ in self._moving], [xs[taken] for _, taken in self._moving]))
+            found = [op(*xs[taken]) if op.still else next(moved) for op, taken in self._taken]
         ys = [y for one in found for y in (one if isinstance(one, tuple) else (one,))]
         return (*ys, *xs[self._rest])
 
@@ -75,26 +76,3 @@ class Chain:
         for step in self.steps:
             xs = step(*xs)
         return xs
-
-
-def move_together(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Any]:
-    """Call several operators at once: their messages are under way at the same time, in one autograd node.
-
-    Every member passes the same operators in the same order. They may differ in their members.
-
-    Args:
-        arguments: the tensors of each operator.
-    Returns: the result of each.
-    """
-    moving = [place for place, op in enumerate(operators) if not op.still]
-    if len(moving) < 2:
-        return [op(*xs) for op, xs in zip(operators, arguments, strict=True)]
-    moved = move_all(tuple(operators[place] for place in moving), [arguments[place] for place in moving])
-    found = dict(zip(moving, moved, strict=True))
-    results = []
-    for place, (op, xs) in enumerate(zip(operators, arguments, strict=True)):
-        if op.still:
-            results.append(op(*xs))
-        else:
-            results.append(found[place][0] if len(op.outputs) == 1 else found[place])
-    return results

@@ -114,8 +114,8 @@ class Layer(Module):
         setup = self.agree(x, self.weight)           # the same setup, or the same error, on every member
         return setup(x, self.weight)                 # the three steps
 
-    A layer holds an operation, its parameters and where these live, and adds only a ``forward``. Families of layers have
-    a base class in common; what is computed is up to the operation alone.
+    A layer holds an operation, its parameters and where these live, and adds only a ``forward``. Families of layers
+    have a base class in common; what is computed is up to the operation alone.
 
     Args:
         name: for people to read: the class, its partitions and main options.

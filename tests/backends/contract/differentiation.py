@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from contract.common import pair
 from distdl.agreement.rows import along_axes
-from distdl.exchange import Operator
-from distdl.exchange.composition import move_together
+from distdl.exchange import Operator, Together
 from distdl.geometry.boxes import runs
 from distdl.nn import AllSumReduce, Broadcast, Repartition, SumReduce
 from distdl.partition.layout import Layout
@@ -111,7 +110,7 @@ def check_what_moves_together_is_differentiated_as_what_moves_alone():
                 for name, plan, one, c in zip(("gather", "spread"), (gather, spread), (x, v), carried, strict=True)
             )
             if together:
-                y, w = move_together((bring, copy_over), ((x,), (v,)))
+                y, w = Together(bring, copy_over)(x, v)
             else:
                 y, w = bring(x), copy_over(v)
             assert (y.requires_grad, w.requires_grad) == carried
