@@ -5,6 +5,8 @@ import torch
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
+import distdl
+
 x3, x4, x5 = noise(2, 4, 11), noise(2, 4, 9, 7), noise(2, 4, 6, 5, 7)
 
 
@@ -72,3 +74,24 @@ def test_large_blocks_twice():
         twice, Global(noise(1, 8, 48, 47)), noise(8, 8, 3, 3), grids=[(1, 1, 2, 2), (1, 1, 3, 1)], twice=True,
         tolerance=1e-11,
     )  # fmt: skip
+
+
+def test_second_derivatives_of_outputs_that_no_cell_reaches():
+    """The operator cannot add a bias there: so it is added later, also by the workers that compute nothing."""
+    x, w, b, weights = noise(1, 1, 4, 5, 2), noise(1, 1, 4, 3, 1), noise(1), noise(1, 1, 12, 14, 2)
+
+    def twice(*given):
+        given = [one.clone().requires_grad_() for one in given]
+        y = F.conv_transpose3d(*given, stride=2, padding=1, output_padding=1, dilation=(2, 3, 2))
+        first = torch.autograd.grad((y * weights).sum(), given, create_graph=True)
+        return torch.autograd.grad(sum((one * 2).square().sum() for one in first), given[:2])
+
+    expected = twice(x, w, b)
+
+    def work():
+        for grid in ((3, 1, 1, 1, 1), (1, 1, 2, 1, 1)):
+            P = distdl.world()[: 3 if grid[0] == 3 else 2].reshape(grid)
+            dx, dw = twice(distdl.distribute_tensor(x, P), w, b)
+            assert torch.allclose(dx.full_tensor(), expected[0]) and torch.allclose(dw, expected[1])
+
+    distdl.run_workers(work, 3)

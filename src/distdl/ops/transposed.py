@@ -94,10 +94,16 @@ class TransposedConvolution:
             parts=((*part, *whole(self.geometry.kernel)), (biased,)),
             autocast=self.autocast,
         )
-        by_windows = contraction.setup(partial(self._local, pieces), self._smallest(pieces))
+        lines = [self.geometry.line(dim) for dim in range(len(self.geometry.kernel))]
+        later = any(
+            max(line.crop(cells, outputs)[2:]) > 0
+            for line, *along in zip(lines, read, computed, strict=True)
+            for cells, outputs in zip(*along, strict=True)
+            if cells[0] < cells[1] and outputs[0] < outputs[1]
+        )
+        by_windows = contraction.setup(partial(self._local, pieces, later), self._smallest(pieces))
         if self.autocast is not None:
             return by_windows
-        lines = [self.geometry.line(dim) for dim in range(len(self.geometry.kernel))]
         return contraction.as_one(lines, self.groups, by_windows)
 
     @property
@@ -114,11 +120,13 @@ class TransposedConvolution:
         kernel = self.geometry.kernel
         return (1, inputs, *[1] * len(kernel)), (inputs, produced, *kernel), (outputs,)
 
-    def _local(self, pieces: list[Interval], window: Box, outputs: Box) -> Local:
+    def _local(self, pieces: list[Interval], later: bool, window: Box, outputs: Box) -> Local:
         """torch's transposed convolution, from this worker's window to its outputs.
 
         Args:
             pieces: its output channels, in parts that torch computes at once: whole groups, or parts of one.
+            later: whether a worker has outputs that torch's operator does not compute. Then the bias is added behind
+                it, on every worker, so that second derivatives depend on the same tensors everywhere.
         """
         computes = bool(window) and volume(window) > 0 and volume(outputs) > 0
         crops = (Crop(0),) * len(self.geometry.kernel)  # of smallest operands
@@ -127,12 +135,12 @@ class TransposedConvolution:
             crops = tuple(self.geometry.line(dim).crop(*run) for dim, run in enumerate(runs))
         if len(pieces) < 2:
             groups = (window[1][1] - window[1][0]) // self._group[0] if computes and self.groups > 1 else 1
-            return _Cropped(self.geometry, groups, crops)
+            return _Cropped(self.geometry, groups, crops, later)
         origin, first = grouped(pieces[0], *self._group)[0], pieces[0][0]
         cuts = []
         for run in pieces:
             start, stop = grouped(run, *self._group)
-            one = _Cropped(self.geometry, (stop - start) // self._group[0], crops)
+            one = _Cropped(self.geometry, (stop - start) // self._group[0], crops, later)
             read, out = slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)
             cuts.append((one, read, (read, slice(*self._produced(run))), out))
         return in_pieces(cuts)
@@ -151,12 +159,13 @@ class _Cropped:
     geometry: Transposed
     groups: int
     crops: tuple[Crop, ...]
+    later: bool
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         convolve = getattr(functional, f"conv_transpose{len(self.crops)}d")
         cut, more = [crop.padding for crop in self.crops], [crop.output_padding for crop in self.crops]
         margins = [width for crop in reversed(self.crops) for width in (crop.before, crop.behind)]
-        later = bias is not None and max(margins) > 0  # the operator cannot add the bias to what it does not compute
+        later = bias is not None and self.later
         y: torch.Tensor = convolve(
             x, weight, None if later else bias, self.geometry.stride, cut, more, self.groups, self.geometry.dilation
         )
