@@ -56,7 +56,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _announce(context, name, found)
     worker = int(grid.workers.flat[0])
     apart = Apart(context, worker, name)
-    gathered = {id(one): apart.takes(moved(one, context.whole(one.shape, worker), name)) for one in found}
+    in_place = writes(func, kwargs)
+    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place)) for one in found}
 
     def plain(one: torch.Tensor) -> Any:
         if type(one) is GlobalTensor:
@@ -95,8 +96,14 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
-        spread({**description, "written": place})
+        spread({**description, "given": place})
     return y
+
+
+def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
+    """A tensor on the worker that computes. Where that writes in place, it is not a block, which is written later."""
+    y = moved(x, x._context.whole(x.shape, worker), name)
+    return y.clone() if y is x._block and in_place else y
 
 
 def _imagine(
@@ -149,29 +156,31 @@ def _nothing(description: dict[str, Any], context: Context, worker: int, device:
 def _describe(result: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> dict[str, Any]:
     returned = set(map(id, _tensors(result)))
     written = [
-        (place, _described(one, inputs))
+        (place, _described(one, inputs, writes_seen))
         for place, one in enumerate(inputs)
         if writes_seen.into(one) and id(one) not in returned
     ]
-    return {"result": _described(result, inputs), "written": written}
+    return {"result": _described(result, inputs, writes_seen), "written": written}
 
 
-def _described(value: Any, inputs: list[torch.Tensor]) -> Any:
+def _described(value: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:
             layout = "nested" if value.is_nested else str(value.layout)
             raise TypeError(f"its result is a {layout} tensor, of which no worker can have a block")
-        written = next((place for place, one in enumerate(inputs) if one is value), -1)
+        given = next((place for place, one in enumerate(inputs) if one is value), -1)
+        changed = given >= 0 and writes_seen.into(value)
         storage = value.untyped_storage()._cdata
         view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)
         return {
-            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
-            "written": written, "view": view,
+            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype),
+            "gradient": value.requires_grad and (given < 0 or changed),
+            "given": given, "changed": changed, "view": view,
         }  # fmt: skip
     if isinstance(value, list):
-        return [_described(one, inputs) for one in value]
+        return [_described(one, inputs, writes_seen) for one in value]
     if isinstance(value, tuple):
-        items = tuple(_described(one, inputs) for one in value)
+        items = tuple(_described(one, inputs, writes_seen) for one in value)
         named = type(value).__module__ == "torch.return_types"
         return {"type": type(value).__name__, "items": items} if named else items
     return value
@@ -192,10 +201,19 @@ def _spread(
     context: Context,
     name: str,
 ) -> GlobalTensor:
-    """A result, which one worker has, split over the partition of the first argument."""
+    """A result, which one worker has, split over the partition of the first argument; an argument that it returns."""
     extents: Shape = tuple(description["shape"])
+    written = description["given"]
+    if written >= 0:
+        same: GlobalTensor = found[written]
+        if same.shape != extents:
+            raise RuntimeError(
+                f"{name}: a global tensor cannot change its shape in place, from {list(same.shape)} to "
+                f"{list(extents)}; use a function that gives another tensor"
+            )
+        if not description["changed"]:
+            return same
     owned = context.whole(extents, worker)
-    written = description["written"]
     target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
     if owned.rulers:
         block = moved_block(value, owned, target, name)
