@@ -5,7 +5,7 @@ from math import inf, nan
 import pytest
 import torch
 from launched import on_workers, split
-from same import Global, assert_same
+from same import Global, assert_same, noise
 from torch.nn import functional as F
 
 rows = torch.tensor(
@@ -123,3 +123,38 @@ def test_a_number_is_no_truth_value():
                 refused(x)
 
         on_workers(work)()
+
+
+NUMBER, FIRST = noise(), torch.tensor([0])
+OF_NUMBERS = {
+    "index_fill": lambda x, y: (x.index_fill(0, FIRST, 2.0), (x * 1).index_fill_(0, FIRST, 3)),
+    "index_add": lambda x, y: (x.index_add(0, FIRST, y, alpha=2), x.index_copy(0, FIRST, y), x.index_select(0, FIRST)),
+    "masked_fill": lambda x, y: (x.masked_fill(torch.tensor(True), y), (x * 1).masked_fill_(torch.tensor(False), y)),
+    "expand_as": lambda x, y: (x.expand_as(y), y.expand_as(x)),
+    "scatter_reduce": lambda x, y: (x * 1).scatter_reduce_(0, torch.tensor(0), y, "prod", include_self=False),
+    "index_reduce": lambda x, y: (x * 1).index_reduce_(0, FIRST, y, "amax"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", OF_NUMBERS)
+def test_tensors_without_dims(name):
+    for other in (noise(seed=1), Global(noise(seed=2))):
+        assert_same(OF_NUMBERS[name], Global(NUMBER), other, falls_back=True)
+
+
+def test_what_does_nothing_gives_its_argument():
+    x, more = noise(5, 3), noise(2, 3)
+    assert_same(lambda x, y: x.diff(n=0, dim=0, append=y), Global(x), more)
+    assert_same(lambda x: (torch.cartesian_prod(x), *torch.atleast_1d(x, x.sum())), Global(x[:, 0]), falls_back=True)
+    assert_same(lambda x, none: (torch.cat([none, x], 1), torch.cat([x, none])), Global(x), torch.zeros(0))
+    assert_same(lambda none, x: torch.cat([none, x], 1), Global(torch.zeros(0)), x, grids=[(2,)])
+    assert_same(lambda x: F.feature_alpha_dropout(x, 0.5), Global(x[:, 0]))
+
+
+def test_dtypes_of_integers_and_truths():
+    whole, mask = torch.arange(12).reshape(3, 4), torch.arange(12).reshape(3, 4) % 3 > 0
+    assert_same(lambda x: torch.addmv(x[:, 0], x, x[0], beta=0.6, alpha=1.6), Global(whole))
+    assert_same(lambda x: torch.addr(x, x[:, 0], x[0], beta=3, alpha=2), Global(mask))
+    assert_same(lambda x: (x.prod(1, dtype=torch.bool), x.prod(0)), Global(mask))
+    assert_same(lambda x, at: torch.take_along_dim(x, at, 1), Global(whole), torch.tensor([[0, -1], [-4, 2], [1, 1]]))

@@ -129,3 +129,24 @@ def test_second_derivatives_of_sequences_are_refused_on_every_worker():
         return (x * 2).sum().item()  # all go on
 
     assert len(set(distdl.run_workers(work, 3, "threads"))) == 1
+
+
+def test_variances_of_rows_and_of_all_cells():
+    x, target, var = noise(4, 5), noise(4, 5, seed=1), noise(4, 5, seed=2).abs()
+    for one in (var, var[:, :1], var[:, 0]):  # of one dim less: one for each row
+        for options in ({"reduction": "none"}, {"full": True}, {"eps": 0.5, "reduction": "sum"}):
+            assert_same(lambda *given, o=options: F.gaussian_nll_loss(*given, **o), Global(x), Global(target), one)
+
+
+def test_variances_that_torch_refuses():
+    def work():
+        x = distdl.distribute_tensor(SCORES[0], distdl.world()[:2].reshape(2, 1))
+        wrong = torch.ones(x.shape)
+        wrong[0, 0] = -1  # (of one worker's cells)
+        for var, text in ((wrong, "negative"), (torch.ones(1, 1), "incorrect size"), (torch.ones(3, 1), "size")):
+            with pytest.raises(ValueError, match=text):
+                F.gaussian_nll_loss(x, x * 2, var)
+            with pytest.raises(ValueError, match=text):
+                F.gaussian_nll_loss(SCORES[0], SCORES[0], var)
+
+    distdl.run_workers(work, 3)

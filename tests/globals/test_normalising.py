@@ -108,3 +108,15 @@ def test_checkpoint_updates_running_statistics_as_often_as_torch(kind):
             assert torch.allclose(found, alone, rtol=0, atol=1e-12), grid
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("normalise", [F.batch_norm, F.instance_norm])
+def test_statistics_that_are_global_tensors(normalise, training):
+    def run(x, mean, var, weight):
+        mean, var = mean.detach().clone(), var.detach().abs()
+        return normalise(x, mean, var, weight, None, training, 0.3), mean, var
+
+    given = [Global(noise(3, seed=seed), grid) for seed, grid in ((1, (2,)), (2, (3,)))]
+    assert_same(run, Global(noise(2, 3, 5)), *given, noise(3, seed=3))
+    assert_same(run, Global(noise(2, 3, 5)), noise(3, seed=1), given[1], Global(noise(3, seed=3), (2,)))

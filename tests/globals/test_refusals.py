@@ -185,3 +185,41 @@ def test_results_of_which_no_worker_can_have_a_block(function):
 
     function(doubles)  # (torch imports what nested tensors need in their first function, and not in threads at once)
     distdl.run_workers(work, 3)
+
+
+def test_shapes_that_would_change_in_place():
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
+        for function in (
+            lambda: x.clone().resize_(3, 2), lambda: x.clone().as_strided_((2, 2), (1, 2)),
+            lambda: x.sum().resize_(1, 1),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="a global tensor cannot change its shape in place, from"):
+                function()
+
+    with pytest.warns(UserWarning, match="has no op for global tensors"):
+        distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clone().exponential_(0), lambda x: x.clone().log_normal_(0, 0), lambda x: x.clone().cauchy_(0, -1),
+        lambda x: F.rrelu(x, 0.5, 0.1), lambda x: x.index_add(0, index, torch.ones(2, dtype=x.dtype)),
+        lambda x: x.index_copy(1, index, torch.ones(3, 2, dtype=x.dtype)), lambda x: F.rms_norm(x, (4,), torch.ones(3)),
+        lambda x: torch.bucketize(x, doubles), lambda x: F.prelu(x, doubles[:, :2]), lambda x: torch.cat([x, x.sum()]),
+        lambda x: torch.arange(8).masked_fill(x.reshape(8) > 2, torch.tensor(1j)), lambda x: x[:, :0].amax(),
+        lambda x: F.max_unpool1d(x[None], torch.zeros(1, 2, 3, dtype=torch.int64), 2), lambda x: F.group_norm(x[0], 1),
+        lambda x: torch.zeros(2, dtype=x.dtype).masked_scatter_(x > 0, doubles),
+    ],
+)  # fmt: skip
+def test_arguments_that_torch_refuses(function):
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
+        with pytest.raises(RuntimeError) as ours:
+            function(x)
+        with pytest.raises(RuntimeError) as theirs:
+            function(doubles)
+        assert str(ours.value)[:7] == str(theirs.value)[:7]
+
+    distdl.run_workers(work, 3)

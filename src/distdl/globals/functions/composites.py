@@ -27,6 +27,7 @@ def _made_of_others(func: Any) -> Handler:
 
 for _function in (
     functional.multilabel_soft_margin_loss, functional.triplet_margin_with_distance_loss, torch.unravel_index,
+    functional.gaussian_nll_loss,
 ):  # fmt: skip
     TABLE[_function] = _made_of_others(_function)
 TABLE[torch.clip_] = elementwise
@@ -203,6 +204,11 @@ def _unpooling(dims: int) -> Any:
             blank = torch.empty(input.shape, device="meta")
             extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
             size = extents(blank, kernel, steps, margins, output_size)
+            if indices.shape != input.shape:
+                raise RuntimeError(
+                    f"Expected shape of indices to be same as that of the input tensor ({list(input.shape)}) but got "
+                    f"indices tensor with shape: {list(indices.shape)}"
+                )
             values = input.flatten(-dims)
             y = values.new_zeros((*values.shape[:-1], prod(size)))
             return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))

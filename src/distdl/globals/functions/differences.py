@@ -19,7 +19,7 @@ def diff(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
         judged(func, args, kwargs)
-        pieces = [one for one in (prepend, input, append) if one is not None]
+        pieces = [one for one in (prepend, input, append) if one is not None] if n else [input]  # (as torch does)
         y = torch.cat(pieces, dim) if len(pieces) > 1 else input
         for _ in range(min(n, y.shape[dim])):
             first, second = _sides(y, dim)

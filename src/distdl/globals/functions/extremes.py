@@ -28,9 +28,19 @@ from distdl.tensors.function import Function
 @handles("amax amin", "torch Tensor")
 def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
+        if isinstance(dim, (tuple, list)) and not dim:
+            _check_filled(input, func.__name__)
         return extreme_over(input, dims_of(input, dim), keepdim, func.__name__)
 
     return run(*args, **kwargs)
+
+
+def _check_filled(x: GlobalTensor, name: str) -> None:
+    if not x.numel():
+        raise RuntimeError(
+            f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction dim with "
+            "the 'dim' argument."
+        )
 
 
 @handles("max min", "torch Tensor")
@@ -42,11 +52,7 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(dim, torch.Tensor):
             return torch.maximum(input, dim) if name == "max" else torch.minimum(input, dim)
         if dim is None:
-            if not input.numel():
-                raise RuntimeError(
-                    f"{name}(): Expected reduction dim to be specified for input.numel() == 0. Specify the reduction "
-                    "dim with the 'dim' argument."
-                )
+            _check_filled(input, name)
             return extreme_over(input, dims_of(input, None), False, "a" + name, nan="equal")
         values, indices = _with_index(input, dims_of(input, int(dim)), keepdim, name)
         return getattr(torch.return_types, name)((values, indices))

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Shape, balanced
+from distdl.globals.adopting import split_beside
 from distdl.globals.bounds import check_range
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.indexing import part
@@ -73,18 +74,29 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
 
 
 @handles("cat concat concatenate", "torch")
-def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(tensors: Any, dim: int = 0, *, axis: int | None = None, out: Any = None) -> GlobalTensor:
+def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(tensors: Any, dim: int = 0, *, axis: int | None = None, out: Any = None) -> Any:
         if out is not None:
             raise TypeError("cat of global tensors has no out=; assign its result")
         dim = dim if axis is None else axis
-        tensors = [one for one in tensors if tuple(one.shape) != (0,)] or list(tensors)  # (as torch ignores them)
         known = next(one for one in tensors if type(one) is GlobalTensor)
+        for place, one in enumerate(tensors):
+            if not one.dim():
+                raise RuntimeError(f"zero-dimensional tensor (at position {place}) cannot be concatenated")
+        ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does)
+        tensors = [one for one in tensors if tuple(one.shape) != (0,)]
+        if not tensors:
+            tensors, ignored = ignored, []
+        if not any(type(one) is GlobalTensor for one in tensors):
+            tensors[0] = split_beside(tensors[0], (known,))
         shapes = tuple(one.shape for one in tensors)
         known._context.keep(
             ("cat", shapes, dim), lambda: torch.cat([torch.empty(shape, device="meta") for shape in shapes], dim).shape
         )  # (for torch's error)
-        return side_by_side(tensors, dim % known.dim())
+        y: Any = side_by_side(tensors, dim % tensors[0].dim())
+        for one in ignored:
+            y = y + one.sum().to(y.dtype) if one.requires_grad else y  # (its gradient is zero, and not none)
+        return y
 
     return run(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.judging import frozen, shape_of
+from distdl.globals.functions.judging import frozen, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.replicas import entered, map_tensors
@@ -31,6 +31,8 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     def run(input: Any, dim: int, index: Any) -> Any:
         if type(input) is not GlobalTensor:
             return input.index_select(dim, index.full_tensor())
+        if not input.dim():
+            return TABLE[None](func, args, kwargs)
         plain = whole_index(index)
         shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
         check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
@@ -79,7 +81,7 @@ def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     def run(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> GlobalTensor:
         known = input if type(input) is GlobalTensor else index
         _meta(func, input, dim, index)
-        if not known.dim():
+        if not known.dim() or (not index.numel() and index.dim() != input.dim()):
             result: GlobalTensor = TABLE[None](func, args, kwargs)
             return result
         dim %= known.dim()
@@ -121,8 +123,9 @@ def _meta(func: Any, x: Any, dim: int, index: Any) -> None:
 def take_along_dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, indices: Any, dim: int | None = None) -> Any:
         if dim is None:
-            return input.reshape(-1).gather(0, indices.reshape(-1))
+            input, indices, dim = input.reshape(-1), indices.reshape(-1), 0
         dim %= input.dim()
+        indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # (they may count from the end)
         shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
         full = [_expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
         return torch.gather(full[0], dim, full[1])
@@ -205,7 +208,12 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             if in_place:
                 return write(func, args, kwargs, input, others)
             input = split_beside(input, others)
+        if not input.dim():
+            return TABLE[None](func, args, kwargs)
         source = value if source is None else source
+        if not func.__name__.startswith("index_fill"):
+            judged(func, args, kwargs)
+            _check_slices(input, dim, source)
         index, dim = whole_index(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):
             return _filled(func, input, dim, index, source)
@@ -226,6 +234,16 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     y: GlobalTensor = run(*args, **kwargs)
     return y
+
+
+def _check_slices(x: Any, dim: int, source: Any) -> None:
+    """Check that slices have the shape of those across a dim of a tensor. (Without memory, torch does not see it.)"""
+    shapes = [[n for one, n in enumerate(y.shape) if one != dim % x.dim()] for y in (x, source)]
+    if source.dim() and shapes[0] != shapes[1]:
+        raise RuntimeError(
+            "source tensor shape must match self tensor shape, excluding the specified dimension. Got self.shape = "
+            f"{list(x.shape)} source.shape = {list(source.shape)}"
+        )
 
 
 def _added(name: str, cell: torch.Tensor, dim: int, source: Any, **more: Any) -> Any:

@@ -35,6 +35,8 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ) -> Any:
         if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
             return fall_back(func, args, kwargs)
+        if weight.dim() != 2:
+            raise RuntimeError("'weight' must be 2-D")
         context, layout, table = input._context, input._layout, weight_of(weight, input._context)
         check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, table.detach()[:, :1]))
         y = functional.embedding(block_of(input), table, padding_idx)
@@ -57,6 +59,8 @@ def sought(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = {**dict(zip((first, second), args, strict=False)), **kwargs}
     places = (second, first) if func is torch.searchsorted else (first, second)
     x, table = (given[name] for name in places)
+    if func is torch.bucketize and table.dim() != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({table.dim()})")
     others = {name: value for name, value in given.items() if name not in (first, second)}
     plain_others = not any(isinstance(one, torch.Tensor) for one in others.values())
     both = isinstance(x, torch.Tensor) and isinstance(table, torch.Tensor) and func is not torch.isin
@@ -101,6 +105,10 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, weight: torch.Tensor) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        if weight.dim() > 1:
+            raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.dim()}")
+        if not input.dim() and weight.numel() > 1:
+            raise RuntimeError("Not allow zero-dim input tensor.")
         if weight.numel() > 1 and input.dim() > 2:
             weight = weight.reshape(-1, *[1] * (input.dim() - 2))
         elif weight.numel() == 1:

@@ -26,7 +26,7 @@ from distdl.tensors.connection import local
 
 @handles(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "poisson_nll_loss soft_margin_loss gaussian_nll_loss hinge_embedding_loss margin_ranking_loss",
+    "poisson_nll_loss soft_margin_loss hinge_embedding_loss margin_ranking_loss",
     "functional",
 )
 def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,7 +92,6 @@ _POSITIONS = {
     "kl_div": (*_PLAIN, *_OLD, "log_target"),
     "poisson_nll_loss": (*_PLAIN, "log_input", "full", "size_average", "eps", "reduce", "reduction"),
     "soft_margin_loss": (*_PLAIN, *_OLD),
-    "gaussian_nll_loss": (*_PLAIN, "var", "full", "eps", "reduction"),
     "hinge_embedding_loss": (*_PLAIN, "margin", *_OLD),
     "margin_ranking_loss": ("input1", "input2", "target", "margin", *_OLD),
 }

@@ -151,6 +151,23 @@ def _both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, Global
     return expanded(x, tuple(shape)), expanded(mask, tuple(shape))
 
 
+@handles("masked_fill masked_fill_", "torch Tensor")
+def masked_fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Element by element. (Torch wants a number: of tensors without dims, a worker without cells has none.)"""
+
+    def run(input: Any, mask: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim():
+            return elementwise(func, args, kwargs)
+        if value.is_complex() and not input.is_complex():  # (for torch's error, which depends on the value)
+            torch.zeros(1, dtype=input.dtype).masked_fill(torch.tensor(True), value.item())
+        if input.dim() or mask.dim():
+            return elementwise(func, args, kwargs)
+        y = torch.where(mask, value.to(input.dtype), input)
+        return input.copy_(y) if func.__name__.endswith("_") else y
+
+    return run(*args, **kwargs)
+
+
 @handles("masked_scatter masked_scatter_", "torch Tensor")
 def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first elements of a source, to where a mask is true."""
@@ -162,7 +179,9 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if in_place and type(input) is not GlobalTensor:
             return write(func, args, kwargs, input, (mask, source))
         known = next(one for one in (input, mask, source) if type(one) is GlobalTensor)
-        shape = input.shape if in_place else torch.broadcast_shapes(input.shape, mask.shape)
+        if in_place:
+            torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # (for torch's error)
+        shape = torch.broadcast_shapes(input.shape, mask.shape)
         if not shape or known._context.comm.imagined:
             return TABLE[None](func, args, kwargs)
         if type(input) is not GlobalTensor and type(mask) is not GlobalTensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
@@ -46,6 +47,18 @@ def _check_running(mean: Any, variance: Any) -> None:
     for name, one in (("running_mean", mean), ("running_var", variance)):
         if one is not None and not isinstance(one, torch.Tensor):
             raise TypeError(f"a normalisation needs {name} to be a tensor or None; got a {type(one).__name__}")
+
+
+def _with_plain(normalise: Callable[..., Any], statistics: Sequence[Any], *rest: Any, updates: bool) -> Any:
+    """Normalise by running statistics that are global tensors: every worker computes with the whole of them."""
+    whole = [full_tensor(one).detach() if type(one) is GlobalTensor else one for one in statistics]
+    y = normalise(*whole, *rest)
+    if updates:
+        with torch.no_grad():
+            for one, new in zip(statistics, whole, strict=True):
+                if type(one) is GlobalTensor:
+                    one.copy_(new)
+    return y
 
 
 def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
@@ -90,11 +103,14 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if type(input) is not GlobalTensor:
+        if type(input) is not GlobalTensor or input.dim() < 2:
             return fall_back(func, args, kwargs)
         if not isinstance(training, bool):
             raise TypeError(f"batch_norm(): argument 'training' must be bool, not {type(training).__name__}")
         _check_running(running_mean, running_var)
+        if GlobalTensor in (type(running_mean), type(running_var)):
+            rest = weight, bias, training, momentum, eps
+            return _with_plain(partial(run_, input), (running_mean, running_var), *rest, updates=training)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
             moments = batch.Moments.of(input._layout)
             if moments.shared:
@@ -133,6 +149,9 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         _check_running(running_mean, running_var)
+        if GlobalTensor in (type(running_mean), type(running_var)):
+            rest = weight, bias, use_input_stats, momentum, eps
+            return _with_plain(partial(run_, input), (running_mean, running_var), *rest, updates=use_input_stats)
         running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
         channels = input.shape[1]
@@ -157,6 +176,8 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         eps: float = 1e-5,
         cudnn_enabled: bool = True,
     ) -> Any:
+        if type(input) is GlobalTensor and input.dim() < 2:
+            raise RuntimeError(f"Expected at least 2 dimensions for input tensor but received {input.dim()}")
         if type(input) is not GlobalTensor or not input.shape[1]:
             return fall_back(func, args, kwargs)
         channels = input.shape[1]
@@ -197,6 +218,11 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         last = _last(input, normalized_shape)
+        if weight is not None and tuple(weight.shape) != tuple(normalized_shape):
+            raise RuntimeError(
+                f"Expected weight to be of same shape as normalized_shape, but got weight of shape "
+                f"{list(weight.shape)} and normalized_shape = {list(normalized_shape)}"
+            )
         return _normalised(lambda: RMSNorm(last, eps), (last, eps), input, "rms_norm", weight, None)
 
     return run_(*args, **kwargs)

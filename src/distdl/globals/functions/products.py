@@ -191,6 +191,11 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         else:
             function: Any = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv, "addr": torch.outer}[name]
             product = function(one, other)
+        if not (product.is_floating_point() or product.is_complex()):
+            if name == "addr" and float in (type(alpha), type(beta)):
+                raise RuntimeError("For integral input tensors, alpha and beta must not be floating point numbers.")
+            kind = bool if product.dtype is torch.bool else int
+            alpha, beta = kind(alpha), kind(beta)
         if alpha != 1:
             product = product * alpha
         if beta == 0:

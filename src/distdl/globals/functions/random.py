@@ -104,8 +104,27 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Value:
 
 
 def exponential(rate: float = 1.0) -> Value:
-    """Exponentially distributed numbers, none of them 0."""
+    """Exponentially distributed numbers, none of them 0.
+
+    Raises: RuntimeError for a rate that is not positive, as torch.
+    """
+    _check_positive("exponential_", "lambda", rate)
     return lambda u: -torch.log1p(-(u + 2.0**-54)) / rate
+
+
+def _log_normal(mean: float = 1.0, std: float = 2.0) -> Value:
+    _check_positive("log_normal_", "std", std)
+    return lambda u: normal(mean, std)(u).exp()
+
+
+def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Value:
+    _check_positive("cauchy_", "sigma", sigma)
+    return lambda u: torch.tan(math.pi * (u + 2.0**-54 - 0.5)) * sigma + median
+
+
+def _check_positive(function: str, name: str, value: float) -> None:
+    if not value > 0:
+        raise RuntimeError(f"{function} expects {name} > 0.0, but found {name}={value}")
 
 
 def integers(low: int, high: int) -> Value:
@@ -136,10 +155,10 @@ def _dropping(
             training = training if train is None else train
             if not 0.0 <= p <= 1.0:
                 raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-            if leading == 2 and input.dim() < 2:
-                raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
             if not training or p == 0:
                 return input
+            if leading == 2 and input.dim() < 2:
+                raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
             dims = leading if leading is None or batched is None or input.dim() >= batched else 1
             return dropped(input, float(p), dims, alpha, inplace, name)
 
@@ -251,10 +270,8 @@ handles("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(l
 handles("normal_", "Tensor")(_in_place(lambda dtype, mean=0.0, std=1.0: normal(mean, std)))
 handles("exponential_", "Tensor")(_in_place(lambda dtype, lambd=1.0: exponential(lambd)))
 handles("random_", "Tensor")(_in_place(_all_integers))
-handles("log_normal_", "Tensor")(_in_place(lambda dtype, mean=1.0, std=2.0: lambda u: normal(mean, std)(u).exp()))
-handles("cauchy_", "Tensor")(
-    _in_place(lambda dtype, median=0.0, sigma=1.0: lambda u: torch.tan(math.pi * (u + 2.0**-54 - 0.5)) * sigma + median)
-)
+handles("log_normal_", "Tensor")(_in_place(lambda dtype, *numbers, **named: _log_normal(*numbers, **named)))
+handles("cauchy_", "Tensor")(_in_place(lambda dtype, *numbers, **named: _cauchy(*numbers, **named)))
 handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
 
 
@@ -302,6 +319,8 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         training: bool = False,
         inplace: bool = in_place,
     ) -> Any:
+        if lower > upper:
+            raise RuntimeError("Lower bound should be less than or equal to the upper bound")
         if not training:
             return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
         slope = random_like(input, between(lower, upper, input.dtype))

@@ -267,7 +267,7 @@ def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         def over(block: torch.Tensor) -> torch.Tensor:
             for one in dims:
-                block = always_curved(block.prod(one, keepdim=True), block)
+                block = always_curved(block.prod(one, keepdim=True, dtype=dtype), block)
             return block if dims else block.prod(dtype=dtype)
 
         wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)

@@ -374,6 +374,6 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if type(x) is not GlobalTensor or type(other) is not GlobalTensor:
         plain: torch.Tensor = x.expand(other.shape)
         return plain
-    shape_of(torch.Tensor.expand, x, tuple(other.shape), {})  # (for torch's error)
+    shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
     return view_of(x, block.expand(target.local), target, True)
