@@ -45,26 +45,28 @@ def assert_same(
     falls_back: bool = False,
     tolerance: float = 1e-12,
     twice: bool = False,
+    curved: bool = True,
 ) -> None:
     """Run a function on plain tensors, and on global ones over several grids, and compare results and gradients.
 
     Args:
         function: takes the arguments; gives a tensor, or a tuple of tensors and other values.
-        arguments: :class:`Global` tensors, plain tensors and others. Tensors of floating point get gradients.
+        arguments: :class:`Global` tensors, plain tensors and others.
         grids: of the first global argument; those of its rank if not given.
         falls_back: whether the function is expected to run on one worker. If not, that is an error.
         twice: whether second derivatives are compared, too.
+        curved: whether all tensors of floating point get gradients, not only those that require them.
     """
     first = next(one for one in arguments if isinstance(one, Global))
     chosen = GRIDS[first.tensor.dim()] if grids is None else grids
 
-    expected = _run(function, [one.tensor if isinstance(one, Global) else one for one in arguments], twice)
+    expected = outcome(function, [one.tensor if isinstance(one, Global) else one for one in arguments], twice, curved)
 
     def work() -> None:
         root = distdl.world()
         for grid in chosen:
             made = [_made(one, grid if one is first else None, root) for one in arguments]
-            found = _run(function, made, twice)
+            found = outcome(function, made, twice, curved)
             _compare(expected, found, f"{getattr(function, '__name__', function)} over {tuple(grid)}", tolerance)
 
     with warnings.catch_warnings():  # (the filters are those of all threads)
@@ -105,12 +107,16 @@ def _scalar(tensor: torch.Tensor, P: Any) -> Any:
     return distdl.distribute_tensor(tensor.reshape(1), P).sum().to(tensor.dtype)
 
 
-def _run(function: Callable[..., Any], arguments: Sequence[Any], twice: bool) -> dict[str, Any]:
+def outcome(
+    function: Callable[..., Any], arguments: Sequence[Any], twice: bool = False, curved: bool = True
+) -> dict[str, Any]:
+    """The results of a function, and the gradients by its arguments; see :func:`assert_same`."""
     leaves: list[torch.Tensor] = []
 
     def leaf(one: torch.Tensor) -> torch.Tensor:
+        has_gradient = (curved and (one.is_floating_point() or one.is_complex())) or one.requires_grad
         one = one.detach().clone()
-        if one.is_floating_point() or one.is_complex():
+        if has_gradient:
             leaves.append(one.requires_grad_())
         return one
 
@@ -156,7 +162,7 @@ def _compare(expected: dict[str, Any], found: dict[str, Any], what: str, toleran
             whole, b = whole.detach(), b.detach()
             assert torch.equal(whole.isnan(), b.isnan()), where
             whole, b = whole.nan_to_num(), b.nan_to_num()
-            if b.dtype in (torch.bool, torch.int64, torch.int32):
+            if not (b.is_floating_point() or b.is_complex()):
                 assert torch.equal(whole, b), where
             elif b.numel():
                 scale = max(1.0, float(b.abs().max()))
