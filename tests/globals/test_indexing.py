@@ -327,3 +327,22 @@ def test_views_of_what_has_fallen_back_in_place():
 def test_the_order_of_named_numbers_does_not_matter():
     assert_same(lambda x: x.narrow(dim=1, length=2, start=3), Global(noise(5, 7)))
     assert_same(lambda x: x.select(index=-2, dim=1), Global(noise(5, 7)))
+
+
+@pytest.mark.parametrize(
+    "mask", [torch.tensor([True, False, True]), torch.ones(5, 6, dtype=torch.bool), torch.ones(5, 7, 4).bool()], ids=str
+)
+def test_masks_of_other_extents(mask):
+    """Refused by torch, also where all that the mask chooses is there."""
+
+    def write(x):
+        x[mask] = 0.0
+
+    assert_raises_the_same(lambda x: x[mask], x3, text=True)
+    assert_raises_the_same(write, x3, text=True)
+    assert_raises_the_same(lambda x: x[:, :, mask[:, 0] if mask.dim() > 1 else mask[:2]], x3)
+
+
+@pytest.mark.parametrize("index", [1.5, {}])
+def test_what_is_no_index(index):
+    assert_raises_the_same(lambda x: x[index], x3)

@@ -70,7 +70,7 @@ def _chosen(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
 
 def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     """``x[:, ..., mask]``, with so many dims in front of the mask."""
-    check_mask(x, mask, at)
+    check_mask(x.shape, mask, at)
     dims = range(mask.dim())
     first = x.movedim([at + dim for dim in dims], list(dims)) if at else x
     rows = _rows(first, mask, "indexing")
@@ -79,19 +79,19 @@ def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     return y.movedim(0, at) if at else y
 
 
-def check_mask(x: GlobalTensor, mask: GlobalTensor, at: int) -> None:
-    """Raises: IndexError if a mask has not the extents of the dims that it covers."""
+def check_mask(shape: Sequence[int], mask: torch.Tensor, at: int) -> None:
+    """Raises: IndexError if a mask has not the extents of the dims that it covers, of a tensor of a shape."""
     for dim, n in enumerate(mask.shape):
-        if x.dim() <= at + dim or x.shape[at + dim] != n:
+        if len(shape) <= at + dim or shape[at + dim] != n:
             raise IndexError(
                 f"The shape of the mask {list(mask.shape)} at index {dim} does not match the shape of the indexed "
-                f"tensor {list(x.shape)} at index {at + dim}"
+                f"tensor {list(shape)} at index {at + dim}"
             )
 
 
 def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
     """x with other values where a mask, which covers its first dims, is true: one for all rows, or one for each."""
-    check_mask(x, mask, 0)
+    check_mask(x.shape, mask, 0)
     rest = x.shape[mask.dim() :]
     if is_number(value) or value.dim() <= len(rest) or value.shape[0] == 1:
         over: Any = reshaped(mask, (*mask.shape, *[1] * len(rest)))

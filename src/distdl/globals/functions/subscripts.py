@@ -14,7 +14,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import check_cells, part, picked
 from distdl.globals.functions.lines import brought
-from distdl.globals.functions.masks import check_value, chosen_by, is_number, written_by
+from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import entered
@@ -49,11 +49,17 @@ def _item(step: Any) -> Any:
     if isinstance(step, torch.Tensor):
         dtype = step.dtype
         whole = not (dtype is torch.bool or dtype.is_floating_point or dtype.is_complex)
-        if not step.dim() and whole and type(step) is torch.Tensor:
-            return int(step)
+        if not step.dim() and whole:  # (a number, as in torch: beside other tensors, it is none of them)
+            imagined = type(step) is GlobalTensor and step._context.comm.imagined
+            return 0 if imagined else int(step)
         if dtype not in _INDICES:  # (which torch sees only where there are cells)
             raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
         return step
+    if not isinstance(step, str) and not hasattr(step, "__index__"):
+        raise IndexError(
+            "only integers, slices (`:`), ellipsis (`...`), None and long or byte Variables are valid indices (got "
+            f"{type(step).__name__})"
+        )
     return operator.index(step)
 
 
@@ -73,9 +79,15 @@ class _Chosen(NamedTuple):
     cells: list[torch.Tensor | None]
 
 
-def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen:
-    """An index that has tensors, in two steps. A bool, or a mask without dims, picks one row or none of a new dim."""
+def _chosen(index: tuple[Any, ...], shape: Sequence[int]) -> _Chosen:
+    """An index that has tensors, in two steps. A bool, or a mask without dims, picks one row or none of a new dim.
+
+    Args:
+        shape: of what the index is for.
+    Raises: IndexError if a mask has not the extents of the dims that it covers.
+    """
     index = tuple(torch.tensor(step) if isinstance(step, bool) else step for step in index)
+    dims = len(shape)
     wide = [step.dim() if _is_mask(step) else 1 for step in index if step is not None and step is not Ellipsis]
     fill = [slice(None)] * (dims - sum(wide))
     steps: list[Any] = []
@@ -83,11 +95,16 @@ def _chosen(index: tuple[Any, ...], dims: int) -> _Chosen:
         steps.extend(fill if step is Ellipsis else [step])
     basic: list[Any] = []
     cells: list[torch.Tensor | None] = []
+    dim = 0
     for step in steps:
         if not isinstance(step, torch.Tensor):
             basic.append(step)
             cells.extend([] if type(step) is int else [None])
+            dim += step is not None
             continue
+        if _is_mask(step):
+            check_mask(shape, step, dim)
+        dim += step.dim() if _is_mask(step) else 1
         whole = step.full_tensor() if type(step) is GlobalTensor else step
         found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
         basic.extend([slice(None)] * len(found) if whole.dim() or not _is_mask(whole) else [None])
@@ -140,6 +157,8 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     index = _normal(given)
     if type(x) is not GlobalTensor:
         split = [step for step in index if type(step) is GlobalTensor]
+        if not split:  # (but a number)
+            return x[index]
         if not any(map(_is_mask, split)):
             return _looked_up(func, x, index)
         x = split_beside(x, split)
@@ -148,7 +167,7 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     masked = _masked(index, x)
     if masked is not None:
         return chosen_by(part(x, masked.basic), masked.mask, masked.at)
-    chosen = _chosen(index, x.dim())
+    chosen = _chosen(index, x.shape)
     return picked(part(x, chosen.basic), chosen.cells)
 
 
@@ -211,7 +230,7 @@ def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
             y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))
         y.copy_(written_by(y, masked.mask, value))
         return
-    chosen = _chosen(index, x.dim())
+    chosen = _chosen(index, x.shape)
     y = part(x, chosen.basic)
     y.copy_(with_cells(y, chosen.cells, value, False))
 
@@ -277,7 +296,7 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             input = split_beside(input, others)
         index = _normal(tuple(slice(None) if one is None else one for one in indices))
         masked = None if accumulate else _masked(index, input)
-        chosen = _chosen(index, input.dim())
+        chosen = _chosen(index, input.shape)
         if masked is not None and not masked.at:
             y = written_by(input, masked.mask, values)
         else:
