@@ -14,6 +14,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import Intervals, view_of, whole_along
 from distdl.globals.operands import block_of
+from distdl.globals.replicas import map_tensors
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -185,7 +186,9 @@ def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """Pieces along a dim, each where it is."""
     (x, rest), kwargs = _apart(args, kwargs)
     size = x.shape
-    rest = tuple(one.tolist() if isinstance(one, torch.Tensor) else one for one in rest)
+    rest, kwargs = map_tensors((rest, kwargs), lambda one: one.tolist())
+    if type(x) is not GlobalTensor:  # but where it is split
+        return func(x, *rest, **kwargs)
 
     def make() -> tuple[Any, int, list[Interval]]:
         pieces = func(torch.empty(size, device="meta"), *rest, **kwargs)

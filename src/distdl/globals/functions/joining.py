@@ -190,9 +190,15 @@ def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 @handles("repeat_interleave", "torch Tensor")
 def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each cell several times: where it is, if all are repeated as often."""
+    """Each cell several times: where it is, if all are repeated as often. Of the repeats alone: numbers of cells."""
+    if len(args) + len(kwargs) - ("output_size" in kwargs) == 1:
+        (given,) = (*args, *(kwargs[name] for name in ("input", "repeats") if name in kwargs))
+        cells: torch.Tensor = func(given.full_tensor(), output_size=kwargs.get("output_size"))
+        return cells
 
     def run(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+        if type(input) is not GlobalTensor:
+            return func(input, repeats.full_tensor(), dim, output_size=output_size)
         if dim is None:
             input, dim = input.reshape(-1), 0
         dim %= input.dim()

@@ -1,0 +1,78 @@
+"""Numbers that a model has computed: sizes, dims, counts and offsets that are tensors of one element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distdl.globals.functions import (
+    diagonals,
+    differences,
+    exponentials,
+    indexing,
+    joining,
+    norms,
+    ordering,
+    reductions,
+    resizing,
+    shapes,
+    windows,
+)
+from distdl.globals.replicas import map_tensors, plain_of
+from distdl.globals.table import TABLE, Handler, named
+from distdl.globals.tensor import GlobalTensor
+
+# (whose handlers are there)
+_FAMILIES = (
+    diagonals, differences, exponentials, indexing, joining, norms, ordering, reductions, resizing, shapes, windows,
+)  # fmt: skip
+
+# functions of one tensor, or of one list of tensors: what else they get are numbers
+_OF_ONE = """
+    reshape view flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis expand
+    broadcast_to repeat tile roll flip rot90 select narrow split chunk split_with_sizes hsplit vsplit dsplit unbind tril
+    triu diagonal diag diagflat diag_embed new_zeros new_ones new_full new_empty one_hot topk kthvalue sort argsort sum
+    mean prod amax amin argmax argmin cumsum cumprod unfold pad interpolate pixel_shuffle pixel_unshuffle
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d softmax log_softmax logsumexp var std cat concat stack
+"""
+# functions of numbers alone
+_OF_NONE = "zeros ones full empty eye"
+
+
+_TENSORS = ("input", "tensor", "tensors")
+
+
+def number(one: torch.Tensor) -> Any:
+    """The value of a tensor that torch takes for a number; on every worker, if it is global. Others as they are."""
+    if one.numel() != 1 or one.requires_grad or one.is_meta:
+        return one
+    return one.item() if type(one) is GlobalTensor else plain_of(one).item()
+
+
+def _with_numbers(handler: Handler) -> Handler:
+    """A handler that gets numbers in the place of tensors of one element, but for the first argument."""
+
+    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) > 1:
+            args = (args[0], *map_tensors(args[1:], number))
+        if kwargs:
+            kwargs = {name: value if name in _TENSORS else map_tensors(value, number) for name, value in kwargs.items()}
+        found: list[torch.Tensor] = []
+        map_tensors((args[:1], kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
+        return handler(func, args, kwargs) if found else func(*args, **kwargs)
+
+    return run
+
+
+def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A tensor that is the same on every worker."""
+    plain: torch.Tensor = func(*map_tensors(args, number), **map_tensors(kwargs, number))
+    return plain
+
+
+for _function in named(_OF_ONE, "torch Tensor functional special linalg"):
+    TABLE[_function] = _with_numbers(TABLE[_function])
+for _function in named(_OF_NONE, "torch"):
+    TABLE[_function] = _of_numbers

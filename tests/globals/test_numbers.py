@@ -1,0 +1,87 @@
+"""Tensors of one element that are taken for numbers: sizes, dims, counts and offsets that a model computed."""
+
+import pytest
+import torch
+from same import Global, assert_same, noise
+from torch.nn import functional
+
+x2, x3 = noise(5, 7), noise(2, 3, 5)
+TWO, ZERO = torch.tensor(2), torch.tensor(0)
+
+OF_A_NUMBER = [
+    lambda x, n: x.diagonal(n), lambda x, n: x.triu(n), lambda x, n: x.tril(diagonal=n), lambda x, n: x.topk(n)[0],
+    lambda x, n: torch.topk(input=x, k=n)[0], lambda x, n: x.kthvalue(n)[0], lambda x, n: x.roll(n, 0),
+    lambda x, n: x.roll((n, 1), (0, 1)), lambda x, n: x.repeat(n, 1), lambda x, n: x.tile(n),
+    lambda x, n: x.expand(n, 5, 7), lambda x, n: x.narrow(0, n, 2), lambda x, n: x.select(1, n),
+    lambda x, n: x.view(n + 33, -1), lambda x, n: x.split(n), lambda x, n: x.chunk(n),
+    lambda x, n: x.tensor_split(n), lambda x, n: x.repeat_interleave(n), lambda x, n: x.repeat_interleave(n, dim=0),
+    lambda x, n: x.new_zeros(n), lambda x, n: x.new_zeros(n, 3), lambda x, n: x.new_full((n, 3), n),
+    lambda x, n: functional.one_hot(x.long().clamp(0, 1), n), lambda x, n: functional.pad(x, (n, 1)),
+    lambda x, n: functional.interpolate(x[None, None], size=(n + 3, 4)), lambda x, n: x[n], lambda x, n: x[:, n],
+    lambda x, n: torch.zeros(n, 3) + x[0, 0], lambda x, n: torch.full((n, n + 1), 2.0) + x[0, 0],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OF_A_NUMBER)
+def test_numbers_of_global_tensors(function):
+    assert_same(function, Global(x2), Global(TWO))
+
+
+@pytest.mark.parametrize("function", OF_A_NUMBER)
+def test_numbers_of_plain_tensors(function):
+    assert_same(function, Global(x2), TWO)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x.expand(n, 5, 7), lambda x, n: x.repeat(n, 1), lambda x, n: x.flip(n), lambda x, n: x[n],
+        lambda x, n: x.narrow(0, n, 2), lambda x, n: x.repeat_interleave(n), lambda x, n: x.tensor_split(n)[0],
+    ],
+)  # fmt: skip
+def test_numbers_beside_plain_tensors(function):
+    assert_same(lambda n: function(x2, n), Global(ZERO + 1))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, d: x.sum(d), lambda x, d: x.std(d), lambda x, d: x.softmax(d), lambda x, d: x.flip(d),
+        lambda x, d: x.permute(d + 1, d), lambda x, d: x.transpose(d, 1), lambda x, d: torch.cat([x, x], d),
+        lambda x, d: torch.stack([x, x], d), lambda x, d: x.cumsum(d), lambda x, d: x.unsqueeze(d),
+    ],
+)  # fmt: skip
+def test_dims(function):
+    assert_same(function, Global(x2), Global(ZERO))
+    assert_same(function, Global(x2), ZERO)
+
+
+def test_a_number_that_changes_in_place():
+    def function(x):
+        n = torch.tensor(0)
+        found = []
+        for _ in range(3):
+            found.append(x.diagonal(n))
+            n += 1
+        return tuple(found)
+
+    assert_same(function, Global(x2))
+
+
+def test_a_number_beside_index_tensors():
+    """It is a number, and no index tensor: so those that follow it stay where they are."""
+    index = torch.tensor([2, 0, 1])
+    x = noise(2, 3, 4, 3)
+    assert_same(lambda x, n, i: (x[n, :, i], x[n, :, i].shape), Global(x), Global(ZERO + 1), Global(index))
+    assert_same(lambda x, n, i: (x[i % 2, :, n], x[n, i, n]), Global(x), Global(ZERO + 1), index)
+
+    def write(x, n, i):
+        x[n, :, i] = x.new_ones(3, 3, 3).cumsum(0)
+        x[n].mul_(2)  # (a view)
+        return x
+
+    assert_same(write, Global(x), Global(ZERO + 1), Global(index))
+
+
+def test_numbers_of_cells():
+    assert_same(lambda k: torch.repeat_interleave(k), Global(torch.tensor([2, 0, 3, 1])))
