@@ -187,20 +187,6 @@ def test_results_of_which_no_worker_can_have_a_block(function):
     distdl.run_workers(work, 3)
 
 
-def test_shapes_that_would_change_in_place():
-    def work():
-        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
-        for function in (
-            lambda: x.clone().resize_(3, 2), lambda: x.clone().as_strided_((2, 2), (1, 2)),
-            lambda: x.sum().resize_(1, 1),
-        ):  # fmt: skip
-            with pytest.raises(RuntimeError, match="a global tensor cannot change its shape in place, from"):
-                function()
-
-    with pytest.warns(UserWarning, match="has no op for global tensors"):
-        distdl.run_workers(work, 3)
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -4,6 +4,8 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import noise
+from torch import nn
+from torch.nn import functional
 
 import distdl
 from distdl import GlobalTensor
@@ -107,3 +109,80 @@ def test_fallbacks_in_inference_mode():
         assert_close(ours, theirs)
     assert_close(found[0][3], 2 * x35)
     assert_close(found[0][4], 2 * square)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_a_fallback_writes_a_plain_tensor_on_every_worker():
+    """Only one of them has run the function."""
+    rows, table = torch.tensor([4, 0, 0, 2]), 3 * noise(5, 3)
+    found = []
+    for place in (split, torch.clone):
+        plain = table.clone()
+        view = table.repeat(2, 1)[5:]
+        leaf = table.clone().requires_grad_()
+        given = place(rows)
+        results = [functional.embedding(given, one, max_norm=0.5) for one in (plain, view, leaf)]
+        mean, variance = torch.zeros(3), torch.ones(3)  # (whose writes torch does not count)
+        weight = place(torch.arange(1.0, 4.0))
+        results.append(functional.batch_norm(table.float(), mean, variance, weight, training=True))
+        found.append([*results, plain, view, leaf, mean, variance])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+class Renormed(nn.Module):
+    """Tables whose forward writes into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64)
+        self.bags = nn.EmbeddingBag(6, 3, max_norm=0.4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(x).sum(1) + self.bags(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+def test_tables_that_are_renormed_stay_equal():
+    indices = torch.randint(0, 6, (4, 5), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    sequential = Renormed()
+    state = {name: 3 * one.clone() for name, one in sequential.state_dict().items()}
+
+    def steps(model, x):
+        model.load_state_dict(state)
+        optimiser = torch.optim.SGD(model.parameters(), 0.01)
+        _steps(optimiser, lambda: model(x).square().sum())
+        return model.state_dict()
+
+    expected = {name: one.clone() for name, one in steps(sequential, indices).items()}
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(Renormed(), P)
+        for name, one in steps(model, distdl.distribute_tensor(indices, P)).items():
+            torch.testing.assert_close(one, expected[name], rtol=1e-12, atol=1e-12)
+        model = distdl.distribute(Renormed(), P, weights="sharded")
+        with pytest.raises(RuntimeError, match=r"Embedding.forward has written into a weight .* in shares"):
+            model(distdl.distribute_tensor(indices, P))
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_fallbacks_that_return_their_argument():
+    """Written or not, and of another size or not."""
+    found = []
+    for place in (split, torch.clone):
+        leaf = place(x35).requires_grad_()
+        assert leaf.to_dense() is leaf
+        x, y, z = place(x35), place(x35), place(x35)
+        assert x.resize_(2, 4) is x
+        assert x.shape == (2, 4)
+        y.resize_as_(place(noise(5)))
+        assert z.apply_(lambda number: 2 * number) is z
+        found.append([leaf, 2 * x, x.sum(), y, z])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

@@ -49,16 +49,20 @@ class Apart:
         self.edges: list[GradientEdge] = []  # where it was taken, in the function's own graph
         self.again = False  # whether derivatives are themselves differentiated: through the same graph, several times
 
-    def takes(self, x: torch.Tensor) -> torch.Tensor:
-        """What the function gets in the place of x: the same memory."""
+    def takes(self, x: torch.Tensor, is_leaf: bool = False) -> torch.Tensor:
+        """What the function gets in the place of x: the same memory.
+
+        Args:
+            is_leaf: whether x stands for a leaf. (One stays one: it may not be written in place.)
+        """
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         nothing = x.detach().new_zeros(()).expand(x.shape)
         self.links.append(_With.apply(nothing, x))
-        # (a leaf stays one: it may not be written in place)
-        leaf = x.detach() if x.is_leaf else nothing.detach()
+        is_leaf = is_leaf or x.is_leaf
+        leaf = x.detach() if is_leaf else nothing.detach()
         leaf.requires_grad_()
-        own = leaf if x.is_leaf else _With.apply(x.detach(), leaf)
+        own = leaf if is_leaf else _With.apply(x.detach(), leaf)
         self.edges.append(get_gradient_edge(own))
         return own
 

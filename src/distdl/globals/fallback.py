@@ -15,10 +15,11 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import write
 from distdl.globals.apart import Apart, error_of, report
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.entry import value_of
 from distdl.globals.functions.pointwise import writes
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
-from distdl.globals.replicas import Replica, entered, map_tensors
+from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
@@ -56,12 +57,16 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _announce(context, name, found)
     worker = int(grid.workers.flat[0])
     apart = Apart(context, worker, name)
-    in_place = writes(func, kwargs)
-    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place)) for one in found}
+    gathered = {
+        id(one): apart.takes(moved(one, context.whole(one.shape, worker), name), one._block.is_leaf) for one in found
+    }
+
+    beside: list[torch.Tensor] = []  # the tensors that every worker has
 
     def plain(one: torch.Tensor) -> Any:
         if type(one) is GlobalTensor:
             return gathered[id(one)]
+        beside.append(plain_of(one))
         return apart.takes(entered(one, context)) if type(one) is Replica or one.requires_grad else one
 
     given, named = map_tensors((args, kwargs), plain)
@@ -70,9 +75,10 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     mine: Any = None
     if context.me == worker:
         try:
-            with apart.runs(), Writes(inputs) as writes_seen:
+            with apart.runs(), Writes(func, [*inputs, *beside]) as writes_seen:
                 result = func(*given, **named)
             mine = _describe(result, inputs, writes_seen)
+            mine["beside"] = [place for place, one in enumerate(beside) if writes_seen.into(one)]
         except Exception as problem:
             mine = report(problem)
     if context.comm.imagined:
@@ -81,6 +87,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, mine)
     if "error" in told:
         raise error_of(told, name, worker)
+    for place in told.get("beside", ()):
+        _share(beside[place], context, worker, name)
     described = [*_descriptions(told["result"]), *(description for _, description in told["written"])]
     if context.me == worker:
         values = [*_tensors(result), *(inputs[place] for place, _ in told["written"])]
@@ -96,14 +104,18 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
-        spread({**description, "given": place})
+        spread({**description, "same": place, "written": True})
     return y
 
 
-def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
-    """A tensor on the worker that computes. Where that writes in place, it is not a block, which is written later."""
-    y = moved(x, x._context.whole(x.shape, worker), name)
-    return y.clone() if y is x._block and in_place else y
+def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> None:
+    """Bring what one worker has written into a tensor that all of them have to the others."""
+    owned = context.whole(tuple(plain.shape), worker)
+    block = plain.detach() if context.me == worker else torch.zeros(owned.local, dtype=plain.dtype, device=plain.device)
+    whole = value_of(block, owned, name)
+    if context.me != worker:
+        with torch.no_grad():
+            plain.copy_(whole)
 
 
 def _imagine(
@@ -124,7 +136,7 @@ def _imagine(
         }
         given, named = map_tensors((args, kwargs), whole)
         listed = [inputs[id(one)] for one in found]
-        with Writes(listed) as writes_seen:
+        with Writes(func, listed) as writes_seen:
             result = func(*given, **named)
         return _describe(result, listed, writes_seen)
 
@@ -168,14 +180,12 @@ def _described(value: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> A
         if value.layout is not torch.strided or value.is_nested:
             layout = "nested" if value.is_nested else str(value.layout)
             raise TypeError(f"its result is a {layout} tensor, of which no worker can have a block")
-        given = next((place for place, one in enumerate(inputs) if one is value), -1)
-        changed = given >= 0 and writes_seen.into(value)
+        same = next((place for place, one in enumerate(inputs) if one is value), -1)
         storage = value.untyped_storage()._cdata
         view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)
         return {
-            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype),
-            "gradient": value.requires_grad and (given < 0 or changed),
-            "given": given, "changed": changed, "view": view,
+            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
+            "same": same, "written": same >= 0 and writes_seen.returned(value), "view": view,
         }  # fmt: skip
     if isinstance(value, list):
         return [_described(one, inputs, writes_seen) for one in value]
@@ -201,37 +211,31 @@ def _spread(
     context: Context,
     name: str,
 ) -> GlobalTensor:
-    """A result, which one worker has, split over the partition of the first argument; an argument that it returns."""
+    """A result, which one worker has, split over the partition of the first argument."""
     extents: Shape = tuple(description["shape"])
-    written = description["given"]
-    if written >= 0:
-        same: GlobalTensor = found[written]
-        if same.shape != extents:
-            raise RuntimeError(
-                f"{name}: a global tensor cannot change its shape in place, from {list(same.shape)} to "
-                f"{list(extents)}; use a function that gives another tensor"
-            )
-        if not description["changed"]:
-            return same
     owned = context.whole(extents, worker)
-    target = found[written]._layout if written >= 0 else split_like(context, extents, grid)
+    x: GlobalTensor | None = found[description["same"]] if description["same"] >= 0 else None
+    if x is not None and not description["written"]:
+        return x
+    resized = x is None or x.shape != extents
+    target = split_like(context, extents, grid) if x is None or resized else x._layout
     if owned.rulers:
         block = moved_block(value, owned, target, name)
     else:
         block, target = value, owned
-    if written < 0:
+    if x is None:
         y = GlobalTensor._of(block, target)
         if description["view"] >= 0:  # what is written into it would not reach the tensor that it is a view of
             note_copied(found[description["view"]], y)
         return y
-    x = found[written]
-    if torch.is_grad_enabled() and x._block.requires_grad and x._block.is_leaf:
-        raise RuntimeError(f"{name}: a leaf Variable that requires grad is being used in an in-place operation.")
-    if block is not x._block:
-        x._block.copy_(block)
+    if resized:
+        x._block, x._layout = block, target
+    elif block is not x._block:
+        # (into a leaf, torch writes without a gradient only)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not x._block.is_leaf):
+            x._block.copy_(block)
     note_written(x, name)
-    written_to: GlobalTensor = x
-    return written_to
+    return x
 
 
 def split_like(context: Context, extents: Shape, grid: Any) -> KnownLayout:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.replicas import map_tensors
@@ -16,13 +17,20 @@ class Writes:
     """A context in which a function runs, and which knows afterwards what memory it has written.
 
     Torch counts the writes of a tensor, but not of one made in inference mode: for these, each operator's schema tells
-    which of its arguments it writes.
+    which of its arguments it writes. And it counts no writes of running statistics: their values are compared. Nor does
+    it count those of map_ and apply_: what a function returns, whose name says that it writes, is taken for written.
 
     Args:
+        function: of torch.
         inputs: plain tensors, of which it is asked.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+        self._named = getattr(function, "__name__", "").endswith("_")
+        uncounted = function in (torch.batch_norm, functional.batch_norm)
+        self._values = (
+            {id(one): one.detach().clone() for one in inputs if one.dim() == 1 and not one.is_meta} if uncounted else {}
+        )
         self._before = {id(one): one._version for one in inputs if not one.is_inference()}
         self._operators = _Operators() if len(self._before) < len({id(one) for one in inputs}) else None
         self._running = ExitStack()
@@ -35,8 +43,14 @@ class Writes:
     def __exit__(self, *problem: Any) -> None:
         self._running.close()
 
+    def returned(self, one: torch.Tensor) -> bool:
+        """Whether one of the inputs, which the function has returned, has been written."""
+        return self._named or self.into(one)
+
     def into(self, one: torch.Tensor) -> bool:
         """Whether one of the inputs has been written."""
+        if id(one) in self._values and not torch.equal(one, self._values[id(one)]):
+            return True
         if id(one) in self._before:
             return one._version != self._before[id(one)]
         return self._operators is not None and one.untyped_storage()._cdata in self._operators.written

@@ -29,8 +29,8 @@ from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.states import whole_state
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, map_tensors
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
@@ -86,6 +86,7 @@ class Shares:
                 _gather_before(result, frame.gathered, frame.first)
             for one in frame.gathered:
                 one.release()
+            frame.check_unwritten()
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         if type(parameter) is not GlobalTensor:
@@ -103,6 +104,7 @@ class Shares:
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
+                frame.writes[id(one), graph] = writes_of(plain_of(copy))
         return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
@@ -141,6 +143,7 @@ class _Frame:
     Attributes:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
+        writes: how often each of them had been written by then.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
@@ -148,8 +151,20 @@ class _Frame:
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
+        self.writes: dict[tuple[int, bool], int] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
+
+    def check_unwritten(self) -> None:
+        """Check that nothing has been written into the copies, which go now.
+
+        Raises: RuntimeError.
+        """
+        if any(writes_of(plain_of(one)) != self.writes[key] for key, one in self.copies.items()):
+            raise RuntimeError(
+                f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
+                'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
+            )
 
 
 class _Begin:
