@@ -391,7 +391,8 @@ def test_nothing_passes_by_the_table():
     x = split(x35)
     with pytest.raises(RuntimeError, match="without passing through its table"):
         torch.func.grad(lambda a: (a * 2).sum())(x)
-    with pytest.raises(TypeError, match="memory"):
-        x.data_ptr()
+    for memory in (torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.storage_type):
+        with pytest.raises(TypeError, match="memory"):
+            memory(x)
     with pytest.raises(RuntimeError, match="data pointer"):  # (it was a capsule, of which reading ended the process)
         torch.utils.dlpack.to_dlpack(x)

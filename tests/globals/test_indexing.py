@@ -24,7 +24,8 @@ labels = torch.tensor([[0, 2, 1, 1, 0], [3, 3, 2, 0, 1], [1, 0, 0, 2, 3]])
         lambda x: torch.chunk(x, 3, dim=-2), lambda x: x.tensor_split((1, 5), dim=2),
         lambda x: torch.tensor_split(x, 2),
         lambda x: x.split_with_sizes([3, 4], 2), lambda x: torch.vsplit(x, [2]), lambda x: x.hsplit([1, 2]),
-        lambda x: list(x),
+        lambda x: list(x), lambda x: x.unsafe_split(2, 1), lambda x: x.unsafe_chunk(2, 1),
+        lambda x: torch.unsafe_split_with_sizes(x, [3, 4], 2),
         lambda x: torch.narrow(x, -1, -2, 2), lambda x: x.chunk(2, dim=-1)[0] * x.chunk(2, dim=-1)[1].sigmoid(),
     ],
 )  # fmt: skip

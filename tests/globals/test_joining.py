@@ -156,3 +156,8 @@ def test_order(function):
 )  # fmt: skip
 def test_torch_raises_the_same(function):
     assert_raises_the_same(function, x2)
+
+
+def test_from_the_last_to_the_first():
+    assert_same(lambda x: (reversed(x), list(reversed(x))[1]), Global(noise(5, 7)))
+    assert_same(lambda x: reversed(x), Global(noise()))

@@ -62,7 +62,26 @@ def test_dice():
 def test_lookups():
     assert_same(lambda i, table: F.embedding(i, table, padding_idx=2), Global(numbers), noise(5, 3))
     assert_same(F.prelu, Global(x), w)
-    assert_same(F.prelu, Global(x), torch.tensor([0.3], dtype=torch.float64))
+    for weight in (w, torch.tensor([0.3], dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)):
+        assert_same(F.prelu, Global(x), weight)
+        assert_same(F.prelu, x, Global(weight))
+        assert_same(torch.Tensor.prelu, Global(x), Global(weight))
+
+
+def test_variances_of_rows():
+    """One for each place along all dims but the last, also where that has as many."""
+    for columns in (7, 5):
+        mean, aim, var = noise(5, columns), noise(5, columns, seed=1), noise(5).abs() + 0.5
+        for own in (var, var[:, None], noise(1, columns).abs() + 0.5):
+            assert_same(lambda *of: F.gaussian_nll_loss(*of), Global(mean), Global(aim), own)
+            assert_same(lambda *of: F.gaussian_nll_loss(*of, reduction="none"), Global(mean), aim, Global(own))
+
+    def work():
+        x = distdl.distribute_tensor(noise(5, 7), distdl.world()[:2].reshape(1, 2))
+        with pytest.raises(ValueError, match="var is of incorrect size"):
+            F.gaussian_nll_loss(x, noise(5, 7), torch.ones(7))
+
+    distdl.run_workers(work, 3)
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a later torch has it")
@@ -92,6 +111,7 @@ OF_SEQUENCES = {
     "in one": lambda x, *own: F.ctc_loss(x.log_softmax(2), FLAT, READ, WRITTEN, reduction="sum"),
     "each": lambda x, *own: F.ctc_loss(x.log_softmax(2), LETTERS.int(), READ, WRITTEN, blank=0, reduction="none"),
     "without infinity": lambda x, *own: torch.ctc_loss(x.log_softmax(2), LETTERS, READ, WRITTEN, 0, 1, True),
+    "each, as torch does": lambda x, *own: torch.ctc_loss(x.log_softmax(2), LETTERS, READ, WRITTEN),
     "global labels": lambda x, own, n: F.ctc_loss(x.log_softmax(2), own, n * 0 + 7, n, zero_infinity=True),
     "one": lambda x, *own: F.ctc_loss(x[:, 0].log_softmax(1), FLAT[:3], torch.tensor(7), torch.tensor(3)),
     "one by itself": lambda x, *own: F.ctc_loss(x[:, 0].log_softmax(1), FLAT[:3], [7], [3], reduction="none"),

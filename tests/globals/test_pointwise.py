@@ -123,3 +123,25 @@ def test_real_and_imaginary_parts_are_set():
 
 def test_the_bytes_of_a_tensor_are_those_of_all_cells():
     assert_same(lambda x: (x.nbytes, x.float().nbytes, x[:0].nbytes), Global(noise(5, 7)))
+
+
+def test_attributes_of_the_whole():
+    """They are known without a message."""
+
+    def known(x):
+        y = x * 1
+        same = torch.is_same_size(x, y) and x.is_same_size(y) and not x.is_same_size(y[0])
+        base = y._base is None and y[1:]._base is y and y[1:][0]._base is y
+        return (
+            x.storage_offset(), x.dim_order(), x.dense_dim(), x.sparse_dim(), x.name, same, base,
+            torch.get_device(x), torch.is_distributed(x), x.grad_dtype if x.is_leaf else x.dtype,
+        )  # fmt: skip
+
+    assert_same(known, Global(noise(5, 7)))
+    assert_same(known, Global(noise(5)))
+
+
+def test_copies_by_constructors():
+    assert_same(lambda x: torch.asarray(x.detach(), copy=True), Global(noise(5, 7)))
+    assert_same(lambda x: torch.asarray(x.detach(), dtype=torch.float32), Global(noise(5, 7)))
+    assert_same(lambda x: torch.DoubleTensor(x.detach()), Global(noise(5, 7)))

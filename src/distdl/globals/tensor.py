@@ -103,7 +103,7 @@ class GlobalTensor(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
-        if func is torch.ops.aten._to_copy.default:  # torch.tensor(x)
+        if func in _COPIES:
             return cls._of(func(args[0]._block.detach(), *args[1:], **(kwargs or {})), args[0]._layout)
         if func is torch.ops.aten.set_.source_Tensor and all(
             type(one) is cls for one in args
@@ -270,6 +270,9 @@ class GlobalTensor(torch.Tensor):
 
 leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
 
+# torch.tensor(x); torch.asarray(x, copy=True); torch.Tensor(x)
+_COPIES = frozenset([torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default])
+
 # (torch's own functions take these names of NumPy's, too)
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _COMPILED = (BuiltinFunctionType, MethodDescriptorType)
@@ -387,6 +390,12 @@ def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
     """A tensor, what it is a view of, what that is a view of, and so on, of what is still there."""
     above = [one() for one in x.__dict__.get("_views_of", ())]
     return [x, *(one for one in above if one is not None)]
+
+
+def base_of(x: GlobalTensor) -> GlobalTensor | None:
+    """What a tensor is a view of, and what is no view itself; None if there is none."""
+    base = _lies_in(x)[-1]
+    return None if base is x else base
 
 
 def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:

@@ -14,7 +14,7 @@ from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_requires
+from distdl.globals.tensor import GlobalTensor, base_of, note_requires
 from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)
@@ -152,11 +152,12 @@ def _seed(y: Any, dy: Any) -> Any:
 
 _READ = """
 grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
-is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia
+is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
+grad_dtype
 """
 _CALLED = """
 retain_grad element_size is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
-is_distributed is_coalesced
+is_distributed is_coalesced __dlpack_device__
 """
 
 
@@ -180,7 +181,16 @@ for _name in _READ.split():
         TABLE[getattr(torch.Tensor, _name).__get__] = _attribute(_name)
 for _name in _CALLED.split():
     TABLE[getattr(torch.Tensor, _name)] = _method(_name)
-for _name in ("is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg"):
+for _name in [
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "get_device",
+    "is_distributed",
+]:
     TABLE[getattr(torch, _name)] = _method(_name)
 
 
@@ -190,14 +200,23 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Siz
     return size
 
 
-@handles("size dim numel nelement ndimension __len__ is_floating_point is_complex stride is_contiguous", "Tensor")
+_OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim"
+
+
+@handles(f"size dim numel nelement ndimension __len__ is_floating_point is_complex {_OF_MEMORY}", "Tensor")
 def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is known of the whole tensor."""
     x, *rest = args
     name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
-    if name in ("stride", "is_contiguous"):  # as if the whole were contiguous: workers with other blocks agree
+    if name in _OF_MEMORY:  # as if the whole were contiguous: workers with other blocks agree
         return getattr(torch.empty(x.shape, device="meta"), name)(*rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)
+
+
+@handles_property("_base")
+def base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
+    """What a tensor is a view of."""
+    return base_of(args[0])
 
 
 @handles("numel", "torch")

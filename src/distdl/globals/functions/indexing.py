@@ -181,7 +181,10 @@ def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
     return slice(start, end, step)
 
 
-@handles("split chunk tensor_split split_with_sizes hsplit vsplit dsplit", "torch Tensor")
+@handles(
+    "split chunk tensor_split split_with_sizes hsplit vsplit dsplit unsafe_split unsafe_chunk unsafe_split_with_sizes",
+    "torch Tensor",
+)
 def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces along a dim, each where it is."""
     (x, rest), kwargs = _apart(args, kwargs)

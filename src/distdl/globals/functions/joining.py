@@ -272,6 +272,12 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return GlobalTensor._of(block_of(x).flip(dims), context.keep(("flip", layout, dims), make))
 
 
+@handles("__reversed__", "Tensor")
+def backwards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (x,) = args
+    return x.flip(0) if x.dim() else x
+
+
 def _of(x: GlobalTensor) -> tuple[KnownLayout, Context]:
     return x._layout, x._context
 

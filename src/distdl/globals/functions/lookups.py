@@ -98,22 +98,17 @@ def _sought_in_lines(func: Any, x: Any, table: Any, others: dict[str, Any]) -> A
     return work_on([table, x], labels, (*front, "m"), adds=False)(look, [table, x], func.__name__)
 
 
-@handles("prelu", "torch functional")
+@handles("prelu", "torch Tensor functional")
 def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A weight for all elements, or one for each channel."""
 
     def run(input: Any, weight: torch.Tensor) -> Any:
-        if type(input) is not GlobalTensor:
-            return fall_back(func, args, kwargs)
-        if weight.dim() > 1:
-            raise RuntimeError(f"prelu: Expected `weight` to be a scalar or 1D tensor, but got: ndim = {weight.dim()}")
-        if not input.dim() and weight.numel() > 1:
-            raise RuntimeError("Not allow zero-dim input tensor.")
+        judged(func, (input, weight), {})  # (for torch's error)
         if weight.numel() > 1 and input.dim() > 2:
             weight = weight.reshape(-1, *[1] * (input.dim() - 2))
         elif weight.numel() == 1:
             weight = weight.reshape(())
-        cast = autocast_dtype(input._block)
+        cast = autocast_dtype(plain_of(input) if type(input) is not GlobalTensor else input._block)
         if cast is not None and input.dtype is not torch.float64:
             input, weight = input.to(cast), weight.to(cast)
         return elementwise(_prelu, (input, weight), {})

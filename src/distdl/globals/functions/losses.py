@@ -203,7 +203,7 @@ def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         input_lengths: Any,
         target_lengths: Any,
         blank: int = 0,
-        reduction: str | int = "mean",
+        reduction: str | int = 0 if func is torch.ctc_loss else "mean",
         zero_infinity: bool = False,
     ) -> Any:
         wanted = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction

@@ -36,7 +36,7 @@ def _whole(value: Any) -> Any:
     return value_of(block_of(value).detach(), value._layout, _VALUE)
 
 
-@handles("result_type is_same_size", "torch")
+@handles("result_type is_same_size", "torch Tensor")
 def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What follows from shapes and dtypes."""
     return func(
@@ -65,7 +65,9 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 @handles(
-    "data_ptr untyped_storage storage _typed_storage set_ share_memory_ __dlpack__ __cuda_array_interface__", "Tensor"
+    "data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type set_ share_memory_ __dlpack__ "
+    "__cuda_array_interface__",
+    "Tensor",
 )
 def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise TypeError(
