@@ -42,17 +42,20 @@ class UNet(nn.Module):
 SHAPE = (3, 2, 22, 26)
 
 
-def really(model: nn.Module, grid: tuple[int, ...], workers: int) -> list[dict[str, object]]:
+def really(
+    model: nn.Module, grid: tuple[int, ...], workers: int, weights: str = "replicated"
+) -> list[dict[str, object]]:
     """What each worker of a real run has sent, forward and backward, and held at once."""
 
     def work() -> dict[str, object]:
         root = distdl.world()
         P = root.create_partition_inclusive(range(torch.Size(grid).numel())).create_cartesian_topology_partition(grid)
-        own = distdl.distribute(copy.deepcopy(model), P, fallback="silent")
+        own = distdl.distribute(copy.deepcopy(model), P, weights, fallback="silent")
         x = distdl.distribute_tensor(torch.ones(SHAPE), P)
         sent = []
         with Footprint() as footprint:
-            footprint.count(*own.parameters(), *own.buffers(), x.to_local())
+            held = (*own.parameters(), *own.buffers(), x)
+            footprint.count(*(one.to_local() if isinstance(one, distdl.GlobalTensor) else one for one in held))
             with distdl.ledger(comm=root.comm) as book:
                 y = own(x).to_local()
             sent.append(_sum(book))
@@ -71,11 +74,12 @@ def _sum(book: distdl.ledger) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("grid", "odd"), [((1, 1, 2, 2), False), ((2, 1, 2, 1), False), ((1, 2, 1, 2), False), ((1, 1, 3, 1), True)]
 )
-def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd):
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd, weights):
     model = UNet(odd=odd)
     size = 5  # one worker is idle, at least
-    for worker, real in enumerate(really(model, grid, size)):
-        told = told_of(model, grid, size, worker).totals
+    for worker, real in enumerate(really(model, grid, size, weights)):
+        told = told_of(model, grid, size, worker, weights=weights).totals
         if not odd:  # (what runs on one worker tells the others the shape of its result, too)
             assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
         # (when a thread lets go of what another has sent depends on which is faster: real peaks differ from run to run)
@@ -109,11 +113,11 @@ def test_a_forward_that_asks_for_values_is_refused_with_the_reason(ask):
         distdl.summary(Asks(), (1, 1, 2, 2), SHAPE)
 
 
-def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int) -> Summary:
+def told_of(model: nn.Module, grid: tuple[int, ...], size: int, worker: int, **options: str) -> Summary:
     """The summary, from a world in which every message is an error."""
     root = distdl.Partition(Silent(worker, size))
     P = root.create_partition_inclusive(range(torch.Size(grid).numel())).create_cartesian_topology_partition(grid)
-    return distdl.summary(model, P, SHAPE, worker=worker)
+    return distdl.summary(model, P, SHAPE, worker=worker, **options)
 
 
 class Tables(nn.Module):
@@ -146,6 +150,7 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
         lambda model, x: x.index_select(0, torch.tensor([3, 0])),
         lambda model, x: x.quantile(torch.tensor([0.3, 0.4]), 0),
         lambda model, x: x.index_put((torch.tensor([0, 2]),), x[:2]),
+        lambda model, x: nn.functional.adaptive_avg_pool1d(x, 3),
     ],
 )  # fmt: skip
 def test_models_that_are_hard_to_run_without_memory(function):
@@ -273,6 +278,13 @@ def test_without_backward():
     assert told.totals.forward == distdl.summary(UNet(), (1, 1, 2, 2), SHAPE).totals.forward
     model = UNet().eval().requires_grad_(False)
     assert distdl.summary(model, (1, 1, 2, 2), SHAPE).totals.activations == 0
+
+
+def test_options_of_distribute():
+    told = distdl.summary(UNet(odd=True), (1, 1, 2, 2), SHAPE, fallback="silent")
+    assert told == distdl.summary(UNet(odd=True), (1, 1, 2, 2), SHAPE)
+    with pytest.raises(NotImplementedError, match="renorm"):
+        distdl.summary(UNet(odd=True), (1, 1, 2, 2), SHAPE, fallback="error")
 
 
 def test_wrong_workers():

@@ -33,7 +33,7 @@ from distdl.partition import Layout, Signature, dims
 from distdl.plan.planning import copy
 from distdl.tensors.connection import local
 from distdl.tensors.derivatives import NONE
-from distdl.tensors.dtypes import HALVES
+from distdl.tensors.dtypes import HALVES, without_autocast
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -86,7 +86,7 @@ class AdaptiveAverage:
             whole = whole and alike
 
         def part_sums(block: torch.Tensor) -> torch.Tensor:
-            with torch.autocast(block.device.type, enabled=False):
+            with without_autocast(block.device):
                 y = block.to(wide)
                 for segments, lengths in reversed(reduced):  # the last dim first: it lies together in memory
                     y = segments.total(y) / along(segments.dim, lengths, block)

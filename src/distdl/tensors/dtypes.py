@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
 DTYPES = (
@@ -32,3 +35,8 @@ def can_be_added(dtype: torch.dtype) -> bool:
 def carries_gradients(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype have gradients, which have to be added up."""
     return (dtype.is_floating_point or dtype.is_complex) and can_be_added(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, torch casts nothing by itself. (For meta tensors it has no autocast.)"""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

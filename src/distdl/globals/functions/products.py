@@ -16,6 +16,7 @@ from distdl.globals.replicas import Replica, entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local, zeros_on
+from distdl.tensors.dtypes import without_autocast
 from distdl.tensors.memory import without_memory
 
 
@@ -237,9 +238,7 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if autocast_dtype(a) is None:
-        return torch.einsum("...i,oij,...j->...o", a, weight, b)
-    with torch.autocast(a.device.type, enabled=False):  # (torch casts nothing for it)
+    with without_autocast(a.device):  # (torch casts nothing for it)
         return torch.einsum("...i,oij,...j->...o", a, weight, b)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -81,9 +81,11 @@ class Gathering:
             flat[counts] = given
         own = self.operator.T.execute(flat)
         *shares, owners = own.split([*(prod(layout.local) for layout in self.layouts), len(parts)])
+        # (on the device "meta" nobody knows which ones nobody has)
+        holders: list[float] = [1.0] * len(parts) if owners.is_meta else owners.real.tolist()
         return tuple(
             share.reshape(layout.local) if n else None
-            for share, layout, n in zip(shares, self.layouts, owners.real.tolist(), strict=True)
+            for share, layout, n in zip(shares, self.layouts, holders, strict=True)
         )
 
 
@@ -107,12 +109,12 @@ class Gathered:
         self._wholes = tuple(one.detach() for one in copies)
         for place, one in enumerate(self._wholes):
             if one.numel():
-                self._keep.held[one.untyped_storage().data_ptr()] = (self, place)
+                self._keep.held[one.untyped_storage()._cdata] = (self, place)
 
     def release(self) -> None:
         """Let the whole tensors go."""
         for one in self._wholes or ():
-            self._keep.held.pop(one.untyped_storage().data_ptr(), None)
+            self._keep.held.pop(one.untyped_storage()._cdata, None)
         self._wholes = None
 
     def wholes(self) -> tuple[torch.Tensor, ...]:
@@ -206,20 +208,26 @@ class _Kept(NamedTuple):
 
 
 class Keep:
-    """What is kept of a tensor that autograd saves: of a gathered weight, only where to gather it again."""
+    """What is kept of a tensor that autograd saves: of a gathered weight, only where to gather it again.
+
+    Attributes:
+        counted: what counts the tensors that are kept, if anything does.
+    """
 
     keeps_tensors = True
 
     def __init__(self) -> None:
-        self.held: dict[int, tuple[Gathered, int]] = {}  # by the address of the memory
+        self.counted: Callable[[torch.Tensor], Any] | None = None
+        self.held: dict[int, tuple[Gathered, int]] = {}  # by the memory
 
     def __call__(self, x: torch.Tensor) -> Any:
-        if type(x) is GlobalTensor or x.layout is not torch.strided:
-            return x
-        found = self.held.get(x.untyped_storage().data_ptr()) if self.held else None
+        plain = type(x) is not GlobalTensor and x.layout is torch.strided
+        found = self.held.get(x.untyped_storage()._cdata) if plain and self.held else None
         if found is not None and x.dtype is found[0].gathering.dtype and not (x.is_conj() or x.is_neg()):
             return _Again(*found, x.size(), x.stride(), int(x.storage_offset()))
-        return _Kept(x.detach(), x._version)
+        if self.counted is not None:
+            self.counted(x)
+        return _Kept(x.detach(), x._version) if plain else x
 
 
 def restore(kept: Any) -> torch.Tensor:

@@ -130,7 +130,7 @@ def rehearse(
     """
     comm = Imagined(me, size)
     P, context = CartesianPartition(comm, workers), Context.of(comm)
-    own = distribute(on_meta(model), P, fallback="silent", **options)
+    own = distribute(on_meta(model), P, **{"fallback": "silent", **options})
 
     def split(x: torch.Tensor) -> torch.Tensor:
         if x.dim() < workers.ndim:
@@ -166,7 +166,7 @@ class _Watch(TorchFunctionMode):
         self._parts: dict[str, Part] = {}
         self._functions: list[str] = []
         self._marks: list[tuple[int, str]] = [(-1, GRADIENTS)]  # from which number on nodes belong to which path
-        own = (part for one in (*model.parameters(), *model.buffers()) for part in parts_of(one))
+        own = (part for one in (*model.parameters(), *model.buffers()) for part in _parts(one))
         self._weights = {one.untyped_storage()._cdata for one in own}
         self._saved: dict[int, StorageWeakRef] = {}
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -180,7 +180,8 @@ class _Watch(TorchFunctionMode):
             self._comm.recorder = Recording(self._comm, ended=self._note_call)
         gradients = backward and any(one.requires_grad for one in self._model.parameters())
         with Footprint(meta=True) as footprint, torch.set_grad_enabled(gradients):
-            footprint.count(*self._model.parameters(), *self._model.buffers(), *blocks)
+            held = (*self._model.parameters(), *self._model.buffers())
+            footprint.count(*(part for one in held for part in _parts(one)), *blocks)
             with torch.autograd.graph.saved_tensors_hooks(_Saving(self._save), lambda saved: saved):
                 y = self._forward(inputs)
             if gradients:
@@ -298,7 +299,7 @@ class _Watch(TorchFunctionMode):
             for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if id(own) not in seen:
                     seen.add(id(own))
-                    self._part(path).weights += sum(one.nbytes for one in parts_of(own))
+                    self._part(path).weights += sum(one.nbytes for one in _parts(own))
 
 
 class _Saving:
@@ -313,6 +314,11 @@ class _Saving:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.counts(tensor)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What this worker has of a parameter or buffer, as dense tensors: of one in shares, its block."""
+    return parts_of(tensor._block if type(tensor) is GlobalTensor else tensor)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

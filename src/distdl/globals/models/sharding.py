@@ -65,7 +65,10 @@ class Shares:
 
     def begin(self) -> None:
         # (inside of hooks of others, as in a checkpoint of the whole model, it is up to them what is kept)
-        if torch.is_grad_enabled() and saved_tensors_hooks() is None:
+        others = saved_tensors_hooks()
+        counts = None if others is None else getattr(others[0], "counts", None)
+        if torch.is_grad_enabled() and (others is None or counts is not None):
+            self.keep.counted = counts
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, restore)
             self._hooks.__enter__()
             if self._frames:  # that of the model itself, which began before
