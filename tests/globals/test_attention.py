@@ -74,6 +74,23 @@ def test_multi_head_attention(weights):
     assert_same(function, Global(noise(2, 5, 6)), noise(18, 6), noise(18), grids=[(2, 2, 1), (1, 3, 1), (1, 1, 2)])
 
 
+def test_multi_head_attention_of_plain_queries_beside_a_mask_that_is_split():
+    """Torch tells nobody of the mask: it counts queries, keys, values and weights as tensors only."""
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
+
+    mask, x = noise(2, 5, 5), noise(5, 6)
+    expected = layer(x, x, x, attn_mask=mask)
+
+    def work():
+        P = distdl.world()[:3].reshape(1, 3, 1)
+        model = distdl.distribute(deepcopy(layer), P, fallback="error")
+        for mine, theirs in zip(model(x, x, x, attn_mask=distdl.distribute_tensor(mask, P)), expected, strict=True):
+            assert torch.allclose(mine.full_tensor(), theirs, rtol=1e-12)
+
+    distdl.run_workers(work, 4)
+
+
 def test_dropout_is_the_same_over_any_partition():
     found = []
 

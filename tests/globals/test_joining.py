@@ -118,6 +118,11 @@ def test_new_tensors():
 
     assert_same(new, Global(x3))
 
+    def made_by_constructor(x):
+        return x.new(3, 5, 1).fill_(2), x.new(4).zero_(), x.new(x.shape).zero_() + x, x.new([1.5, 2]), x.new()
+
+    assert_same(made_by_constructor, Global(x3))
+
     def work():
         P = distdl.world().create_partition_inclusive(range(4)).create_cartesian_topology_partition((2, 2, 1))
         x = distdl.distribute_tensor(x3, P)

@@ -81,6 +81,16 @@ def test_more_operands():
     assert_same(lambda a, b: torch.where(a > b, a, b), Global(x4), Global(row))
 
 
+def test_tensors_that_stand_for_numbers():
+    """Also beside a tensor without dims, of which other workers hold nothing: as optimisers do with lr=tensor."""
+    half = torch.tensor(0.5, dtype=torch.float64)
+    for x in (Global(x4), Global(torch.tensor(3.0, dtype=torch.float64))):
+        assert_same(lambda x: torch.add(x, x, alpha=half), x)
+        assert_same(lambda x: x.sub_(x * 0.5, alpha=half), x)
+        assert_same(lambda x: torch.addcdiv(x, x, x + 9, value=half), x)
+        assert_same(lambda x: x.clone().addcmul_(x, x, value=(x.detach() * 0).sum() + 2), x)
+
+
 def test_empty_blocks():
     assert_same(torch.mul, Global(noise(2, 3)), Global(noise(1, 3)), grids=[(4, 1), (1, 4), (2, 2)])
 

@@ -327,6 +327,21 @@ def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return made
 
 
+@handles("new", "Tensor")
+def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The constructor that a tensor has: of the numbers of its cells, not filled, or of values in a list."""
+    x, *rest = args
+    if type(x) is GlobalTensor and not kwargs and all(type(one) is int for one in rest):
+        return new(torch.Tensor.new_empty, (x, tuple(rest) or (0,)), {})
+    if type(x) is GlobalTensor and not kwargs and len(rest) == 1:
+        if isinstance(rest[0], torch.Size):
+            return new(torch.Tensor.new_empty, (x, rest[0]), {})
+        if isinstance(rest[0], (list, tuple)):
+            return new_tensor(torch.Tensor.new_tensor, args, {})
+    made: torch.Tensor = TABLE[None](func, args, kwargs)
+    return made
+
+
 @handles("one_hot", "functional")
 def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     def run(tensor: Any, num_classes: int = -1) -> GlobalTensor:

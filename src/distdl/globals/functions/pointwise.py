@@ -73,6 +73,8 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return result_of(func, first, y, (first,))
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
+    if "alpha" in kwargs or "value" in kwargs:
+        kwargs = {name: _factor(func, name, value) for name, value in kwargs.items()}
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context
@@ -88,6 +90,14 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         y = _of_copies(error, func, given, named)
     whole = [one for one in operands if type(one) is GlobalTensor]
     return result_of(func, whole[0], y, whole, target)
+
+
+def _factor(func: Callable[..., Any], name: str, value: Any) -> Any:
+    """A tensor without dims that stands for a number, as torch takes it; other values as they are."""
+    stands = name == "alpha" or (name == "value" and name_of(func).startswith("addc"))
+    if not (stands and isinstance(value, torch.Tensor)) or value.dim() or value.requires_grad:
+        return value
+    return value.item()
 
 
 def _of_copies(error: RuntimeError, func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
