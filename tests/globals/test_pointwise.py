@@ -88,6 +88,8 @@ def test_tensors_that_stand_for_numbers():
         assert_same(lambda x: torch.add(x, x, alpha=half), x)
         assert_same(lambda x: x.sub_(x * 0.5, alpha=half), x)
         assert_same(lambda x: torch.addcdiv(x, x, x + 9, value=half), x)
+        assert_same(lambda x: torch.full_like(x, half) + torch.nn.functional.elu(-x.abs(), alpha=half), x)
+        assert_same(lambda x: torch._foreach_mul([x, x * 2], half), x)
         assert_same(lambda x: x.clone().addcmul_(x, x, value=(x.detach() * 0).sum() + 2), x)
 
 

@@ -111,6 +111,24 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
     return target, found
 
 
+def numbers_of(context: Context, operands: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """Operands without dims, for a worker that holds none of the result: ones in the place of what is not there.
+
+    So torch says there, too, whether it takes them, and of what dtype the result is.
+
+    Args:
+        found: what :func:`aligned` has made of the operands.
+    """
+    return [
+        zeros_on(part, ()).fill_(1)
+        if type(one) is GlobalTensor
+        else entered(one, context)
+        if isinstance(one, torch.Tensor)
+        else one
+        for one, part in zip(operands, found, strict=True)
+    ]
+
+
 def _part(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) -> torch.Tensor:
     block, owned = block_of(x), x._layout
     if owned is need:

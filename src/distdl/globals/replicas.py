@@ -90,10 +90,10 @@ class Replica(torch.Tensor):
             return handler(func, args, kwargs or {})
         every: list[torch.Tensor] = []
         map_tensors((args, kwargs or {}), every.append)
-        for one in every:
-            if type(one).__name__ == "GlobalTensor":  # (of which torch has not told us)
-                return type(one).__torch_function__(func, (*types, type(one)), args, kwargs)
-        found = [one for one in every if type(one) is Replica]
+        for value in every:
+            if type(value).__name__ == "GlobalTensor":  # (of which torch has not told us)
+                return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
+        found = [value for value in every if type(value) is Replica]
         context = found[0]._context
         target = args[0] if args and type(args[0]) is torch.Tensor and _writes(func) else None
         if target is not None and target.requires_grad and not is_copy(target):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import result_of
-from distdl.globals.operands import aligned, block_of, moved
+from distdl.globals.operands import aligned, block_of, moved, numbers_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.partition.sharing import reduce_values
@@ -32,8 +32,13 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     f"{name} would write a global tensor into a plain one, which is the same on every worker"
                 )
             target, found = aligned(whole[0]._context, own, lead, name)
+        nothing = bool(whole) and not (target.rulers or target.active)
+        if nothing:  # (where a tensor stands for a number, it has to be one)
+            found = numbers_of(whole[0]._context, own, found)
         given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
         y = func(*given, **named)
+        if nothing and not writes:
+            y = [y[0].reshape(1)[:0]]
         if writes:
             if whole:
                 result_of(func, own[0], own[0]._block, (own[0],))

@@ -328,18 +328,17 @@ def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 @handles("new", "Tensor")
-def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The constructor that a tensor has: of the numbers of its cells, not filled, or of values in a list."""
     x, *rest = args
-    if type(x) is GlobalTensor and not kwargs and all(type(one) is int for one in rest):
-        return new(torch.Tensor.new_empty, (x, tuple(rest) or (0,)), {})
-    if type(x) is GlobalTensor and not kwargs and len(rest) == 1:
-        if isinstance(rest[0], torch.Size):
-            return new(torch.Tensor.new_empty, (x, rest[0]), {})
-        if isinstance(rest[0], (list, tuple)):
+    first = rest[0] if len(rest) == 1 else None
+    if type(x) is GlobalTensor and not kwargs:
+        size = first if isinstance(first, torch.Size) else tuple(rest) or (0,)
+        if all(type(n) is int for n in size):
+            return new(torch.Tensor.new_empty, (x, size), {})
+        if isinstance(first, (list, tuple)):
             return new_tensor(torch.Tensor.new_tensor, args, {})
-    made: torch.Tensor = TABLE[None](func, args, kwargs)
-    return made
+    return TABLE[None](func, args, kwargs)
 
 
 @handles("one_hot", "functional")

@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
-from distdl.globals.operands import aligned, block_of
+from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_written
@@ -73,8 +73,6 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return result_of(func, first, y, (first,))
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
-    if "alpha" in kwargs or "value" in kwargs:
-        kwargs = {name: _factor(func, name, value) for name, value in kwargs.items()}
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context
@@ -88,16 +86,15 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         y = func(*given, **named)
     except RuntimeError as error:
         y = _of_copies(error, func, given, named)
+    except TypeError:  # (what stands for a number has to be one)
+        if target.rulers or target.active:
+            raise
+        numbers = numbers_of(context, operands, found)
+        given, rest = numbers[: len(args)], numbers[len(args) :]
+        y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
+        y = y if lead is None else found[0].add_(y)
     whole = [one for one in operands if type(one) is GlobalTensor]
     return result_of(func, whole[0], y, whole, target)
-
-
-def _factor(func: Callable[..., Any], name: str, value: Any) -> Any:
-    """A tensor without dims that stands for a number, as torch takes it; other values as they are."""
-    stands = name == "alpha" or (name == "value" and name_of(func).startswith("addc"))
-    if not (stands and isinstance(value, torch.Tensor)) or value.dim() or value.requires_grad:
-        return value
-    return value.item()
 
 
 def _of_copies(error: RuntimeError, func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
