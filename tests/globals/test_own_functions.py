@@ -168,7 +168,113 @@ class Inner(Function):
         return x.grad, None
 
 
+class Clipped(Function):
+    """Of weights alone. Like those below, its backward is not linear: of parts of a gradient, it gives no parts."""
+
+    @staticmethod
+    def forward(ctx, w):
+        return w * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.clamp(-0.5, 0.5)
+
+
+class Tanh(Function):
+    """With second derivatives."""
+
+    @staticmethod
+    def forward(w, power=2):
+        return w**power
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, dy):
+        w, y = ctx.saved_tensors
+        return (dy * w).tanh() + y.sin(), None
+
+
+class Signs(Function):
+    """Of several results, of which some are not used or no tensors."""
+
+    @staticmethod
+    def forward(ctx, w, v, factor):
+        ctx.save_for_backward(w, v)
+        ctx.set_materialize_grads(False)
+        return w * v * factor, (w + v).sum(), "text", w.argmax(), w.float()
+
+    @staticmethod
+    def backward(ctx, dy, d_sum, no_tensor, no_gradient, unused):
+        w, v = ctx.saved_tensors
+        assert no_gradient is None and unused is None
+        dw = torch.zeros_like(w) if d_sum is None else d_sum.sign().expand(w.shape)
+        dw = dw if dy is None else dw + v * dy / dy.norm()
+        return dw, dw * 2 if ctx.needs_input_grad[1] else None, None
+
+
+class Called(Function):
+    """Its backward goes through a part of the model, and there is a gradient of that, too."""
+
+    @staticmethod
+    def forward(ctx, w, module):
+        ctx.save_for_backward(w)
+        ctx.module = module
+        return module(w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        w = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(w)
+        y.backward(dy.sign())
+        return w.grad, None
+
+
+class Sines(Function):
+    """Of values alone, by NumPy."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.values = w.detach().numpy().copy()
+        return torch.from_numpy(numpy.sin(ctx.values))
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.from_numpy(numpy.tanh(dy.numpy()) * numpy.cos(ctx.values))
+
+
+@torch.library.custom_op("distdl_tests::clipped", mutates_args=())
+def clipped(w: torch.Tensor, factors: list[float]) -> torch.Tensor:
+    return w * factors[0]
+
+
+clipped.register_autograd(lambda ctx, dy: (dy.clamp(-0.5, 0.5), None))
+
+
+def _clipped_view(m, x):
+    """What follows from a weight, and does not say so by its type."""
+    table = torch.zeros(2, 5, dtype=x.dtype)
+    row = table[1]
+    table[1] = m.w
+    return x * Clipped.apply(row)
+
+
 USES = {
+    "clipped": lambda m, x: x * Clipped.apply(m.w),
+    "clipped twice": lambda m, x: x * Clipped.apply(Tanh.apply(m.w * m.v, power=3)) * m.w,
+    "clipped view": _clipped_view,
+    "signs": lambda m, x: x * Signs.apply(m.w, m.v, 3)[0],
+    "sign of a sum": lambda m, x: x * Signs.apply(m.w, m.v.detach(), 3)[1],
+    "called": lambda m, x: x * Called.apply(m.w, m.inner),
+    "sines": lambda m, x: x * Sines.apply(m.w),
+    "operator": lambda m, x: x * clipped(m.w * m.v, [2.0]),
+    "clipped in a checkpoint": lambda m, x: checkpoint(lambda x: x * Clipped.apply(m.w), x, use_reentrant=False),
+    "clipped in a reentrant one": lambda m, x: x * checkpoint(lambda w: Tanh.apply(w) * m.v, m.w, use_reentrant=True),
+    "clipped without gradients": lambda m, x: x * m.v + x * _without(Clipped.apply, m.w),
+    "differentiated": lambda m, x: x * torch.autograd.grad(Tanh.apply(m.w).sum(), m.w, create_graph=True)[0],
     "saved argument": lambda m, x: Swish.apply(x * m.w) + x,
     "saved result": lambda m, x: Softmax.apply(x * m.w, 0) + Softmax.apply(x, -1) * m.v,
     "view": lambda m, x: Reversed.apply(x * m.w),
@@ -235,6 +341,33 @@ def test_second_derivatives(function):
         torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_second_derivatives_by_weights(weights):
+    def twice(model, x):
+        (dw,) = torch.autograd.grad(model(x).pow(3).sum(), model.w, create_graph=True)
+        dw.square().sum().backward()
+        return dw, model.w.grad
+
+    x = split(x35)
+    model = distdl.distribute(Calling(lambda m, x: x * Tanh.apply(m.w)), x.layout.partition, weights)
+    for ours, theirs in zip(twice(model, x), twice(Calling(lambda m, x: x * Tanh.apply(m.w)), x35), strict=True):
+        whole = ours.full_tensor() if type(ours) is GlobalTensor else ours
+        torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)
+
+
+@on_workers
+def test_results_of_one_function_of_weights_have_one_message():
+    counts = []
+    for use in (lambda m, x: x * (m.w + m.v), lambda m, x: x * sum(Signs.apply(m.w, m.v, 3)[:2])):
+        model = distdl.distribute(Calling(use), split(x35).layout.partition)
+        loss = model(split(x35)).sum()
+        with distdl.ledger() as book:
+            loss.backward()
+        counts.append(sum(one.calls for one in book.entries))
+    assert counts[1] == counts[0] + 1
+
+
 class _Dirty(Function):
     @staticmethod
     def forward(ctx, x):
@@ -259,6 +392,30 @@ def test_what_such_functions_must_not_do():
         distdl.distribute(Calling(lambda m, x: _Dirty.apply(x * m.w)), P)(split(x35))
     with pytest.raises(RuntimeError, match="_ShortBackward returned an incorrect number of gradients"):
         distdl.distribute(Calling(lambda m, x: _Short.apply(x * m.w, 2)), P)(split(x35)).sum().backward()
+
+
+class _Hidden(Function):
+    @staticmethod
+    def forward(ctx, w, box):
+        return box[0] * w
+
+
+_apply_of_before = super(Function, Clipped).apply  # as by a reference that is older than the import of distdl
+_sines_of_before = super(Function, Sines).apply
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_what_functions_of_weights_must_not_do(weights):
+    P = split(x35).layout.partition
+    for use, problem in (
+        (lambda m, x: x * _Dirty.apply(m.w * 1), r"_Dirty writes into a weight .*mark_dirty"),
+        (lambda m, x: _Hidden.apply(m.w, [x]), "_Hidden takes weights alone and gives a global tensor"),
+        (lambda m, x: x * _apply_of_before(m.w), "Clipped was applied to weights .* older than the import"),
+        (lambda m, x: x * _sines_of_before(m.w), "Sines was applied to weights .* older than the import"),
+    ):
+        with pytest.raises(RuntimeError, match=problem):
+            distdl.distribute(Calling(use), P, weights)(split(x35))
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])

@@ -97,6 +97,17 @@ def _seen(m, x):
     return x * w
 
 
+def _clamp(w):
+    w.grad.clamp_(-0.5, 0.5)
+
+
+def _clamped_at_last(m, x):
+    if not m.seen:
+        m.seen.append(torch.ones(1))
+        m.w.register_post_accumulate_grad_hook(_clamp)
+    return x * m.w
+
+
 def _implicit(m, x):
     """A fixed point, whose gradient is one, too: a backward inside of a hook."""
     with torch.no_grad():
@@ -152,6 +163,7 @@ FORWARDS = {
     "of a leaf": _of_a_leaf,
     "clamped": _clamped,
     "clamped parameter": _clamped_parameter,
+    "clamped at last": _clamped_at_last,
     "seen": _seen,
     "implicit": _implicit,
     "trained": _trained,
@@ -204,6 +216,17 @@ def test_what_follows_from_a_parameter_and_from_what_has_not_entered():
     model = distdl.distribute(Calling(lambda m, x: x * (_view(m) * outside)), x.layout.partition)
     with pytest.raises(RuntimeError, match="follows both from a parameter of the model and from a tensor that has not"):
         model(x)
+
+
+@on_workers
+def test_a_gradient_edge_is_refused():
+    def forward(m, x):
+        w = m.w * 2
+        edge = torch.autograd.graph.get_gradient_edge(w)
+        return x * torch.autograd.grad((x * w).sum(), edge)[0]
+
+    with pytest.raises(TypeError, match="by a gradient edge would be a worker's block of it, or a part"):
+        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
 
 
 @on_workers

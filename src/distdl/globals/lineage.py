@@ -1,8 +1,7 @@
 """Where plain tensors come from, by the autograd graph: those whose type does not say so.
 
-What is computed from a worker's own copy of a parameter is a copy, too, and says so by its type. Two kinds do not: a
-view that was taken of a plain tensor before a copy was written into this, and what an autograd function of a user's has
-made of values alone.
+What is computed from a worker's own copy of a parameter is a copy, too, and says so by its type. A view that was taken
+of a plain tensor before a copy was written into this does not.
 """
 
 from __future__ import annotations
@@ -14,13 +13,20 @@ import torch
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
+OLD_REFERENCE = (
+    "the autograd function {0} was applied to weights of a distributed model by a reference to {0}.apply that is older "
+    "than the import of distdl, or to a view of them that was taken before they were written there; its backward would "
+    "get a worker's part of the gradient. Import distdl before the module that takes this reference, and take views "
+    "after the write"
+)
+"""Said of a function that has not been given variables (see :func:`distdl.globals.parts.apply_to_variables`)."""
 
 
 def entered_into(tensor: torch.Tensor) -> Any:
     """The context into which what a plain tensor has been computed from has entered; None for one that has not.
 
     Raises: RuntimeError if some of it has, and some has not: of the gradient of the one each worker has a part, and of
-        that of the other all.
+        that of the other all; or if an autograd function of a user's has computed it from what has entered.
     """
     node = tensor.grad_fn
     if node is None:
@@ -30,8 +36,8 @@ def entered_into(tensor: torch.Tensor) -> Any:
         raise RuntimeError(
             "a plain tensor follows both from a parameter of the model and from a tensor that has not entered the "
             "model, and its type does not say so: it was computed from a view that had been taken before the parameter "
-            "was written into the same memory, or by an autograd function that computes on values alone. Take views "
-            "after the write, and give other tensors to the model beside its input"
+            "was written into the same memory. Take views after the write, and give other tensors to the model beside "
+            "its input"
         )
     return next(iter(found), None)
 
@@ -43,6 +49,7 @@ def _sources(node: Any) -> frozenset[Any]:
     source, follows from this, too.
     """
     found: set[Any] = set()
+    functions: list[str] = []
     seen, rest = {node}, [node]
     while rest:
         one: Any = rest.pop()
@@ -53,12 +60,16 @@ def _sources(node: Any) -> frozenset[Any]:
         elif isinstance(kind, type) and issubclass(kind, Function):
             found.add(kind.entered_into(one))
         elif one.next_functions:
+            if kind is not None:
+                functions.append(type(one).__name__.removesuffix("Backward"))
             new = {before for before, _ in one.next_functions if before is not None} - seen
             seen |= new
             rest.extend(new)
         else:
             found.add(None)  # (a leaf)
     result = frozenset(found)
+    if functions and result != {None}:
+        raise RuntimeError(OLD_REFERENCE.format(functions[0]))
     for one in seen if len(result) == 1 else {node}:
         one.metadata[_KEY] = result
     return result

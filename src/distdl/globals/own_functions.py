@@ -13,7 +13,7 @@ numbers in it are those that the forward drew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -25,8 +25,9 @@ from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.autograd import part_of
 from distdl.globals.operands import block_of
-from distdl.globals.parts import variable_of
-from distdl.globals.replicas import Replica, entered, plain_of
+from distdl.globals.parts import apply_to_variables, variable_of
+from distdl.globals.paths import is_running
+from distdl.globals.replicas import Replica, entered, is_copy, plain_of
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -276,6 +277,11 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 leave_uncompiled(apply_whole)
 
 
+def _is_copy(value: Any) -> bool:
+    """Whether an argument is a copy whose type does not say so."""
+    return type(value) is torch.Tensor and value.requires_grad and is_copy(value)
+
+
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -287,6 +293,8 @@ def install() -> None:
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
+        if torch.is_grad_enabled() and (Replica in kinds or (is_running() and any(map(_is_copy, args)))):
+            return apply_to_variables(partial(torch_apply, cls), args, kwargs, f"the autograd function {cls.__name__}")
         return torch_apply(cls, *args, **kwargs)
 
     known.apply = classmethod(apply)

@@ -8,13 +8,15 @@ the others with zero:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from distdl.globals.context import Context
-from distdl.globals.replicas import context_of, leave, parameter_of, plain_of
+from distdl.globals.replicas import Replica, context_of, enter, leave, parameter_of, plain_of, tied_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function
 
 
@@ -54,14 +56,70 @@ def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
     return tuple(found)
 
 
+def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """Apply what has a backward of its own to copies: it takes variables, and what it gives enters once more.
+
+    So its backward gets whole gradients, in which it need not be linear, and gives whole ones on every worker, of which
+    one counts.
+
+    Args:
+        name: of the function, in errors.
+    Raises: RuntimeError if it writes into a copy, or gives a global tensor.
+    """
+    contexts: list[Context] = []
+    made: dict[int, torch.Tensor] = {}
+
+    def variable(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        context = context_of(value)
+        if context is None:
+            return value
+        contexts.append(context)
+        if not value.requires_grad:
+            return plain_of(value)
+        if id(value) not in made:
+            made[id(value)] = variable_of(value)
+        return made[id(value)]
+
+    y = function(*map(variable, args), **{key: variable(one) for key, one in kwargs.items()})
+    results = list(y) if isinstance(y, (tuple, list)) else [y]
+    groups: dict[Any, list[int]] = {}
+    for place, one in enumerate(results):
+        if type(one) is GlobalTensor:
+            raise RuntimeError(
+                f"{name} takes weights alone and gives a global tensor, whose gradient would be lost; give it the "
+                "global tensor that it reads as an argument"
+            )
+        if not isinstance(one, torch.Tensor):
+            continue
+        one = results[place] = tied_of(one)
+        if not one.requires_grad:
+            continue
+        if any(one is other for other in made.values()):
+            raise RuntimeError(
+                f"{name} writes into a weight of a distributed model, or into what was computed from one "
+                "(ctx.mark_dirty), and what it writes would not reach it; return a new tensor"
+            )
+        groups.setdefault((one.dtype, one.device), []).append(place)
+    for places in groups.values():
+        own = [results[place] for place in places]
+        for place, one, copy in zip(places, own, enter(contexts[0], own), strict=True):
+            results[place] = Replica._of(copy, contexts[0])
+            results[place].__dict__["_node"] = one.grad_fn
+    return type(y)(results) if isinstance(y, (tuple, list)) else results[0]
+
+
+leave_uncompiled(apply_to_variables)
+
+
 class _Same(Function):
     """From each worker's copy to the one variable. The gradient is one worker's part, and so counts once."""
 
     @staticmethod
     def forward(ctx: Any, copy: torch.Tensor, first: bool) -> torch.Tensor:
         ctx.first = first
-        alias: torch.Tensor = torch.ops.aten.alias(copy)
-        return alias
+        return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from distdl.tensors.derivatives import is_recomputed
+
 
 class _Here(threading.local):
     def __init__(self) -> None:
@@ -73,3 +75,8 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
         yield len(_here.models) == 1
     finally:
         _here.models.pop()
+
+
+def is_running() -> bool:
+    """Whether the forward of a distributed model runs in this thread, or is recomputed."""
+    return bool(_here.models) or is_recomputed()

@@ -22,8 +22,8 @@ from torch.autograd.function import BackwardCFunction
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
-from distdl.globals.lineage import entered_into
-from distdl.globals.table import REPLICATED
+from distdl.globals.lineage import OLD_REFERENCE, entered_into
+from distdl.globals.table import OPERATOR, REPLICATED
 from distdl.nn.compiling import leave_uncompiled
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_checkpointed
@@ -86,6 +86,8 @@ class Replica(torch.Tensor):
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
         handler = REPLICATED.get(func)
+        if handler is None and isinstance(func, _OPERATORS) and not str(func).startswith(("aten.", "prims.")):
+            handler = REPLICATED[OPERATOR]
         if handler is not None:
             return handler(func, args, kwargs or {})
         every: list[torch.Tensor] = []
@@ -120,6 +122,7 @@ class Replica(torch.Tensor):
         return map_tensors(result, wrap)
 
 
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
     "model; write into a clone of it, or use the result of a function out of place"
@@ -175,12 +178,18 @@ def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
 def copy_of(replica: Replica) -> torch.Tensor:
     """The plain tensor that a replica is.
 
-    An autograd function of a user's computes what it returns, and then ties the replica itself to its node.
+    Raises: RuntimeError if an autograd function has given it whose backward gets this worker's part of the gradient.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if _is_tied(replica):
-            replica._plain = replica.as_subclass(torch.Tensor)
+            raise RuntimeError(OLD_REFERENCE.format(type(replica.grad_fn).__name__.removesuffix("Backward")))
     return replica._plain
+
+
+def tied_of(value: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that an autograd function has given: if it is a replica, the function has tied that itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor) if type(value) is Replica else value
 
 
 def _is_tied(replica: Replica) -> bool:

@@ -17,6 +17,9 @@ TABLE: dict[Any, Handler] = {}
 REPLICATED: dict[Any, Handler] = {}
 """The same for tensors that every worker has whole; others are torch's."""
 
+OPERATOR = "operator"
+"""The key there of what is done about operators that users have made."""
+
 SPACES: dict[str, Any] = {
     "torch": torch,
     "Tensor": torch.Tensor,

@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.entry import NO_TANGENTS, full_tensor
@@ -128,6 +129,11 @@ def _listed(tensors: Any) -> list[Any]:
 
 def _plain(x: Any) -> Any:
     """The plain tensor by which torch differentiates: of a copy, its parameter, which may have other copies, too."""
+    if isinstance(x, GradientEdge):
+        raise TypeError(
+            "a gradient by a gradient edge would be a worker's block of it, or a part that others add to; give the "
+            "tensor"
+        )
     x = parameter_of(x)
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
 

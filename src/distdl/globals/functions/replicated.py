@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from distdl.globals.parts import part_of_all, summed
+from distdl.globals.parts import apply_to_variables, part_of_all, summed
 from distdl.globals.replicas import Replica, map_tensors, parameter_of, plain_of
-from distdl.globals.table import REPLICATED
+from distdl.globals.table import OPERATOR, REPLICATED
 
 
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,6 +35,12 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return run(*args, **kwargs)
 
 
+def register_post_accumulate_grad_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a parameter, which has its whole gradient there; torch refuses what is no leaf."""
+    replica, *rest = args
+    return func(plain_of(parameter_of(replica)), *rest, **kwargs)
+
+
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     (replica,) = args
     of = _of_graph(replica)
@@ -58,6 +64,19 @@ def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(_of_graph(replica), *map_tensors(rest, plain_of))
 
 
+def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator of a user's (``torch.library``), whose derivative need not be linear in the gradient."""
+    tensors: list[torch.Tensor] = []
+    map_tensors((args, kwargs), tensors.append)
+
+    def call(*variables: torch.Tensor) -> Any:
+        rest = iter(variables)
+        given, named = map_tensors((args, kwargs), lambda one: next(rest))
+        return func(*given, **named)
+
+    return apply_to_variables(call, tuple(tensors), {}, f"the operator {func}")
+
+
 def _of_graph(replica: Any) -> torch.Tensor:
     """The tensor that what follows from a replica follows from: its plain one, or itself where it has become one."""
     return plain_of(replica) if "_plain" in replica.__dict__ else replica
@@ -65,6 +84,11 @@ def _of_graph(replica: Any) -> torch.Tensor:
 
 _attribute: Any = torch.Tensor.grad  # (one that is computed, whose type says what it gives)
 REPLICATED.update(
-    {torch.Tensor.register_hook: register_hook, torch.Tensor.retain_grad: retain_grad}
+    {
+        torch.Tensor.register_hook: register_hook,
+        torch.Tensor.register_post_accumulate_grad_hook: register_post_accumulate_grad_hook,
+        torch.Tensor.retain_grad: retain_grad,
+    }
+    | {OPERATOR: operator}
     | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), gradient)
 )
