@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -235,11 +235,31 @@ def is_copy(tensor: torch.Tensor) -> bool:
     return type(tensor) is Replica or entered_into(tensor) is not None
 
 
-def enter(context: Context, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message."""
+class Compared(Protocol):
+    """What has to be the same on all workers.
+
+    Attributes:
+        bits: that follow from it, 0 or 1 each.
+    """
+
+    bits: torch.Tensor
+
+    def compare(self) -> None:
+        """Raise an error if it differs. Collective; called where the bits are not the same on all workers."""
+
+
+def enter(
+    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None
+) -> tuple[torch.Tensor, ...]:
+    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
+
+    Args:
+        compared: of which bits go with the gradients.
+    """
     if len(context.everyone) == 1:
         return tuple(tensors)
-    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Sum.of(context, tensors), *tensors)
+    total = _Sum.of(context, tensors, 0 if compared is None else compared.bits.numel())
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(total, compared, *tensors)
     return copies
 
 
@@ -277,30 +297,38 @@ def context_of(value: torch.Tensor) -> Context | None:
 class _Sum:
     """The sum of tensors over all workers, as one message."""
 
-    def __init__(self, context: Context, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+    def __init__(self, context: Context, shapes: Sequence[Sequence[int]], dtype: torch.dtype, bits: int) -> None:
         # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
-        structure = (*map(tuple, shapes), (len(shapes),))
+        structure = (*map(tuple, shapes), (len(shapes),), (bits,))
         count = sum(map(prod, structure))
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
-        self.context, self.shapes = context, structure[:-1]
+        self.context, self.shapes, self._bits = context, structure[:-2], bits
         self._packing = Packing(structure, (count,))
         self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
+        self._no_bits: dict[torch.device, torch.Tensor] = {}
         self.operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
-    def of(cls, context: Context, tensors: Sequence[torch.Tensor]) -> _Sum:
+    def of(cls, context: Context, tensors: Sequence[torch.Tensor], bits: int = 0) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        return context.keep((_LABEL, shapes, dtype), lambda: cls(context, shapes, dtype))
+        return context.keep((_LABEL, shapes, dtype, bits), lambda: cls(context, shapes, dtype, bits))
 
-    def __call__(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> list[torch.Tensor | None]:
-        moved = self.operator.execute(self._packing.pack(self._filled(parts, device)))
-        *totals, owners = self._packing.unpack(moved)
+    def __call__(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
+    ) -> list[torch.Tensor | None]:
+        moved = self.operator.execute(self._packing.pack(self._filled(parts, device, compared)))
+        *totals, owners, bits = self._packing.unpack(moved)
         if device.type == "meta":
             return [*totals]  # nobody knows which ones nobody has
-        return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+        found = [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+        if compared is not None and any(0 < n < len(self.context.everyone) for n in bits.real.tolist()):
+            compared.compare()
+        return found
 
-    def _filled(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What travels: the parts, zeros in the place of those that are missing, and which these are."""
+    def _filled(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
+    ) -> tuple[torch.Tensor, ...]:
+        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits."""
         dtype = self.operator.dtype
         full = [
             torch.zeros(shape, dtype=dtype, device=device) if part is None else part
@@ -313,7 +341,12 @@ class _Sum:
         if missing:
             owned = owned.clone()
             owned[missing] = 0
-        return (*full, owned)
+        if compared is not None:
+            return (*full, owned, compared.bits.to(device, dtype))
+        bits = self._no_bits.get(device)
+        if bits is None:
+            bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
+        return (*full, owned, bits)
 
 
 class _Enter(Function):
@@ -325,8 +358,9 @@ class _Enter(Function):
         return context
 
     @staticmethod
-    def forward(ctx: Any, total: _Sum, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, total: _Sum, compared: Compared | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.pass_by()
+        ctx.compared = compared
         ctx.set_materialize_grads(False)
         ctx.checkpointed = is_checkpointed()
         if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
@@ -338,8 +372,8 @@ class _Enter(Function):
         _ = ctx.checkpointed and ctx.saved_tensors
         ctx.total.operator.derive(ctx.began)
         if torch.is_grad_enabled():
-            return None, *_Leave.apply(ctx.total, ctx.device, *parts)
-        return None, *ctx.total(parts, ctx.device)
+            return None, None, *_Leave.apply(ctx.total, ctx.device, *parts)
+        return None, None, *ctx.total(parts, ctx.device, ctx.compared)
 
 
 class _Leave(Function):

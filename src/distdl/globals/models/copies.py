@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
+from distdl.globals.models.drift import Drift
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, enter, is_copy, parameter_of
 from distdl.globals.standing import settled
@@ -164,6 +165,7 @@ class Replicas:
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
+        self._drift = Drift(module)
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
@@ -176,14 +178,18 @@ class Replicas:
         if self._held is None:
             self._held = list(_held(self.module))
         context = Context.of(self.P.comm)
-        listed = [p for held in self._held for p in held.values() if p is not None and p.requires_grad]
-        listed = [p for p in listed if not is_copy(p)]  # (functional_call sets what another model has computed)
+        every = [p for held in self._held for p in held.values() if p is not None]
+        every = [p for p in every if not is_copy(p)]  # (functional_call sets what another model has computed)
+        listed = [p for p in every if p.requires_grad]
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
             self._described, self._buckets = described, list(_buckets(listed))
+        alone = len(context.everyone) == 1
+        look = None if alone or not listed else self._drift.look(context, every, listed[0].dtype)
         for bucket in self._buckets:
             together = [listed[place] for place in bucket]
-            for parameter, copy in zip(together, enter(context, together), strict=True):
+            entering, look = enter(context, together, look), None  # (it goes with the first)
+            for parameter, copy in zip(together, entering, strict=True):
                 made = self._copies[id(parameter)] = Replica._of(copy, context)
                 made._variable = parameter
 

@@ -36,7 +36,7 @@ def make_equal(module: torch.nn.Module, context: Context, only: Collection[int] 
             )
     found = [(name, part) for name, one in listed for part in parts_of(one)]
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
-    cells = [_bytes(one) for _, one in found]
+    cells = [bytes_of(one) for _, one in found]
     checksum = 0
     for one in cells:
         checksum = crc32(one.numpy().data, checksum)
@@ -64,7 +64,7 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
     """
     found = [(name, part) for name, one in whole_of(module) for part in parts_of(one)]
     context.comm.where = "a forward"
-    mine = tuple((name, crc32(_bytes(one).numpy().data)) for name, one in found)
+    mine = tuple((name, crc32(bytes_of(one).numpy().data)) for name, one in found)
     told = gather_values(context.comm, context.everyone, "comparing weights", mine)
     for worker, theirs in enumerate(told):
         for (name, one), (other, checksum) in zip(told[0], theirs, strict=False):
@@ -84,7 +84,7 @@ def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, one) for name, one in listed if id(one) not in apart and type(one) is not GlobalTensor]
 
 
-def _bytes(one: torch.Tensor) -> torch.Tensor:
+def bytes_of(one: torch.Tensor) -> torch.Tensor:
     """What a tensor holds, as a tensor of bytes by itself."""
     return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
