@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import torch
 from torch.nn import init
 
+from distdl.globals.functions.drawing import Drawing
 from distdl.globals.table import TABLE
+from distdl.globals.tensor import GlobalTensor
 
 
 def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,3 +57,17 @@ TABLE[init.constant_] = _constant
 TABLE[init.uniform_] = _uniform
 TABLE[init.normal_] = _normal
 TABLE[init.kaiming_uniform_] = _kaiming_uniform
+
+
+def install() -> None:
+    """Let ``torch.nn.init.sparse_`` look for a global tensor: it draws places as plain tensors, and asks nobody."""
+    torch_sparse = init.sparse_
+
+    @wraps(torch_sparse)
+    def sparse_(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is not GlobalTensor:
+            return torch_sparse(tensor, *args, **kwargs)
+        with Drawing(tensor._context):
+            return torch_sparse(tensor, *args, **kwargs)
+
+    setattr(init, "sparse_", sparse_)  # noqa: B010 (a module's function, as torch's types have it)
