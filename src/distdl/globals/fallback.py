@@ -57,9 +57,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     _announce(context, name, found)
     worker = int(grid.workers.flat[0])
     apart = Apart(context, worker, name)
-    gathered = {
-        id(one): apart.takes(moved(one, context.whole(one.shape, worker), name), one._block.is_leaf) for one in found
-    }
+    in_place = writes(func, kwargs)
+    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), one._block.is_leaf) for one in found}
 
     beside: list[torch.Tensor] = []  # the tensors that every worker has
 
@@ -106,6 +105,12 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
         spread({**description, "same": place, "written": True})
     return y
+
+
+def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
+    """A tensor on the worker that computes. Where that writes in place, it is not a block, which is written later."""
+    y = moved(x, x._context.whole(x.shape, worker), name)
+    return y.clone() if y is x._block and in_place else y
 
 
 def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> None:
