@@ -39,7 +39,10 @@ def part(x: GlobalTensor, index: Sequence[Any]) -> GlobalTensor:
     layout, key = x._layout, frozen(index)
     local, target = x._context.keep(("part", layout, key), lambda: _plan_part(layout, tuple(index)))
     block = block_of(x)
-    block = block.reshape(-1)[:0].reshape(target.local) if local is None else block[local]
+    if local is None:  # (without a cell, any shape is a view, whatever the strides)
+        block = (block if block.dim() else block.reshape(1))[:0].reshape(target.local)
+    else:
+        block = block[local]
     return view_of(x, block, target, False)
 
 
