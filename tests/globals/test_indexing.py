@@ -347,3 +347,11 @@ def test_masks_of_other_extents(mask):
 @pytest.mark.parametrize("index", [1.5, {}])
 def test_what_is_no_index(index):
     assert_raises_the_same(lambda x: x[index], x3)
+
+
+def test_index_tensors_that_do_not_broadcast():
+    def write(x):
+        x[[0, 1], :, [0, 1, 2]] = 0.0
+
+    assert_raises_the_same(lambda x: x[[0, 1], :, [0, 1, 2]], x3, text=True)
+    assert_raises_the_same(write, x3, text=True)

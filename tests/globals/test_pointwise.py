@@ -5,6 +5,8 @@ import torch
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
+import distdl
+
 x4, y4 = noise(3, 5, 7, 2), noise(3, 5, 7, 2, seed=1)
 row = noise(5, 1, 1, seed=2)
 UNARY = [
@@ -157,3 +159,34 @@ def test_copies_by_constructors():
     assert_same(lambda x: torch.asarray(x.detach(), copy=True), Global(noise(5, 7)))
     assert_same(lambda x: torch.asarray(x.detach(), dtype=torch.float32), Global(noise(5, 7)))
     assert_same(lambda x: torch.DoubleTensor(x.detach()), Global(noise(5, 7)))
+
+
+def test_assert_close():
+    """It compares whole tensors, on every worker."""
+
+    def work():
+        close, P = torch.testing.assert_close, distdl.world()[:2].reshape(1, 2)
+        x = noise(5, 7)
+        ours, other = distdl.distribute_tensor(x, P), distdl.distribute_tensor(x, P.reshape(2, 1))
+        for left, right in ((ours, x), (x, ours), (ours, other), ([ours, {"a": x}], [x, {"a": ours}])):
+            close(left, right)
+        wrong = x.clone()
+        wrong[4, 6] += 1
+        for left, right, text in (
+            (ours, wrong, "not close"), (wrong, ours, "not close"), (ours, x.float(), "dtype"), (ours, x[0], "shape"),
+        ):  # fmt: skip
+            with pytest.raises(AssertionError, match=text):
+                close(left, right)
+
+    distdl.run_workers(work, 3)
+
+
+def test_clipping_of_global_and_plain_parameters_together():
+    def function(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        (x.square() * w).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_([x, w], 0.5, foreach=True)
+        return norm, x.grad, w.grad
+
+    assert_same(function, Global(noise(5, 7)), noise(7))
+    assert_same(function, Global(noise(5, 7)), Global(noise(7)))

@@ -150,3 +150,17 @@ def test_copies_along_dims():
 )  # fmt: skip
 def test_torch_raises_the_same(function):
     assert_raises_the_same(function, x3, text=True)
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "squeeze_", "transpose_"])
+def test_leaves_do_not_change_their_shape_in_place(change):
+    given = {"t_": (), "unsqueeze_": (0,), "squeeze_": (), "transpose_": (0, 1)}[change]
+
+    def work():
+        x = distdl.distribute_tensor(noise(5, 7), distdl.world()[:2].reshape(1, 2)).requires_grad_()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            getattr(x, change)(*given)
+        (x * 1).sum().backward()
+        assert x.grad.shape == (5, 7)
+
+    distdl.run_workers(work, 3)

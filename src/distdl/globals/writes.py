@@ -27,7 +27,7 @@ class Writes:
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
         self._named = getattr(function, "__name__", "").endswith("_")
-        uncounted = function in (torch.batch_norm, functional.batch_norm)
+        uncounted = function in (torch.batch_norm, torch.native_batch_norm, functional.batch_norm)
         self._values = (
             {id(one): one.detach().clone() for one in inputs if one.dim() == 1 and not one.is_meta} if uncounted else {}
         )

@@ -18,6 +18,8 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func.__name__
     first = next(one for one in args if isinstance(one, (tuple, list)))
     writes = name.endswith("_")
+    if writes and any(type(one) is not GlobalTensor for one in first):  # (a factor of gradients, as of clipping)
+        args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
     results = []
     for place in range(len(first)):
         # (each list as one of a single entry; what is no list goes with every entry)

@@ -104,7 +104,7 @@ def _steps(index: tuple[Any, ...], dims: int) -> list[Any]:
 def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTensor:
     """What index tensors pick, which are the same on every worker."""
     dims = [dim for dim, one in enumerate(cells) if one is not None]
-    shape = torch.broadcast_shapes(*(one.shape for one in cells if one is not None))
+    shape = together(cells)
     check_cells(x, dims, cells)
     y = whole_along(x, dims, "indexing")
     layout, context = y._layout, y._context
@@ -128,6 +128,22 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
         return GlobalTensor._of(zeros_on(block, target.local), target)
     index = tuple(slice(None) if one is None else one for one in cells)
     return GlobalTensor._of(block[index].reshape(target.local), target)
+
+
+def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:
+    """The shape of what index tensors pick.
+
+    Raises: IndexError, as torch does, if they do not broadcast to each other.
+    """
+    shapes = [one.shape for one in cells if one is not None]
+    try:
+        found: torch.Size = torch.broadcast_shapes(*shapes)
+        return found
+    except RuntimeError:
+        raise IndexError(
+            "shape mismatch: indexing tensors could not be broadcast together with shapes "
+            + ", ".join(str(list(shape)) for shape in shapes)
+        ) from None
 
 
 def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:

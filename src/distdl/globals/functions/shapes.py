@@ -300,6 +300,8 @@ def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """The same of the tensor itself."""
     x, *rest = args
+    if torch.is_grad_enabled() and x._block.is_leaf and x._block.requires_grad:
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
     x._block, x._layout = y._block, y._layout
     same: GlobalTensor = x

@@ -12,7 +12,7 @@ import torch
 from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.indexing import check_cells, part, picked
+from distdl.globals.functions.indexing import check_cells, part, picked, together
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
@@ -241,6 +241,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     Each worker writes those of the cells that it has. The values come to where they are written.
     """
     dims = [dim for dim, one in enumerate(cells) if one is not None]
+    together(cells)  # (for torch's error)
     check_cells(x, dims, cells)
     layout, context = x._layout, x._context
     tensors = torch.broadcast_tensors(*(cells[dim] for dim in dims))
