@@ -166,3 +166,14 @@ def test_torch_raises_the_same(function):
 def test_from_the_last_to_the_first():
     assert_same(lambda x: (reversed(x), list(reversed(x))[1]), Global(noise(5, 7)))
     assert_same(lambda x: reversed(x), Global(noise()))
+
+
+def test_a_tensor_without_elements_beside_others():
+    """Torch takes its dtype alone, whatever its dims."""
+    empty, x, whole = torch.zeros(0, dtype=torch.float64), noise(5, 7).float(), torch.arange(35).reshape(5, 7)
+    for one in (Global(empty, (2,)), empty):
+        assert_same(lambda *tensors: torch.cat(tensors, 1), Global(x), one, tolerance=1e-6)
+        assert_same(lambda *tensors: torch.cat(tensors), one, Global(whole))
+    assert_same(lambda *tensors: torch.cat(tensors), Global(empty, (2,)), whole)
+    assert_same(lambda *tensors: torch.cat(tensors), whole, Global(empty, (2,)))
+    assert_same(lambda *tensors: torch.cat(tensors), Global(empty, (2,)), empty)

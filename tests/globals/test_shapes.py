@@ -164,3 +164,14 @@ def test_leaves_do_not_change_their_shape_in_place(change):
         assert x.grad.shape == (5, 7)
 
     distdl.run_workers(work, 3)
+
+
+def test_the_bits_of_each_element():
+    def function(x):
+        y = x.detach().clone()
+        bits = y.view(torch.int64)
+        bits[0] = 0
+        return bits, y, x.detach().view(dtype=torch.int64) >> 52
+
+    assert_same(function, Global(noise(5, 7)))
+    assert_same(lambda x: x.detach().view(torch.int64), Global(noise()))

@@ -83,7 +83,7 @@ def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         for place, one in enumerate(tensors):
             if not one.dim():
                 raise RuntimeError(f"zero-dimensional tensor (at position {place}) cannot be concatenated")
-        ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does)
+        ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does, but for dtypes)
         tensors = [one for one in tensors if tuple(one.shape) != (0,)]
         if not tensors:
             tensors, ignored = ignored, []
@@ -95,6 +95,7 @@ def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         )  # (for torch's error)
         y: Any = side_by_side(tensors, dim % tensors[0].dim())
         for one in ignored:
+            y = y.to(torch.promote_types(y.dtype, one.dtype))
             y = y + one.sum().to(y.dtype) if one.requires_grad else y  # (its gradient is zero, and not none)
         return y
 

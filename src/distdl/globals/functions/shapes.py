@@ -273,8 +273,13 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
     if type(x) is not GlobalTensor:  # but one of the sizes is
         return func(x, *map_tensors(rest, int), **map_tensors(kwargs, int))
-    if any(isinstance(value, torch.dtype) for value in (*rest, *kwargs.values())):
-        return TABLE[None](func, args, kwargs)
+    dtype = next((value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)), None)
+    if dtype is not None:
+        if dtype.itemsize != x.dtype.itemsize:
+            return TABLE[None](func, args, kwargs)
+        y = GlobalTensor._of(block_of(x).view(dtype), x._layout)  # (the bits of each element)
+        note_view(x, y)
+        return y
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
 
 
