@@ -11,6 +11,7 @@ import torch
 from launched import assert_close, on_workers, split
 from same import noise
 from torch.nn import functional as F
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 import distdl
 from distdl import GlobalTensor
@@ -566,6 +567,22 @@ def test_a_view_whose_cells_have_moved_is_never_used_with_old_values(written):
     _, stale = written(x, part, moved, view)
     with pytest.raises(RuntimeError, match="has written in place"):
         stale.sum()
+
+
+@on_workers
+def test_the_data_of_a_plain_tensor_is_never_that_of_a_global_one():
+    """Torch asks nobody there; reading it ended the process."""
+    x, plain, weight = split(x35), x35.clone(), torch.nn.Parameter(x35.clone())
+    for target in (plain, weight):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            target.data = x
+        assert_close(target * 2, 2 * x35)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        torch.nn.utils.vector_to_parameters(x.reshape(-1), [weight])
+    torch.nn.utils.vector_to_parameters(x35.reshape(-1) * 2, [own := (x * 1).requires_grad_()])
+    assert_close(own, 2 * x35)
+    (grouped,) = _group_tensors_by_device_and_dtype([[x]])
+    assert grouped == (torch.device("cpu"), torch.float64)
 
 
 @on_workers

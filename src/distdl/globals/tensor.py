@@ -19,6 +19,7 @@ from distdl.tensors.connection import replayed
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+_NOWHERE = torch.device("meta")
 _raw_node = _base.grad_fn.__get__
 _raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
 _raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
@@ -58,9 +59,11 @@ class GlobalTensor(torch.Tensor):
     @staticmethod
     def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
         """The global tensor of which this worker has this block."""
+        # (on "meta", so that torch refuses it as the .data of a plain tensor, reading which would end the process)
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
-            GlobalTensor, layout.size, dtype=block.dtype, device=block.device, requires_grad=block.requires_grad
-        )
+            GlobalTensor, layout.size, dtype=block.dtype, device=_NOWHERE, requires_grad=block.requires_grad,
+            dispatch_device=True,
+        )  # fmt: skip
         _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
         made._block = replayed(block) if layout.empty else block
         made._layout = layout
@@ -101,6 +104,8 @@ class GlobalTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # C++ code groups tensors by their devices
+            return args[0]._block.device
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
         if func in _COPIES:
