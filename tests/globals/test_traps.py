@@ -569,6 +569,24 @@ def test_a_view_whose_cells_have_moved_is_never_used_with_old_values(written):
         stale.sum()
 
 
+@pytest.mark.parametrize("share", [lambda x: x.detach(), lambda x: x.data, lambda x: x.detach()[1:]])
+@on_workers
+def test_what_shares_memory_without_a_graph_is_told_apart_from_copies(share):
+    def both():
+        x = split(noise(4, 6), 1, 3) * 1
+        shared = share(x)
+        return x, shared, shared.view(-1)
+
+    for written, stale in ((0, 2), (1, 2), (2, 0), (2, 1)):
+        found = both()
+        found[written].mul_(2)
+        with pytest.raises(RuntimeError, match="has written in place"):
+            found[stale].sum()
+    x = split(x35, 1, 3) * 1
+    x.detach().mul_(2)
+    assert_close(x, 2 * x35)
+
+
 @on_workers
 def test_the_data_of_a_plain_tensor_is_never_that_of_a_global_one():
     """Torch asks nobody there; reading it ended the process."""
@@ -583,6 +601,22 @@ def test_the_data_of_a_plain_tensor_is_never_that_of_a_global_one():
     assert_close(own, 2 * x35)
     (grouped,) = _group_tensors_by_device_and_dtype([[x]])
     assert grouped == (torch.device("cpu"), torch.float64)
+
+
+@on_workers
+def test_a_copy_of_a_copy_is_told_apart_from_what_the_first_is_a_copy_of():
+    x = split(noise(4, 6), 1, 3) * 1
+    first = x.view(8, 3)
+    second = first.view(3, 8)
+    second.mul_(2)
+    for stale in (x, first):
+        with pytest.raises(RuntimeError, match="has written in place"):
+            stale.sum()
+    x = split(noise(4, 6), 1, 3) * 1
+    last = x.view(8, 3).view(3, 8)[1:]  # (the ones between are gone)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="has written in place"):
+        last.sum()
 
 
 @on_workers

@@ -377,7 +377,10 @@ def writes_of(x: torch.Tensor) -> int:
 
 def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:
     """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move."""
-    for base in reversed(_lies_in(x)):
+    above = _lies_in(x)
+    # (what is a copy of a copy should be a view of what the first one is a copy of)
+    above += [base for one in above for tie in one.__dict__.get("_ties", ()) if (base := tie.base_of(one)) is not None]
+    for base in reversed(above):
         _tie(base, y)
 
 
@@ -398,8 +401,9 @@ def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
 
 
 def base_of(x: GlobalTensor) -> GlobalTensor | None:
-    """What a tensor is a view of, and what is no view itself; None if there is none."""
-    base = _lies_in(x)[-1]
+    """What a tensor is a view of, and what is no view itself, or has no graph; None if there is none."""
+    above = _lies_in(x)
+    base = next((one for one in above if not one._block._is_view()), above[-1])
     return None if base is x else base
 
 

@@ -15,7 +15,7 @@ from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, base_of, note_requires
+from distdl.globals.tensor import GlobalTensor, base_of, note_requires, note_view
 from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)
@@ -294,7 +294,10 @@ TABLE[_gradient.__delete__] = delete_gradient
 
 @handles_property("data")
 def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    return GlobalTensor._of(args[0]._block.data, args[0]._layout)
+    x = args[0]
+    y = GlobalTensor._of(x._block.data, x._layout)
+    note_view(x, y)
+    return y
 
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

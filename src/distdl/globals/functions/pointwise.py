@@ -12,7 +12,7 @@ from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, handles, named
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor, note_view, note_written
 
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
@@ -148,6 +148,15 @@ def _enter_names() -> None:
 
 
 _enter_names()
+
+
+@handles("detach", "torch Tensor")
+def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """The same memory, without a graph."""
+    (x,) = args
+    y = GlobalTensor._of(block_of(x).detach(), x._layout)
+    note_view(x, y)
+    return y
 
 
 @handles("to type_as long int")
