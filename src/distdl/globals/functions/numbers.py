@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def number(one: torch.Tensor) -> Any:
 def _with_numbers(handler: Handler) -> Handler:
     """A handler that gets numbers in the place of tensors of one element, but for the first argument."""
 
+    @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) > 1:
             args = (args[0], *map_tensors(args[1:], number))
