@@ -89,7 +89,7 @@ class ApplyPacked(Function):
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         began = op.calls.history
-        ctx.op, ctx.sources = op, [_Source(x.shape, x.dtype, x.device, began) for x in xs]
+        ctx.op, ctx.sources = op, [_new(_Source, (x.shape, x.dtype, x.device, began)) for x in xs]
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
         return op.unpacked(op.execute(op.packed(xs)))
@@ -118,7 +118,9 @@ class _ApplyTogether(Function):
     def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         ctx.ops, ctx.began = ops, {op.calls: op.calls.history for op in ops}
         moved = zip(ops, _grouped(xs, [len(op.inputs) for op in ops]), strict=True)
-        ctx.sources = [_Source(x.shape, x.dtype, x.device, ctx.began[op.calls]) for op, own in moved for x in own]
+        ctx.sources = [
+            _new(_Source, (x.shape, x.dtype, x.device, ctx.began[op.calls])) for op, own in moved for x in own
+        ]
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
         ys = _execute(ops, xs)
@@ -229,13 +231,13 @@ def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
     if len(counts) == 1:
         return [tuple(flat)]
     rest = iter(flat)
-    return [tuple(next(rest) for _ in range(count)) for count in counts]
+    return [tuple(islice(rest, count)) for count in counts]
 
 
 def _execute(operators: Sequence[Operator], flat: Sequence[torch.Tensor]) -> Tensors:
     arguments = _grouped(flat, [len(op.inputs) for op in operators])
     ys = execute_together(operators, [op.packed(xs) for op, xs in zip(operators, arguments, strict=True)])
-    return tuple(part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y))
+    return tuple([part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y)])
 
 
 def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
@@ -250,4 +252,4 @@ def _execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor])
     begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
     for _, pending in begun:
         pending.wait()
-    return tuple(y for y, _ in begun)
+    return tuple([y for y, _ in begun])
