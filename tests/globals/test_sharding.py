@@ -623,3 +623,13 @@ def test_a_parameter_that_two_models_have_lies_in_both_alike(first, second, kept
             distdl.distribute(other, partition((3, 1)), weights=second)
 
     run(work)
+
+
+def test_a_state_dict_of_variables_has_the_parameters_themselves():
+    def work():
+        model = sharded(network(), GRIDS[0])
+        state, named = model.state_dict(keep_vars=True), dict(model.named_parameters(remove_duplicate=False))
+        assert all(state[name] is parameter for name, parameter in named.items())
+        assert all(type(one) is torch.Tensor for one in model.state_dict().values())
+
+    run(work)

@@ -92,7 +92,11 @@ class Apart:
                 if known:
                     ys, dys = zip(*known, strict=True)
                     kept = self.again or keeps_graph()
-                    found = list(torch.autograd.grad(ys, self.edges, dys, kept, again, allow_unused=True))
+                    listed = torch.autograd.grad(ys, self.edges, dys, kept, again, allow_unused=True)
+                    # (a sparse one, as of a table, is added up with those of other workers)
+                    found = [
+                        None if dx is None else dx if dx.layout is torch.strided else dx.to_dense() for dx in listed
+                    ]
             except Exception as problem:
                 told = report(problem)
         self._agree(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from distdl.globals.functions.applying import as_global, autocast_dtype, weight_
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.spreading import work_on
-from distdl.globals.operands import block_of
-from distdl.globals.replicas import plain_of
-from distdl.globals.table import handles
+from distdl.globals.operands import block_of, taken
+from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
+from distdl.globals.table import REPLICATED, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import refuses
 
@@ -33,6 +34,9 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Any:
+        if max_norm is not None and type(weight) is not GlobalTensor:
+            _shorten(weight, input, max_norm, norm_type)
+            return func(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
         if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
             return fall_back(func, args, kwargs)
         if weight.dim() != 2:
@@ -49,6 +53,36 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return as_global(y, context.keep(("embedding", layout, columns), result))
 
     return run(*args, **kwargs)
+
+
+@handles("embedding_bag", "functional")
+def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        input: Any, weight: torch.Tensor, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0,
+        *more: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        if max_norm is not None and type(weight) is not GlobalTensor:
+            _shorten(weight, input, max_norm, norm_type)
+            max_norm = None
+        return fall_back(func, (input, weight, offsets, max_norm, norm_type, *more), named)
+
+    return run(*args, **kwargs)
+
+
+def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: float) -> None:
+    """Shorten the rows of a table that are looked up and too long, in place: on every worker, all of them.
+
+    Raises: IndexError, on every worker, for an index that is out of range.
+    """
+    whole = plain_of(indices.full_tensor() if type(indices) is GlobalTensor else indices)
+    if whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) < weight.shape[0]:
+        raise IndexError("index out of range in self")
+    table, parameter = plain_of(weight).detach(), weight.__dict__.get("_variable", weight)
+    torch.embedding_renorm_(table, whole.contiguous(), max_norm, norm_type)
+    if type(parameter) is GlobalTensor:  # (past the count of writes: backward needs the new rows, too)
+        block, layout = parameter._block.data, parameter._layout
+        if layout.active:
+            block.copy_(taken(table, layout))
 
 
 @handles("bucketize searchsorted isin", "torch")
@@ -128,3 +162,24 @@ def glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return first * gate.sigmoid()
 
     return run(*args, **kwargs)
+
+
+def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A lookup of indices that every worker has, in a weight of the model."""
+
+    def run(input: Any, weight: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        names = _OPTIONS[func]
+        given = {**dict(zip(names, rest, strict=False)), **named}
+        if given.get("max_norm") is not None:
+            _shorten(weight, input, given.pop("max_norm"), given.get("norm_type", 2.0))
+        context = next(one._context for one in (weight, input, *given.values()) if type(one) is Replica)
+        plain, others = map_tensors(((input, weight), given), lambda one: entered(one, context))
+        return Replica._of(func(*plain, **others), context)
+
+    return run(*args, **kwargs)
+
+
+_OPTIONS = {
+    function: tuple(signature(function).parameters)[2:] for function in (functional.embedding, functional.embedding_bag)
+}
+REPLICATED.update(dict.fromkeys(_OPTIONS, _of_copies))

@@ -135,8 +135,7 @@ class Shares:
         found: list[torch.Tensor] = []
         for copy, parameter in zip(copies, parameters, strict=True):
             found.append(Replica._of(copy, self._context) if copy.requires_grad else copy)
-            if copy.requires_grad:
-                found[-1].__dict__["_variable"] = parameter
+            found[-1].__dict__["_variable"] = parameter
         return found
 
 

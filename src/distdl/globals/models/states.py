@@ -23,6 +23,8 @@ def whole_state(module: torch.nn.Module, state: dict[str, Any], prefix: str, met
     listed: dict[str, Any] = module._parameters
     for name, parameter in listed.items():
         value = state.get(prefix + name)
+        if value is parameter:  # (keep_vars=True asks for these themselves)
+            continue
         if type(value) is GlobalTensor and parameter is not None:
             ties = [one for one in parameter.__dict__.get("_ties", ()) if one.holds()]
             tie = next((one for one in ties if type(one) is _HandedOut and one.is_in(state)), None)
