@@ -170,3 +170,13 @@ def test_variances_that_torch_refuses():
                 F.gaussian_nll_loss(SCORES[0], SCORES[0], var)
 
     distdl.run_workers(work, 3)
+
+
+def test_targets_and_options_that_do_not_fit_are_torchs_errors():
+    wrong = [torch.zeros(3, 6, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 6, 2).double()]
+    for target in wrong:
+        assert_raises_the_same(lambda x, target=target: F.cross_entropy(x, target), noise(3, 6))
+        assert_raises_the_same(lambda x, target=target: F.nll_loss(x, target), noise(3, 6))
+    right = torch.tensor([0, 5, 2])
+    assert_raises_the_same(lambda x: F.cross_entropy(x, right, label_smoothing=1.5), noise(3, 6), text=True)
+    assert_same(lambda x: F.cross_entropy(x, right, label_smoothing=-0.5), Global(noise(3, 6)))

@@ -12,6 +12,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of
+from distdl.globals.functions.judging import judge
 from distdl.globals.functions.lines import whole_index
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
@@ -111,6 +112,8 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reduction = _reduction(size_average, reduce, reduction)
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
+        if not _fit(input, target):
+            _refuse(func, args, kwargs)
         return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func.__name__)
 
     return run(*args, **kwargs)
@@ -132,7 +135,9 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         probabilities = target.shape == input.shape and target.is_floating_point()
-        op = CrossEntropy(ignore_index, reduction, label_smoothing, probabilities)
+        if label_smoothing > 1 or not (probabilities or _fit(input, target)):
+            _refuse(func, args, kwargs)
+        op = CrossEntropy(ignore_index, reduction, max(label_smoothing, 0.0), probabilities)
         return _of_classes(op, input, target, weight, func.__name__)
 
     return run(*args, **kwargs)
@@ -144,6 +149,19 @@ def _reduction(average: Any, reduce: Any, reduction: str) -> str:
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return reduction
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what torch raises. (For tensors without memory it asserts what it checks of others.)"""
+    try:
+        judge(func, args, kwargs)
+    except AssertionError as problem:
+        raise RuntimeError(str(problem)) from None
+
+
+def _fit(x: Any, target: Any) -> bool:
+    """Whether there is one class number for each place."""
+    return tuple(target.shape) == (*x.shape[: x.dim() > 1], *x.shape[2:])
 
 
 def _of_classes(
