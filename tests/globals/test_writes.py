@@ -186,3 +186,40 @@ def test_fallbacks_that_return_their_argument():
         found.append([leaf, 2 * x, x.sum(), y, z])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+EXPANSIONS = {
+    "rows": lambda x: x[:1].expand(3, 5),
+    "columns": lambda x: x[:, :1].expand(3, 5),
+    "number": lambda x: x.sum().expand(3, 5),
+    "as another": lambda x: x[:1].expand_as(x),
+}
+WRITTEN = {
+    "add_": lambda x: x.add_(1),
+    "number": lambda x: x.__iadd__(1.0),
+    "copy_": lambda x: x.copy_(torch.ones(5, dtype=torch.float64)),
+    "relu": lambda x: torch.nn.functional.relu(x, inplace=True),
+    "uniform_": lambda x: x.uniform_(),
+    "dropout": lambda x: torch.nn.functional.dropout(x, inplace=True),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "scatter_": lambda x: x.scatter_(0, torch.zeros(3, 5, dtype=torch.long), 1.0),
+}
+
+
+@pytest.mark.parametrize("grid", [(2, 1), (1, 3)])
+@pytest.mark.parametrize("expand", EXPANSIONS.values(), ids=EXPANSIONS)
+@on_workers
+def test_what_torch_refuses_to_write_is_one_error(expand, grid):
+    for write in WRITTEN.values():
+        for x in (split(x35, *grid), x35.clone()):
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+                write(expand(x))
+    for write in (
+        lambda x: x.fill_(2),
+        lambda x: x.zero_(),
+        lambda x: x.contiguous().add_(1),
+        lambda x: x.clone().abs_(),
+    ):
+        assert_close(write(expand(split(x35, *grid))), write(expand(x35.clone())))
+    assert_close(x35[:1].expand(1, 5).clone().add_(1), split(x35, *grid)[:1].expand(1, 5).add_(1).full_tensor())

@@ -413,9 +413,29 @@ def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:
         one._ties = [*(other for other in one.__dict__.get("_ties", ()) if other.holds()), tie]
 
 
+_EXPANDED = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. Please "
+    "clone() the tensor before performing the operation."
+)
+_WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", "an assignment to a part", "fill_diagonal_"])
+
+
+def note_expanded(x: GlobalTensor, y: GlobalTensor) -> GlobalTensor:
+    """Take note that x was expanded to y, if some of its elements stand for several."""
+    if x.numel() != y.numel():
+        y.__dict__["_expanded"] = True
+    return y
+
+
 def note_written(x: GlobalTensor, name: str) -> None:
-    """Take note of a function that has written a global tensor in place (or may have: it returned its argument)."""
+    """Take note of a function that has written a global tensor in place (or may have: it returned its argument).
+
+    Raises: RuntimeError where torch refuses to write a tensor with several elements in one place. (It sees that in the
+        blocks in which there are several.)
+    """
     note_requires(x)
+    if "_expanded" in x.__dict__ and name not in _WRITE_EXPANDED:
+        raise RuntimeError(_EXPANDED)
     if "_known" in x.__dict__:
         x._known.written()
     if "_ties" in x.__dict__ or "_views_of" in x.__dict__:

@@ -18,7 +18,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.replicas import map_tensors
 from distdl.globals.table import TABLE, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_copied, note_view
+from distdl.globals.tensor import GlobalTensor, note_copied, note_expanded, note_view
 
 Intervals = tuple[Interval, ...]
 
@@ -371,7 +371,7 @@ def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
         return context.layout(lifted.partition, intervals)
 
     target = context.keep(("expand", layout, shape), make)
-    return view_of(x, block_of(x).reshape(lifted.local).expand(target.local), target, False)
+    return note_expanded(x, view_of(x, block_of(x).reshape(lifted.local).expand(target.local), target, False))
 
 
 @handles("expand_as", "Tensor")
@@ -383,4 +383,4 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return plain
     shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
-    return view_of(x, block.expand(target.local), target, True)
+    return note_expanded(x, view_of(x, block.expand(target.local), target, True))
