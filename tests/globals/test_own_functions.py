@@ -254,6 +254,30 @@ def clipped(w: torch.Tensor, factors: list[float]) -> torch.Tensor:
 clipped.register_autograd(lambda ctx, dy: (dy.clamp(-0.5, 0.5), None))
 
 
+def _mapped(function, x):
+    return distdl.local_map(function)(x) if type(x) is GlobalTensor else function(x)
+
+
+class Product(Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, factor = ctx.saved_tensors
+        return dy * factor, (dy * x).sum()
+
+
+def _of_own_block(m, x, y):
+    if type(x) is not GlobalTensor:
+        return Product.apply(x * 1, m.w[0]) * Product.apply(y, m.v[0])
+    blocks = (Product.apply(x.to_local() * 1, m.w[0]), Product.apply(y.to_local(), m.v[0]))
+    first, second = (GlobalTensor.from_local(one, x.layout.partition) for one in blocks)
+    return first * second
+
+
 def _clipped_view(m, x):
     """What follows from a weight, and does not say so by its type."""
     table = torch.zeros(2, 5, dtype=x.dtype)
@@ -265,7 +289,11 @@ def _clipped_view(m, x):
 USES = {
     "clipped": lambda m, x: x * Clipped.apply(m.w),
     "clipped twice": lambda m, x: x * Clipped.apply(Tanh.apply(m.w * m.v, power=3)) * m.w,
-    "clipped view": _clipped_view,
+    "on blocks": lambda m, x: _mapped(Clipped.apply, (x * m.w).sin()) * m.v,
+    "on blocks, beside a weight": lambda m, x: _mapped(lambda x: Clipped.apply(x) * m.v.sum(), x * m.w),
+    "of its own block": lambda m, x: _of_own_block(m, x, x.detach()) * x,
+    "of what is computed from it": lambda m, x: _of_own_block(m, x * m.v, x.detach()) + x,
+    "of a block and a weight": lambda m, x: _mapped(lambda x: Scaled.apply(x, m.w[0], m.v[0]) * 2, x.detach()) * x,
     "signs": lambda m, x: x * Signs.apply(m.w, m.v, 3)[0],
     "sign of a sum": lambda m, x: x * Signs.apply(m.w, m.v.detach(), 3)[1],
     "called": lambda m, x: x * Called.apply(m.w, m.inner),
@@ -411,6 +439,7 @@ def test_what_functions_of_weights_must_not_do(weights):
     for use, problem in (
         (lambda m, x: x * _Dirty.apply(m.w * 1), r"_Dirty writes into a weight .*mark_dirty"),
         (lambda m, x: _Hidden.apply(m.w, [x]), "_Hidden takes weights alone and gives a global tensor"),
+        (_clipped_view, "Clipped was applied to weights .* to a view of them"),
         (lambda m, x: x * _apply_of_before(m.w), "Clipped was applied to weights .* older than the import"),
         (lambda m, x: x * _sines_of_before(m.w), "Sines was applied to weights .* older than the import"),
     ):

@@ -14,6 +14,7 @@ from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.random import seed
 from distdl.globals.operands import block_of, moved, moved_block, own_box
+from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
@@ -86,6 +87,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     if axes is not None:
         P = _along(context, P, axes, "GlobalTensor.from_local")
     _begin(context, "GlobalTensor.from_local")
+    block = plain_of(block)  # (a block that was computed with a weight is no copy of one)
     mine: Any = _kind(block)
     if type(block) is not GlobalTensor and isinstance(block, torch.Tensor) and not has_tangent(block):
         wants = block.requires_grad and torch.is_grad_enabled()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.paths import is_on_blocks
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
@@ -22,16 +23,20 @@ OLD_REFERENCE = (
 """Said of a function that has not been given variables (see :func:`distdl.globals.parts.apply_to_variables`)."""
 
 
-def entered_into(tensor: torch.Tensor) -> Any:
+def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     """The context into which what a plain tensor has been computed from has entered; None for one that has not.
 
+    Args:
+        strict: whether an autograd function of a user's that has computed it from what has entered is an error.
     Raises: RuntimeError if some of it has, and some has not: of the gradient of the one each worker has a part, and of
-        that of the other all; or if an autograd function of a user's has computed it from what has entered.
+        that of the other all.
     """
     node = tensor.grad_fn
     if node is None:
         return None
-    found = _sources(node)
+    found = _sources(node, strict)
+    if len(found) > 1 and is_on_blocks():
+        return next(one for one in found if one is not None)  # (a block)
     if len(found) > 1:
         raise RuntimeError(
             "a plain tensor follows both from a parameter of the model and from a tensor that has not entered the "
@@ -42,7 +47,7 @@ def entered_into(tensor: torch.Tensor) -> Any:
     return next(iter(found), None)
 
 
-def _sources(node: Any) -> frozenset[Any]:
+def _sources(node: Any, strict: bool) -> frozenset[Any]:
     """What a node follows from: contexts, and None for what has not entered.
 
     It is noted, so that each node of a long history is looked at once: what a node follows from that follows from one
@@ -68,7 +73,7 @@ def _sources(node: Any) -> frozenset[Any]:
         else:
             found.add(None)  # (a leaf)
     result = frozenset(found)
-    if functions and result != {None}:
+    if strict and functions and result != {None}:
         raise RuntimeError(OLD_REFERENCE.format(functions[0]))
     for one in seen if len(result) == 1 else {node}:
         one.metadata[_KEY] = result

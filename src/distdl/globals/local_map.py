@@ -12,7 +12,8 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.autograd import connected
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, entered, map_tensors
+from distdl.globals.paths import on_blocks
+from distdl.globals.replicas import Replica, entered, map_tensors, tied_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments
@@ -66,7 +67,8 @@ def local_map(function: Callable[..., Any], out: Out = "same") -> Callable[..., 
 
         found_context = _context(args, kwargs)
         given, named = map_tensors((args, kwargs), plain)
-        y = function(*given, **named)
+        with on_blocks():
+            y = map_tensors(function(*given, **named), tied_of)
         if found_context is None:
             return y
         layouts = tuple(one._layout for one in found)

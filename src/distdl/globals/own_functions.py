@@ -26,8 +26,8 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.autograd import part_of
 from distdl.globals.operands import block_of
 from distdl.globals.parts import apply_to_variables, variable_of
-from distdl.globals.paths import is_running
-from distdl.globals.replicas import Replica, entered, is_copy, plain_of
+from distdl.globals.paths import is_on_blocks, may_be_block
+from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -277,11 +277,6 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 leave_uncompiled(apply_whole)
 
 
-def _is_copy(value: Any) -> bool:
-    """Whether an argument is a copy whose type does not say so."""
-    return type(value) is torch.Tensor and value.requires_grad and is_copy(value)
-
-
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -293,7 +288,9 @@ def install() -> None:
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
-        if torch.is_grad_enabled() and (Replica in kinds or (is_running() and any(map(_is_copy, args)))):
+        if Replica in kinds and torch.is_grad_enabled():
+            if is_on_blocks() or any(map(may_be_block, args)):
+                return settle_ties(torch_apply(cls, *args, **kwargs))
             return apply_to_variables(partial(torch_apply, cls), args, kwargs, f"the autograd function {cls.__name__}")
         return torch_apply(cls, *args, **kwargs)
 

@@ -70,12 +70,9 @@ def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwar
     made: dict[int, torch.Tensor] = {}
 
     def variable(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if type(value) is not Replica:
             return value
-        context = context_of(value)
-        if context is None:
-            return value
-        contexts.append(context)
+        contexts.append(value._context)
         if not value.requires_grad:
             return plain_of(value)
         if id(value) not in made:

@@ -10,13 +10,14 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-
-from distdl.tensors.derivatives import is_recomputed
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
         self.models: list[torch.nn.Module] = []
+        self.on_blocks = 0
+        self.blocks = WeakIdKeyDictionary()  # those that a user has asked for
 
 
 _here = _Here()
@@ -77,6 +78,28 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
         _here.models.pop()
 
 
-def is_running() -> bool:
-    """Whether the forward of a distributed model runs in this thread, or is recomputed."""
-    return bool(_here.models) or is_recomputed()
+@contextmanager
+def on_blocks() -> Iterator[None]:
+    """While a function of a user's runs on blocks: what it computes may be a block, also what follows from weights."""
+    _here.on_blocks += 1
+    try:
+        yield
+    finally:
+        _here.on_blocks -= 1
+
+
+def is_on_blocks() -> bool:
+    """Whether one does."""
+    return _here.on_blocks > 0
+
+
+def note_block(block: torch.Tensor) -> None:
+    """Take note of a block that code of a user's gets."""
+    _here.blocks[block] = True
+
+
+def may_be_block(value: object) -> bool:
+    """Whether a value may be a block, so not the same on every worker: one that was asked for, or follows from one."""
+    if type(value) is not torch.Tensor:
+        return False
+    return (value.requires_grad and value.grad_fn is not None) or value in _here.blocks

@@ -8,6 +8,7 @@ import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned
+from distdl.globals.paths import on_blocks
 from distdl.globals.table import TABLE, Handler
 from distdl.globals.tensor import GlobalTensor
 
@@ -48,7 +49,8 @@ def _register_class(function: Any, handler: Handler | str) -> None:
         if not found:
             return apply(*args, **kwargs)
         if not isinstance(handler, str):
-            return handler(apply, args, kwargs)
+            with on_blocks():
+                return handler(apply, args, kwargs)
         layout, blocks = aligned(found[0]._context, args, None, function.__name__)
         return result_of(apply, found[0], apply(*blocks, **kwargs), found, layout)
 

@@ -23,6 +23,7 @@ from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
+from distdl.globals.paths import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
 from distdl.nn.compiling import leave_uncompiled
 from distdl.plan.planning import all_sum
@@ -86,8 +87,8 @@ class Replica(torch.Tensor):
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
         handler = REPLICATED.get(func)
-        if handler is None and isinstance(func, _OPERATORS) and not str(func).startswith(("aten.", "prims.")):
-            handler = REPLICATED[OPERATOR]
+        if handler is None and isinstance(func, _OPERATORS) and not is_on_blocks():
+            handler = None if str(func).startswith(("aten.", "prims.")) else REPLICATED[OPERATOR]
         if handler is not None:
             return handler(func, args, kwargs or {})
         every: list[torch.Tensor] = []
@@ -103,7 +104,7 @@ class Replica(torch.Tensor):
                 raise RuntimeError(_REFUSED.format(func.__name__))
             target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
-        given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context))
+        given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context, False))
         result = func(*given, **named)
         if target is not None and target.requires_grad:
             # (from now on it is a copy, too, and so is what it is a view of)
@@ -192,6 +193,14 @@ def tied_of(value: torch.Tensor) -> torch.Tensor:
         return value.as_subclass(torch.Tensor) if type(value) is Replica else value
 
 
+def settle_ties(value: Any) -> Any:
+    """What an autograd function of blocks has given, whose replicas it has tied themselves."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if type(one) is Replica:
+            one._plain = tied_of(one)
+    return value
+
+
 def _is_tied(replica: Replica) -> bool:
     """Whether a replica has a node of Python's that its plain tensor does not follow from."""
     try:
@@ -204,11 +213,16 @@ def _is_tied(replica: Replica) -> bool:
     return plain.grad_fn is None or plain.grad_fn.next_functions[:1] != ((node, 0),)
 
 
-def entered(tensor: torch.Tensor, context: Context) -> torch.Tensor:
-    """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers."""
+def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torch.Tensor:
+    """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers.
+
+    Args:
+        strict: whether it is certainly the same on every worker. (Beside a weight, in a function on blocks, it may be a
+            block.)
+    """
     if type(tensor) is Replica:
         return copy_of(tensor)
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor):
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor, strict):
         return tensor
     return enter(context, [tensor])[0]
 
@@ -230,9 +244,9 @@ def mark_copies(value: Any) -> None:
             mark_copies(item)
 
 
-def is_copy(tensor: torch.Tensor) -> bool:
+def is_copy(tensor: torch.Tensor, strict: bool = False) -> bool:
     """Whether a tensor that is the same on every worker is this worker's own copy of it, which has entered."""
-    return type(tensor) is Replica or entered_into(tensor) is not None
+    return type(tensor) is Replica or entered_into(tensor, strict) is not None
 
 
 class Compared(Protocol):

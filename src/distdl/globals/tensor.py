@@ -12,6 +12,7 @@ import torch
 
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.paths import note_block
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
@@ -219,6 +220,7 @@ class GlobalTensor(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
         check_usable(self)
+        note_block(self._block)
         return self._block
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
