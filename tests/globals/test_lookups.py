@@ -43,13 +43,19 @@ def test_rows_that_are_looked_up_are_shortened_in_every_table(weights, split):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("options", [{"sparse": True}, {"max_norm": 0.5}])
-def test_bags(weights, options):
-    """They run on one worker. A sparse gradient is dense by then, as the parts of other workers are."""
+@pytest.mark.parametrize(
+    ("options", "fallback"),
+    [
+        ({"sparse": True}, "error"), ({"max_norm": 0.5, "mode": "sum"}, "error"), ({"mode": "max"}, "error"),
+        ({"sparse": True, "padding_idx": 4, "max_norm": 0.5}, "silent"),
+    ],
+)  # fmt: skip
+def test_bags(weights, options, fallback):
+    """Those with padding run on one worker. A sparse gradient is dense there, as the parts of other workers are."""
 
     def work():
         sequential = network(lambda: nn.EmbeddingBag(9, 4, **options))
-        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), weights=weights, fallback="silent")
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), weights=weights, fallback=fallback)
         y, expected = model(distdl.distribute_tensor(INDICES, partition((3, 1)))), sequential(INDICES)
         assert_close(y, expected)
         y.exp().sum().backward()

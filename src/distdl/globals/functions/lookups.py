@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -57,16 +58,42 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("embedding_bag", "functional")
 def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, without padding."""
+
     def run(
-        input: Any, weight: torch.Tensor, offsets: Any = None, max_norm: float | None = None, norm_type: float = 2.0,
-        *more: Any, **named: Any,
-    ) -> Any:  # fmt: skip
+        input: Any,
+        weight: torch.Tensor,
+        offsets: Any = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        per_sample_weights: Any = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> Any:
         if max_norm is not None and type(weight) is not GlobalTensor:
             _shorten(weight, input, max_norm, norm_type)
             max_norm = None
-        return fall_back(func, (input, weight, offsets, max_norm, norm_type, *more), named)
+        alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
+        options = (per_sample_weights, max_norm, padding_idx)
+        plain = all(one is None for one in options) and not scale_grad_by_freq and type(weight) is not GlobalTensor
+        if not (alike and plain and mode in _OF_BAGS):
+            return fall_back(
+                func, (input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+                       per_sample_weights, include_last_offset, padding_idx), {}
+            )  # fmt: skip
+        return _OF_BAGS[mode](functional.embedding(input, weight))
 
     return run(*args, **kwargs)
+
+
+_OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(1),
+    "mean": lambda rows: rows.mean(1),
+    "max": lambda rows: rows.max(1).values,
+}
 
 
 def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: float) -> None:
