@@ -5,6 +5,8 @@ import torch
 from launched import assert_close, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 
+import distdl
+
 x4, x3, x2 = noise(3, 2, 4, 6), noise(3, 8, 5), noise(5, 6)
 
 
@@ -59,3 +61,66 @@ def test_what_is_written_there_reaches_the_tensor_or_is_not_lost_in_silence():
 )  # fmt: skip
 def test_strides_that_torch_refuses(function):
     assert_raises_the_same(function, x2)
+
+
+MAYBE_COPIES = {
+    "slice, flatten": lambda x: x[:, :2].flatten(0, 1), "slice, reshape": lambda x: x[:, :2].reshape(-1, x.shape[2]),
+    "transpose, flatten": lambda x: x.transpose(0, 1).flatten(0, 1), "T, ravel": lambda x: x.mT.ravel(),
+    "transpose, reshape": lambda x: x.transpose(1, 2).reshape(x.shape[0], -1), "slices": lambda x: x[:, ::2].flatten(1),
+    "permute, contiguous": lambda x: x.permute(1, 0, 2).contiguous(), "row": lambda x: x[:, :1].contiguous(),
+    "first row, reshape": lambda x: x[:, 0].reshape(-1), "piece": lambda x: x.chunk(3, 1)[0].reshape(-1, x.shape[2]),
+    "expand, reshape": lambda x: x[:, :1].expand(-1, 3, -1).reshape(-1, x.shape[2]), "as it is": lambda x: x.ravel(),
+    "twice": lambda x: x.detach().transpose(0, 1).unsqueeze(0).flatten(1, 2), "last": lambda x: x[-1:].flatten(1),
+    "diagonal": lambda x: x.diagonal(0, 1, 2).reshape(-1), "windows": lambda x: x.unfold(2, 2, 1).flatten(2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 3, 5), (4, 3, 5), (2, 3, 3), (2, 3, 1)])
+def test_what_torch_copies_may_be_written(shape):
+    """A worker's block may be contiguous where the whole is not."""
+    whole = noise(*shape)
+
+    def written(x, function):
+        y = function(x)
+        y += 10
+        return x.full_tensor() if isinstance(x, distdl.GlobalTensor) else x
+
+    def work():
+        root = distdl.world()
+        for grid in ((2, 1, 1), (1, 3, 1), (1, 1, 2)):
+            P = root[: max(grid)].reshape(grid)
+            for name, function in MAYBE_COPIES.items():
+                try:
+                    expected = written(whole.clone(), function)
+                except RuntimeError:
+                    continue  # (torch has no such windows)
+                x = distdl.distribute_tensor(whole, P)
+                try:
+                    found = written(x, function)
+                except RuntimeError as error:
+                    assert "its cells had moved" in str(error), (name, grid)
+                    assert not torch.equal(expected, whole), (name, grid)  # (a view in torch)
+                    continue
+                assert torch.equal(found, expected), (name, grid)
+
+    distdl.run_workers(work, 4)
+
+
+def test_functions_of_elements_keep_the_order_of_memory():
+    whole = noise(2, 3, 5)
+
+    def steps(x):
+        y = x.transpose(0, 1).exp()
+        z = (y + y).mul(2.0).flatten(1)
+        z.zero_()
+        t = y.clone().transpose_(0, 1).reshape(-1)
+        t += 1
+        return y, z, t
+
+    def work():
+        for grid in ((2, 1, 1), (1, 3, 1)):
+            x = distdl.distribute_tensor(whole, distdl.world()[: max(grid)].reshape(grid))
+            for ours, theirs in zip(steps(x), steps(whole), strict=True):
+                assert torch.equal(ours.full_tensor(), theirs)
+
+    distdl.run_workers(work, 4)

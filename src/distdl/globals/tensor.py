@@ -49,6 +49,7 @@ class GlobalTensor(torch.Tensor):
     _block: torch.Tensor
     _context: Context
     _views_of: tuple[Any, ...]  # what it is a view of, what that is a view of, and so on: weak references
+    _strides: tuple[int, ...]  # those of the whole tensor in torch, if it is not contiguous there
     _ties: list[Any]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 

@@ -14,6 +14,7 @@ from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
+from distdl.globals.strides import same_strides
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, base_of, note_requires, note_view
 from distdl.tensors.connection import zeros_on
@@ -297,6 +298,7 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
     x = args[0]
     y = GlobalTensor._of(x._block.data, x._layout)
     note_view(x, y)
+    same_strides(x, y)
     return y
 
 

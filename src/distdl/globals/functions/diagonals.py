@@ -13,6 +13,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
+from distdl.globals.strides import View
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 
@@ -64,7 +65,8 @@ def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTens
 
     target = context.keep(("diagonal", layout, offset, row, column), make)
     own = offset + layout.box[row][0] - layout.box[column][0]
-    return view_of(x, block_of(x).diagonal(own, row, column), target, False)
+    view = View(("diagonal", offset, row, column), lambda whole: whole.diagonal(offset, row, column))
+    return view_of(x, block_of(x).diagonal(own, row, column), target, False, view)
 
 
 @handles("fill_diagonal_", "Tensor")

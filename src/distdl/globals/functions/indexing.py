@@ -15,6 +15,7 @@ from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import Intervals, view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import map_tensors
+from distdl.globals.strides import View
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -39,11 +40,11 @@ def part(x: GlobalTensor, index: Sequence[Any]) -> GlobalTensor:
     layout, key = x._layout, frozen(index)
     local, target = x._context.keep(("part", layout, key), lambda: _plan_part(layout, tuple(index)))
     block = block_of(x)
-    if local is None:  # (without a cell, any shape is a view, whatever the strides)
-        block = (block if block.dim() else block.reshape(1))[:0].reshape(target.local)
-    else:
+    if local is not None:
         block = block[local]
-    return view_of(x, block, target, False)
+    else:  # (without a cell, any shape is a view, whatever the strides)
+        block = (block if block.dim() else block.reshape(1))[:0].reshape(target.local)
+    return view_of(x, block, target, False, View(("part", key), lambda whole: whole[tuple(index)]))
 
 
 def _plan_part(layout: KnownLayout, index: tuple[Any, ...]) -> _Part:

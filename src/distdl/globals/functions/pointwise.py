@@ -11,6 +11,7 @@ from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import plain_of
+from distdl.globals.strides import keep_strides, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_view, note_written
 
@@ -61,7 +62,9 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             block = block_of(first)
             y = func(block)
             if type(y) is torch.Tensor and y is not block:
-                return GlobalTensor._of(y, first._layout)
+                made = GlobalTensor._of(y, first._layout)
+                keep_strides(first, made)
+                return made
             return result_of(func, first, y, (first,))
         second = args[1] if len(args) == 2 else None
         if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
@@ -112,13 +115,16 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
     """The global tensor of a block; the operand itself, if that was written in place."""
     for one in operands:
         if y is one._block:
-            if "_expanded" in one.__dict__ and name_of(func) == "contiguous":  # (in torch, it is not, and is copied)
+            if strides_of(one) and name_of(func) == "contiguous":  # (in torch, it is not, and is copied)
                 return GlobalTensor._of(y.clone(), one._layout)
             if name_of(func) not in _RETURN_THEIR_ARGUMENT:
                 note_written(one, name_of(func))
             return one
     if isinstance(y, torch.Tensor):
-        return GlobalTensor._of(y, like._layout if layout is None else layout)
+        made = GlobalTensor._of(y, like._layout if layout is None else layout)
+        if layout is None and name_of(func) != "contiguous":
+            keep_strides(like, made)
+        return made
     if isinstance(y, (tuple, list)):
         return type(y)(result_of(func, like, one, operands, layout) for one in y)
     return y
@@ -158,6 +164,7 @@ def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     (x,) = args
     y = GlobalTensor._of(block_of(x).detach(), x._layout)
     note_view(x, y)
+    same_strides(x, y)
     return y
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from distdl.geometry.boxes import Interval, Shape, balanced
-from distdl.globals.bounds import share_bounds
+from distdl.globals.bounds import same_values, share_bounds
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.replicas import map_tensors
+from distdl.globals.strides import View, is_copied, note_strides, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_expanded, note_view
 
@@ -26,13 +27,18 @@ Intervals = tuple[Interval, ...]
 # -- what other families use, too
 
 
-def view_of(x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: bool) -> GlobalTensor:
+def view_of(
+    x: GlobalTensor, block: torch.Tensor, layout: KnownLayout, came: bool, view: View | None = None
+) -> GlobalTensor:
     """What is a view in torch.
 
     Args:
         came: whether cells had to move, so that what is written into the result does not reach x.
+        view: how it is taken; None of what has another dtype, whose strides are not followed.
     """
     y = GlobalTensor._of(block, layout)
+    if view is not None:
+        note_strides(x, y, view)
     if "_known" in x.__dict__:
         share_bounds(x, y, came)
     if came:
@@ -97,11 +103,12 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         workers = layout.partition.workers.transpose(order)
         return context.layout(context.array(workers), [layout.intervals[dim] for dim in order])
 
-    target = context.keep(("permute", func, layout, frozen(rest), frozen(kwargs)), make)
+    key = (func, frozen(rest), frozen(kwargs))
+    target = context.keep(("permute", layout, key), make)
     block = block_of(x)
     if layout.rulers:
         block = func(block, *rest, **kwargs)
-    return view_of(x, block, target, False)
+    return view_of(x, block, target, False, View(key, lambda whole: func(whole, *rest, **kwargs)))
 
 
 handles_property("T", "mT", "H", "mH")(permute)
@@ -132,11 +139,24 @@ class _Fit(NamedTuple):
 def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> GlobalTensor:
     """The tensor in another shape of as many elements. Cells move where a worker's would form no box."""
     layout, shape = x._layout, tuple(shape)
-    if layout.extents == shape:
-        return view_of(x, block_of(x).view_as(x._block), layout, False)
+    copied = name in _MAY_COPY and bool(strides_of(x)) and (name == "ravel" or is_copied(x, shape))
+    if layout.extents == shape and not copied:
+        alike = view_of(x, block_of(x).view_as(x._block), layout, False)
+        same_strides(x, alike)
+        return alike
     needed, target = x._context.keep(("reshape", layout, shape), lambda: plan_reshape(layout, shape))
     block = block_of(x) if needed is None else moved(x, needed, name)
-    return view_of(x, block.reshape(target.local), target, needed is not None)
+    y = block.reshape(target.local)
+    if copied:
+        return same_values(x, GlobalTensor._of(y.clone() if _shares(y, x._block) else y, target))
+    return view_of(x, y, target, needed is not None, View(shape, lambda whole: whole.reshape(shape)))
+
+
+_MAY_COPY = ("reshape", "flatten", "ravel")
+
+
+def _shares(y: torch.Tensor, x: torch.Tensor) -> bool:
+    return bool(y.untyped_storage()._cdata == x.untyped_storage()._cdata)
 
 
 def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
@@ -308,7 +328,7 @@ def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if torch.is_grad_enabled() and x._block.is_leaf and x._block.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
-    x._block, x._layout = y._block, y._layout
+    x._block, x._layout, x._strides = y._block, y._layout, strides_of(y)
     same: GlobalTensor = x
     return same
 
@@ -371,7 +391,12 @@ def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
         return context.layout(lifted.partition, intervals)
 
     target = context.keep(("expand", layout, shape), make)
-    return note_expanded(x, view_of(x, block_of(x).reshape(lifted.local).expand(target.local), target, False))
+    block = block_of(x).reshape(lifted.local).expand(target.local)
+    return note_expanded(x, view_of(x, block, target, False, _expansion(shape)))
+
+
+def _expansion(shape: Shape) -> View:
+    return View(("expand", shape), lambda whole: whole.expand(shape))
 
 
 @handles("expand_as", "Tensor")
@@ -383,4 +408,4 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return plain
     shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
-    return note_expanded(x, view_of(x, block.expand(target.local), target, True))
+    return note_expanded(x, view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape))))

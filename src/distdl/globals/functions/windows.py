@@ -16,6 +16,7 @@ from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
+from distdl.globals.strides import View
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
@@ -66,7 +67,8 @@ def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         target = context.keep(("windows", layout, dim, size, step), make)
         block = block_of(x)
         block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
-        return view_of(self, block, target, x is not self)
+        view = View(("unfold", dim, size, step), lambda whole: whole.unfold(dim, size, step))
+        return view_of(self, block, target, x is not self, view)
 
     return run(*args, **kwargs)
 
