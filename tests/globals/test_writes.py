@@ -160,12 +160,10 @@ def test_tables_that_are_renormed_stay_equal():
 
     def work() -> None:
         P = distdl.world()[:2].reshape(2, 1)
-        model = distdl.distribute(Renormed(), P)
-        for name, one in steps(model, distdl.distribute_tensor(indices, P)).items():
-            torch.testing.assert_close(one, expected[name], rtol=1e-12, atol=1e-12)
-        model = distdl.distribute(Renormed(), P, weights="sharded")
-        with pytest.raises(RuntimeError, match=r"Embedding.forward has written into a weight .* in shares"):
-            model(distdl.distribute_tensor(indices, P))
+        for weights in ("replicated", "sharded"):
+            model = distdl.distribute(Renormed(), P, weights=weights)
+            for name, one in steps(model, distdl.distribute_tensor(indices, P)).items():
+                torch.testing.assert_close(one, expected[name], rtol=1e-12, atol=1e-12)
 
     distdl.run_workers(work, 3)
 
@@ -223,3 +221,22 @@ def test_what_torch_refuses_to_write_is_one_error(expand, grid):
     ):
         assert_close(write(expand(split(x35, *grid))), write(expand(x35.clone())))
     assert_close(x35[:1].expand(1, 5).clone().add_(1), split(x35, *grid)[:1].expand(1, 5).add_(1).full_tensor())
+
+
+class Halved(nn.Linear):
+    """A layer whose forward writes into its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_forward_does_not_write_into_shares():
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(nn.Sequential(Halved(5, 4)).double(), P, weights="sharded")
+        with pytest.raises(RuntimeError, match=r"Halved.forward has written into a weight .* in shares"):
+            model(distdl.distribute_tensor(x35, P))
+
+    distdl.run_workers(work, 3)

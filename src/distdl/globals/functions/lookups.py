@@ -104,12 +104,13 @@ def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: flo
     whole = plain_of(indices.full_tensor() if type(indices) is GlobalTensor else indices)
     if whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) < weight.shape[0]:
         raise IndexError("index out of range in self")
-    table, parameter = plain_of(weight).detach(), weight.__dict__.get("_variable", weight)
+    parameter = weight.__dict__.get("_variable", weight)
+    in_shares = type(parameter) is GlobalTensor
+    # (of shares, past the count of writes: backward needs the new rows, too)
+    table = plain_of(weight).data if in_shares else plain_of(weight).detach()
     torch.embedding_renorm_(table, whole.contiguous(), max_norm, norm_type)
-    if type(parameter) is GlobalTensor:  # (past the count of writes: backward needs the new rows, too)
-        block, layout = parameter._block.data, parameter._layout
-        if layout.active:
-            block.copy_(taken(table, layout))
+    if in_shares and parameter._layout.active:
+        parameter._block.data.copy_(taken(table, parameter._layout))
 
 
 @handles("bucketize searchsorted isin", "torch")

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.entry import full_tensor
@@ -110,7 +111,8 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, training, momentum, eps
-            return _with_plain(partial(run_, input), (running_mean, running_var), *rest, updates=training)
+            of_input = partial(functional.batch_norm, input)
+            return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
             moments = batch.Moments.of(input._layout)
             if moments.shared:
@@ -151,7 +153,8 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         _check_running(running_mean, running_var)
         if GlobalTensor in (type(running_mean), type(running_var)):
             rest = weight, bias, use_input_stats, momentum, eps
-            return _with_plain(partial(run_, input), (running_mean, running_var), *rest, updates=use_input_stats)
+            of_input = partial(functional.instance_norm, input)
+            return _with_plain(of_input, (running_mean, running_var), *rest, updates=use_input_stats)
         running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
         channels = input.shape[1]
