@@ -17,6 +17,7 @@ import distdl
 
 Path(__file__).with_name("native.md").write_text(native_functions.page())
 Path(__file__).with_name("reference.md").write_text(public_names.page())
+_LISTED = {public_names.full_name(value) for value in public_names.public_names().values()}
 
 project = "distdl"
 version = release = distdl.__version__
@@ -71,6 +72,12 @@ def keep_own_words(app, what, name, obj, options, lines):
         lines[:] = _own_words[name]
 
 
+def show_listed_bases(app, name, obj, options, bases):
+    """Show no base that has no entry in the reference: its members stand with those of the class (see the page)."""
+    if [*bases] == [*obj.__bases__]:  # (of a generic base, sphinx has the parameters, too)
+        bases[:] = public_names.listed_bases(obj, _LISTED)
+
+
 def link_by_last_name(app, env, node, contnode):
     """Link :class:`Name` to the one object of that name, in whatever module it stands."""
     if node.get("refdomain") != "py":
@@ -86,4 +93,5 @@ def link_by_last_name(app, env, node, contnode):
 def setup(app):
     app.connect("autodoc-process-docstring", separate_headings, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", keep_own_words, priority=600)  # after it
+    app.connect("autodoc-process-bases", show_listed_bases)
     app.connect("missing-reference", link_by_last_name)

@@ -10,6 +10,7 @@ import inspect
 import pkgutil
 import re
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,45 @@ def _once(found: dict[str, Any]) -> dict[str, Any]:
     return {path: found[path] for path in sorted(shortest.values())}
 
 
+def full_name(value: Any) -> str:
+    """Module and name of a class or function: with mpi4py replaced, some classes are there twice."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def listed_bases(kind: type, listed: Collection[str]) -> list[type]:
+    """The bases of a class; in place of one of ours that has no entry of its own, its bases.
+
+    Args:
+        listed: the full names of what has an entry.
+    """
+    found: dict[type, None] = {}
+    for base in kind.__bases__:
+        ours = base.__module__.startswith("distdl") and full_name(base) not in listed
+        found |= dict.fromkeys(listed_bases(base, listed) if ours else [base])
+    return list(found)
+
+
+def _options(value: Any, listed: Collection[str]) -> str:
+    """How a class is shown: with its own members, and with those of bases that have no entry of their own."""
+    if not inspect.isclass(value):
+        return ""
+    shown, bases = "   :members:\n   :show-inheritance:\n", listed_bases(value, listed)
+    if bases == list(value.__bases__):
+        return shown
+    elsewhere = dict.fromkeys(one.__name__ for base in bases for one in base.__mro__ if one is not object)
+    return f"{shown}   :inherited-members: {', '.join(elsewhere)}\n"  # (all but those of these classes)
+
+
 def page() -> str:
     """The text of the reference."""
-    parts, module = [HEAD], ""
-    for path, value in sorted(public_names().items(), key=lambda item: (item[0].rpartition(".")[0], item[0])):
+    found = public_names()
+    parts, module, listed = [HEAD], "", {full_name(value) for value in found.values()}
+    for path, value in sorted(found.items(), key=lambda item: (item[0].rpartition(".")[0], item[0])):
         if path.rpartition(".")[0] != module:
             module = path.rpartition(".")[0]
             parts.append(f"## {module}\n")
         kind = "class" if inspect.isclass(value) else "function"
-        options = "   :members:\n   :show-inheritance:\n" if kind == "class" else ""
-        parts.append(f"```{{eval-rst}}\n.. auto{kind}:: {path}\n{options}```\n")
+        parts.append(f"```{{eval-rst}}\n.. auto{kind}:: {path}\n{_options(value, listed)}```\n")
     return "\n".join(parts)
 
 

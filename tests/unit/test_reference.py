@@ -66,3 +66,17 @@ def test_nothing_is_listed_twice_or_private_or_without_words(paths, page):
         assert inspect.getdoc(object_at(path)), path
     assert page.count("```{eval-rst}\n") * 2 == page.count("```")
     assert not [path for path in paths if object_at(path).__name__ in ("Schedule", "Pattern", "_Watch")]
+
+
+def test_what_bases_without_an_entry_have_is_shown_with_their_classes(paths, page):
+    listed = [object_at(path) for path in paths]
+    entries = dict(re.findall(r"^\.\. autoclass:: (\S+)\n((?:   :.*\n)*)", page, re.MULTILINE))
+    assert "inherited" in entries["distdl.nn.DistributedConvTranspose2d"]  # forward has output_size
+    for path, options in entries.items():
+        kind = object_at(path)
+        hidden = {one for one in kind.__mro__[1:] if one.__module__.startswith("distdl") and one not in listed}
+        elsewhere = re.findall(r":inherited-members: (.*)", options)
+        assert bool(elsewhere) == bool(hidden.intersection(kind.__bases__)), path
+        if elsewhere:
+            others = {one.__name__ for one in kind.__mro__[1:-1] if one not in hidden}
+            assert set(elsewhere[0].split(", ")) == others, path

@@ -12,7 +12,7 @@ split channels for Feature too, and the axis in of the work is 1: each index alo
 
 from __future__ import annotations
 
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Required, Self, TypedDict, Unpack
 
 from distdl.geometry.windows import Sliding
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
@@ -126,7 +126,7 @@ class _ChannelConv(_GeneralConv):
     __doc__ = _GeneralConv.__doc__
 
     @property
-    def conv_layer(self) -> _ChannelConv:
+    def conv_layer(self) -> Self:
         """The layer itself: in the published interface it has ``weight`` and ``bias``."""
         return self
 
