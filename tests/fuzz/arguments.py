@@ -19,7 +19,6 @@ Right = Callable[[Partition], dict[str, Any]]
 
 NO_ARGUMENTS = "takes no arguments: a call with one is a TypeError of Python or torch"
 ABSTRACT = "cannot be made: a TypeError says so"
-BASE = "is what others derive from, and they give it its arguments"
 ANY_VALUE = "takes any value: the text of an error; what it returns; what the agreement then refuses on all workers"
 ELSEWHERE = "needs a job of processes, the main thread, or MPI"
 
@@ -77,7 +76,7 @@ KINDS = {
     "string": "reduction padding_mode mode nonlinearity weights fallback",
     "flag": "bias affine track_running_stats inplace count_include_pad ceil_mode return_indices elementwise_affine "
     "log_target log_input full transpose_src transpose_dest preserve_batch scale_grad_by_freq sparse "
-    "error_if_nonfinite align_corners use_trivialization wait random backward",
+    "bounded error_if_nonfinite align_corners use_trivialization wait random backward",
     "tensor": "weight pos_weight parameter x dy tensor",
     "module": "network model module reference",
     "function": "function opener check start command",
@@ -160,6 +159,7 @@ def layers() -> dict[str, Right]:
         "SmoothL1",
     ):
         found[f"Distributed{kind}Loss"] = made({}, axis)
+    found["DistributedLossBase"] = made({"function": "l1_loss", "reduction": "mean"}, axis)
     found["DistributedPad"] = made({"padding": (1, 1)}, axis)
     found["DistributedUpsample"] = made({"scale_factor": 2.0}, axis)
     linear = {"in_features": 4, "out_features": 6}
@@ -339,7 +339,6 @@ NOT_CALLED = {  # patterns of names, and why there are no wrong arguments of the
         r"distdl\.environment\.(chosen_backend|cuda_aware_mpi|debug|grace|recycled_memory|timeout|tunes_malloc)",
         r"distdl\.nn\.(Module|Option|repeat_calls|mixins\..*)",
     ),
-    BASE: (r"distdl\.nn\.DistributedLossBase",),
     ABSTRACT: (r"distdl\.ops\.Op", r"distdl\.transport\.Communicator"),
     ANY_VALUE: (r"distdl\.CommunicationError", r"distdl\.ops\.setup\.same", r"distdl\.nn\.layer\.given"),
     ELSEWHERE: (r"distdl\.backends\.job", r"distdl\.on_terminate", r"distdl\.backends\.mpi\.partition\..*"),
@@ -388,6 +387,7 @@ def arguments_of(function: Callable[..., Any], right: dict[str, Any]) -> list[st
 
 
 SPECIAL: dict[tuple[str, str], str] = {
+    ("distdl.nn.DistributedLossBase", "function"): "name",
     ("distdl.nn.DistributedPad", "padding"): "cells",
     ("distdl.nn.DistributedUpsample", "size"): "cells",
     ("", "scale_factor"): "factor",

@@ -55,6 +55,8 @@ class ElementLoss:
 
         Raises: ValueError that names the layer.
         """
+        if not callable(getattr(functional, self.function, None)):
+            raise ValueError(f"{name} needs the name of a function of torch.nn.functional; got {self.function!r}")
         options = dict(self.options)
         if not options.get("beta", 0.0) >= 0:
             raise ValueError(f"{name} needs a beta of at least 0; got {options['beta']}")

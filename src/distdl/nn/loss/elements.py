@@ -129,6 +129,7 @@ class DistributedLossBase(Layer):
         weight, pos_weight: factors for elements, and for positive targets.
         bounded: whether input and target have to be from 0 to 1.
         options: what the function takes besides; they become attributes.
+    Raises: as all losses of elements, and ValueError, on every worker, if there is no such function.
     """
 
     P_x = Option[Partition]()
@@ -137,6 +138,7 @@ class DistributedLossBase(Layer):
     weight: torch.Tensor | None
     pos_weight: torch.Tensor | None
 
+    @checks_arguments
     def __init__(
         self,
         P_x: Partition,
