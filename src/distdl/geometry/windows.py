@@ -136,7 +136,7 @@ class Sliding:
         inputs: list[Intervals] = []
         outputs: list[Intervals] = []
         for dim, (extent, places) in enumerate(zip(extents, parts, strict=True)):
-            count, (before, behind) = self.count(dim, extent), self.widths[dim]
+            count, (before, behind) = self.outputs(dim, extent), self.widths[dim]
             if count == 0:
                 raise ValueError(
                     f"{name} needs an input {self._least}; in dim {dim + 2} the kernel spans {self.spans[dim]} cells "
@@ -148,7 +148,7 @@ class Sliding:
             )
         return inputs, outputs
 
-    def count(self, dim: int, extent: int) -> int:
+    def outputs(self, dim: int, extent: int) -> int:
         """Number of outputs along a dim of space whose input has this extent."""
         return sliding_extent(extent, self.kernel[dim], self.stride[dim], self.widths[dim], self.dilation[dim])
 
@@ -190,7 +190,7 @@ class PoolSliding(Sliding):
     ceil_mode: bool = False
     _least: ClassVar[str] = "that is not empty, and at least as large as its window"
 
-    def count(self, dim: int, extent: int) -> int:
+    def outputs(self, dim: int, extent: int) -> int:
         k, s, p, d = self.kernel[dim], self.stride[dim], self.padding[dim], self.dilation[dim]
         return pooled_extent(extent, k, s, p, d, self.ceil_mode) if extent else 0
 
