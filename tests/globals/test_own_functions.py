@@ -384,6 +384,37 @@ def test_second_derivatives_by_weights(weights):
         torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)
 
 
+class Second(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class Stopped(Function):
+    @staticmethod
+    def forward(ctx, w):
+        return w * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", [lambda m, x: x * Stopped.apply(m.w) * m.v, lambda m, x: Second.apply(x, m.w) * m.v])
+@on_workers
+def test_weights_for_which_a_function_gives_no_gradient_have_none(use, weights):
+    x = split(x35)
+    model = distdl.distribute(Calling(use), x.layout.partition, weights)
+    model(x).sum().backward()
+    assert model.w.grad is None
+    assert model.v.grad is not None
+
+
 @on_workers
 def test_results_of_one_function_of_weights_have_one_message():
     counts = []

@@ -116,12 +116,12 @@ class _Same(Function):
     @staticmethod
     def forward(ctx: Any, copy: torch.Tensor, first: bool) -> torch.Tensor:
         ctx.first = first
+        ctx.set_materialize_grads(False)  # (of a function that gives no gradient there is none, and not one of zeros)
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        part: torch.Tensor = _Part.apply(dy, ctx.first)
-        return part, None
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return None if dy is None else _Part.apply(dy, ctx.first), None
 
 
 class _Part(Function):
