@@ -1,6 +1,8 @@
 """Weights that every worker has whole, and that are written otherwise on some: an error, and the same on all."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -23,6 +25,11 @@ def _trained(model, steps):
         (model(x) - target).square().mean().backward()
         optimiser.step()
     return model
+
+
+def _passed(model, steps):
+    for _ in range(steps):
+        model(torch.ones(6, 3, dtype=torch.float64)).to_local().sum().backward()
 
 
 def _drawn_again(model, seed):
@@ -81,6 +88,45 @@ def test_what_is_written_alike_and_what_is_rounded_otherwise_is_no_error():
         _trained(model, 1)
 
     run(work)
+
+
+def test_one_weight_that_is_rounded_otherwise_hides_no_other():
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        _passed(model, 2)
+        with torch.no_grad():
+            model.weight.mul_(1 + distdl.world().rank * 1e-12)
+            model.bias.add_(distdl.world().rank)
+        with pytest.raises(ValueError, match="bias of worker 3 differs"):
+            _passed(model, 16)
+
+    run(work)
+
+
+def test_a_graph_does_not_keep_the_model():
+    models = []
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        _passed(model, 3)
+        models.append(weakref.ref(model))
+
+    run(work)
+    gc.collect()
+    assert [one() for one in models] == [None] * 4
+
+
+def test_weights_whose_conjugate_is_there():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(3).to(torch.complex128).mul(1j).conj())
+            self.part = nn.Parameter(self.weight.detach().imag)
+
+        def forward(self, x):
+            return (x * self.weight * self.part).abs()
+
+    run(lambda: _passed(distdl.distribute(Net(), partition((3, 1))), 4))
 
 
 def test_it_sends_no_message():

@@ -10,8 +10,8 @@ Differences of rounding are none: processors that are not of one kind round othe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 
@@ -22,6 +22,7 @@ from distdl.partition.sharing import gather_values
 _BITS = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
 _MIXING = 0x9E3779B97F4A7C15 - (1 << 64)  # (odd: the highest bits of a product follow from all bits)
+_LONGEST = 1023
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,9 +30,10 @@ class Drift:
     """Looks at the parameters of a model, one in each forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self._forwards = 0
-        self._pause, self._skipped = 0, 0  # forwards in which it does not look: more each time that there was rounding
+        self._module = weakref.ref(module)  # (a graph keeps what is looked at, and a model the graph of its weights)
+        self._turn = 0  # how often it has looked
+        self._wait = 0  # for how many forwards it does not
+        self._pause = 0  # for how many after each: for more, each time that there was rounding
 
     def look(self, context: Context, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> Look:
         """At the next of some parameters.
@@ -39,12 +41,14 @@ class Drift:
         Args:
             dtype: in which the bits travel.
         """
-        one = parameters[self._forwards % len(parameters)]
-        self._forwards += 1
-        self._skipped = (self._skipped + 1) % (self._pause + 1)
+        one = parameters[self._turn % len(parameters)]
         exact = len(context.everyone) * torch.finfo(dtype).eps <= 2  # (else a sum of ones may be rounded)
         there = type(one) in _PLAIN and one.layout is torch.strided and one.device.type != "meta" and one.numel()
-        if self._skipped or not exact or not there or context.comm.imagined:
+        if self._wait:
+            self._wait, there = self._wait - 1, False
+        else:
+            self._wait, self._turn = self._pause, self._turn + 1
+        if not exact or not there or context.comm.imagined:
             return Look(self, context, one, torch.zeros(_BITS, dtype=torch.int64, device=one.device))
         return Look(self, context, one, _bits_of(one.detach()))
 
@@ -53,7 +57,9 @@ class Drift:
 
         Raises: ValueError, the same on every worker, if they differ by more than rounding.
         """
-        name = next((name for name, other in self.module.named_parameters() if other is one), "a parameter")
+        module = self._module()
+        named = () if module is None else module.named_parameters()
+        name = next((name for name, other in named if other is one), "a parameter")
         context.comm.where = "comparing weights"
         cells = bytes_of(one)
         context.comm.through.broadcast(context.everyone, cells).wait()
@@ -72,7 +78,7 @@ class Drift:
                 "weights after the first forward has to write the same everywhere: initial values that are drawn again "
                 "come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all weights before each forward)"
             )
-        self._pause = 2 * self._pause + 1
+        self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
 
 
 class Look:
@@ -93,14 +99,11 @@ class Look:
 
 def _bits_of(one: torch.Tensor) -> torch.Tensor:
     """Some that follow from all bits of a tensor. (It waits for no device.)"""
+    one = one.resolve_conj().resolve_neg()
     cells = torch.view_as_real(one) if one.is_complex() else one
     numbers = cells.view(_WHOLE_NUMBERS[cells.element_size()])
     total = numbers.sum(
         dtype=None if numbers.dtype is torch.int8 else numbers.dtype
     )  # (of a wider kind: ten times longer)
-    return ((total.to(torch.int64) * _MIXING) >> _shifts(one.device)) & 1
-
-
-@cache
-def _shifts(device: torch.device) -> torch.Tensor:
-    return torch.arange(64 - _BITS, 64, device=device)
+    shifts = torch.arange(64 - _BITS, 64, device=one.device)
+    return ((total.to(torch.int64) * _MIXING) >> shifts) & 1
