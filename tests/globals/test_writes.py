@@ -186,6 +186,11 @@ def test_fallbacks_that_return_their_argument():
         assert_close(ours, theirs)
 
 
+def _with_other_data(x):
+    x.data = torch.ones(3, 5, dtype=torch.float64)
+    return x.add_(1)
+
+
 EXPANSIONS = {
     "rows": lambda x: x[:1].expand(3, 5),
     "columns": lambda x: x[:, :1].expand(3, 5),
@@ -218,6 +223,9 @@ def test_what_torch_refuses_to_write_is_one_error(expand, grid):
         lambda x: x.zero_(),
         lambda x: x.contiguous().add_(1),
         lambda x: x.clone().abs_(),
+        lambda x: x.real,
+        lambda x: x.type(torch.float64),
+        _with_other_data,
     ):
         assert_close(write(expand(split(x35, *grid))), write(expand(x35.clone())))
     assert_close(x35[:1].expand(1, 5).clone().add_(1), split(x35, *grid)[:1].expand(1, 5).add_(1).full_tensor())

@@ -14,7 +14,7 @@ from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
-from distdl.globals.strides import same_strides
+from distdl.globals.strides import same_strides, strides_of
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, base_of, note_requires, note_view
 from distdl.tensors.connection import zeros_on
@@ -308,6 +308,8 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
     part = part_of(value, x._layout, "data").detach()
     x._block.data = part if type(value) is GlobalTensor else part.clone()
+    x.__dict__.pop("_expanded", None)
+    x._strides = strides_of(value) if type(value) is GlobalTensor else ()
 
 
 _data: Any = torch.Tensor.data

@@ -47,6 +47,7 @@ hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polyno
 _RETURN_THEIR_ARGUMENT = frozenset([
     "contiguous", "positive", "__pos__", "resolve_conj", "resolve_neg", "conj", "real", "cpu", "cuda", "float",
     "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char", "cfloat", "cdouble",
+    "type", "__get__",
 ])  # fmt: skip
 
 
