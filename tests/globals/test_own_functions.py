@@ -278,6 +278,17 @@ def _of_own_block(m, x, y):
     return first * second
 
 
+library = torch.library.Library("distdl_tests_written", "DEF")
+library.define("add_one_(Tensor(a!) x) -> Tensor(a!)")
+library.impl("add_one_", lambda x: x.add_(1), "CompositeImplicitAutograd")
+
+
+def _written_by_operator(m, x):
+    w = m.w * 1
+    torch.ops.distdl_tests_written.add_one_(w)
+    return x * w
+
+
 def _clipped_view(m, x):
     """What follows from a weight, and does not say so by its type."""
     table = torch.zeros(2, 5, dtype=x.dtype)
@@ -299,6 +310,7 @@ USES = {
     "called": lambda m, x: x * Called.apply(m.w, m.inner),
     "sines": lambda m, x: x * Sines.apply(m.w),
     "operator": lambda m, x: x * clipped(m.w * m.v, [2.0]),
+    "operator that writes": _written_by_operator,
     "clipped in a checkpoint": lambda m, x: checkpoint(lambda x: x * Clipped.apply(m.w), x, use_reentrant=False),
     "clipped in a reentrant one": lambda m, x: x * checkpoint(lambda w: Tanh.apply(w) * m.v, m.w, use_reentrant=True),
     "clipped without gradients": lambda m, x: x * m.v + x * _without(Clipped.apply, m.w),

@@ -87,8 +87,8 @@ class Replica(torch.Tensor):
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
         handler = REPLICATED.get(func)
-        if handler is None and isinstance(func, _OPERATORS) and not is_on_blocks():
-            handler = None if str(func).startswith(("aten.", "prims.")) else REPLICATED[OPERATOR]
+        if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not is_on_blocks():
+            handler = REPLICATED[OPERATOR] if _is_own(func) else None
         if handler is not None:
             return handler(func, args, kwargs or {})
         every: list[torch.Tensor] = []
@@ -128,6 +128,15 @@ _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
     "model; write into a clone of it, or use the result of a function out of place"
 )
+
+
+def _is_own(operator: Any) -> bool:
+    """Whether an operator is of a user's, and may have a backward of its own: torch refuses one for what writes."""
+    if str(operator).startswith(("aten.", "prims.")):
+        return False
+    single = isinstance(operator, torch._ops.OpOverload)
+    each = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
+    return not any(one._schema.is_mutable for one in each)
 
 
 def _writes(func: Callable[..., Any]) -> bool:
