@@ -18,28 +18,8 @@ from distdl.tensors.connection import outside
 from distdl.tensors.repeats import CallCount
 
 
-class DistributedDropout(Layer):
-    r"""Dropout of single elements: set random ones to zero in training mode, with a mask that does not depend on the
-    partition.
-
-    Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from torch's seed
-    on the first worker when the layer was made, from how many random layers were made before in this world, from how
-    many calls this layer has had, and from the global index c. It depends on nothing else: neither on the back-end nor
-    on the partition, nor on torch's generators, which are not used. The agreement is the only message.
-    Adjoint: the same product. In evaluation mode, or with p = 0, y is x, and nothing is agreed on.
-
-    Args:
-        P_x: partition of input and output, with one axis for each dim; any of them may be split.
-        p: probability of a zero, from 0 to 1.
-        inplace: only False is accepted.
-    Attributes:
-        calls.number: how many calls have had a mask. Set it to resume an earlier training run.
-        random_state: integers from which the next mask follows; to be set alike on all workers (checkpoints do).
-    Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
-    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
-        wrong rank or of integers. RuntimeError in a backward whose checkpoint repeats a call other than the latest: see
-        :func:`distdl.nn.repeat_calls`.
-    """
+class _DropoutLayer(Layer):
+    """What dropouts of elements and of channels share: see :class:`DistributedDropout`."""
 
     P_x = Option[Partition]()
     p = Option[float]()
@@ -85,7 +65,31 @@ class DistributedDropout(Layer):
         self._marks = tuple(marks)
 
 
-class _ChannelDropout(DistributedDropout):
+class DistributedDropout(_DropoutLayer):
+    r"""Dropout of single elements: set random ones to zero in training mode, with a mask that does not depend on the
+    partition.
+
+    Forward: :math:`y_c = x_c m_c / (1 - p)`; :math:`m_c` is 0 with probability p, else 1. It follows from torch's seed
+    on the first worker when the layer was made, from how many random layers were made before in this world, from how
+    many calls this layer has had, and from the global index c. It depends on nothing else: neither on the back-end nor
+    on the partition, nor on torch's generators, which are not used. The agreement is the only message.
+    Adjoint: the same product. In evaluation mode, or with p = 0, y is x, and nothing is agreed on.
+
+    Args:
+        P_x: partition of input and output, with one axis for each dim; any of them may be split.
+        p: probability of a zero, from 0 to 1.
+        inplace: only False is accepted.
+    Attributes:
+        calls.number: how many calls have had a mask. Set it to resume an earlier training run.
+        random_state: integers from which the next mask follows; to be set alike on all workers (checkpoints do).
+    Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
+    Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
+        wrong rank or of integers. RuntimeError in a backward whose checkpoint repeats a call other than the latest: see
+        :func:`distdl.nn.repeat_calls`.
+    """
+
+
+class _ChannelDropout(_DropoutLayer):
     """Dropout of whole channels, as :class:`DistributedDropout`: the mask has one number for each channel of a sample.
 
     Args:
