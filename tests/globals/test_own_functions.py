@@ -427,6 +427,26 @@ def test_weights_for_which_a_function_gives_no_gradient_have_none(use, weights):
     assert model.v.grad is not None
 
 
+def _of_block_without_gradient(m, x):
+    if type(x) is not GlobalTensor:
+        return Product.apply(x * 1, m.w[0])
+    return GlobalTensor.from_local(Product.apply(x.to_local() * 1, m.w[0]), x.layout.partition)
+
+
+def _beside_a_variable(m, x):
+    return x * Signs.apply(m.w, torch.ones(5, dtype=x.dtype, requires_grad=True) * 2, 3)[0]
+
+
+@pytest.mark.parametrize("use", [_of_block_without_gradient, _beside_a_variable])
+@on_workers
+def test_plain_tensors_beside_weights(use):
+    x, model = split(x35), Calling(use)
+    distdl.distribute(model, x.layout.partition)(x).square().sum().backward()
+    sequential = Calling(use)
+    sequential(x35).square().sum().backward()
+    torch.testing.assert_close(model.w.grad, sequential.w.grad)
+
+
 @on_workers
 def test_results_of_one_function_of_weights_have_one_message():
     counts = []

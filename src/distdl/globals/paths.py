@@ -18,6 +18,7 @@ class _Here(threading.local):
         self.models: list[torch.nn.Module] = []
         self.on_blocks = 0
         self.blocks = WeakIdKeyDictionary()  # those that a user has asked for
+        self.asked = False  # whether for one in the latest forward
 
 
 _here = _Here()
@@ -71,6 +72,8 @@ def current_path() -> str:
 @contextmanager
 def running(model: torch.nn.Module) -> Iterator[bool]:
     """While the forward of a distributed model runs; gives whether it is the outermost."""
+    if not _here.models:
+        _here.asked = False
     _here.models.append(model)
     try:
         yield len(_here.models) == 1
@@ -95,11 +98,12 @@ def is_on_blocks() -> bool:
 
 def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
-    _here.blocks[block] = True
+    _here.blocks[block] = _here.asked = True
 
 
 def may_be_block(value: object) -> bool:
-    """Whether a value may be a block, so not the same on every worker: one that was asked for, or follows from one."""
-    if type(value) is not torch.Tensor:
-        return False
-    return (value.requires_grad and value.grad_fn is not None) or value in _here.blocks
+    """Whether a value may be a block, so not the same on every worker: one that was asked for, or follows from one.
+
+    What follows from one without gradients does not say so, so in a forward that asks for blocks any plain tensor may.
+    """
+    return type(value) is torch.Tensor and (_here.asked or value in _here.blocks)
