@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any, Required, Self, TypedDict, Unpack
 
+import torch
+
 from distdl.geometry.windows import Sliding
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
 from distdl.nn.module import check_buffer_manager
@@ -67,6 +69,10 @@ class _FeatureConv(ConvolutionLayer):
         arguments = _arguments(name, self.space, P_x, work, channels, geometry, padding_mode, groups, bias)
         super().__init__(P_x, P_x, work, **arguments)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to this worker's block of the input."""
+        return self._convolve(x)
+
 
 class _GeneralConv(ConvolutionLayer):
     r"""A convolution that is split over input and output channels, over space, and over the batch.
@@ -115,6 +121,10 @@ class _GeneralConv(ConvolutionLayer):
         work, channels = shared_work(name, self.space, groups, P_x, P_y, P_w), (in_channels, out_channels)
         arguments = _arguments(name, self.space, P_y, work, channels, geometry, padding_mode, groups, bias)
         super().__init__(P_x, P_y, work, **arguments, P_w=P_w)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to this worker's block of the input."""
+        return self._convolve(x)
 
     @property
     def stores_bias(self) -> bool:

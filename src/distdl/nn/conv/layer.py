@@ -1,7 +1,8 @@
-"""What all convolutions are: options that can be read, a weight and a bias, and a forward of three lines."""
+"""What all convolutions are: options that can be read, and a weight and a bias."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,8 @@ class ConvolutionLayer(Layer):
     Args:
         work: the partition of the work.
         op, weights: the operation, and where its weight and bias live.
+        configure: gives the operation, from what all members have added to their headers; if not given, that is what
+            weights are about.
         options: its public attributes, besides the channels and the groups.
     """
 
@@ -44,11 +47,18 @@ class ConvolutionLayer(Layer):
     bias: torch.nn.Parameter | None
 
     def __init__(
-        self, P_x: Partition, P_y: Partition, work: Partition, op: Any, weights: Weights, **options: Any
+        self,
+        P_x: Partition,
+        P_y: Partition,
+        work: Partition,
+        op: Any,
+        weights: Weights,
+        configure: Callable[[Any, Headers], Op] | None = None,
+        **options: Any,
     ) -> None:
         name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {op.in_channels} to {op.out_channels} channels)"
         everyone = P_x | P_y | work
-        application = weights.application(op, P_x, work, self._configure)
+        application = weights.application(op, P_x, work, configure or self._configure)
         super().__init__(name, everyone, application, weights.bias is not None, (work,))
         self.P_x, self.P_y = P_x, P_y
         self.in_channels, self.out_channels, self.groups = op.in_channels, op.out_channels, op.groups
@@ -64,10 +74,14 @@ class ConvolutionLayer(Layer):
         """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return self._weights.layouts(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer to this worker's block of the input."""
+    def _convolve(self, x: torch.Tensor, *extra: int) -> torch.Tensor:
+        """What it makes of this worker's block.
+
+        Args:
+            extra: what this worker adds to its header, behind what weights add.
+        """
         tensors = (x, *given(self.weight, self.bias))
-        setup = self.agree(*tensors, extra=self._weights.extra(self, tensors[1]))
+        setup = self.agree(*tensors, extra=(*self._weights.extra(self, tensors[1]), *extra))
         y: torch.Tensor = setup(*tensors)
         return y
 

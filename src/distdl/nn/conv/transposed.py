@@ -14,7 +14,6 @@ from distdl.geometry.boxes import balanced
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Intervals, grouped
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
-from distdl.nn.layer import given
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import Weights, own_work, shared_work, stored_on
 from distdl.ops import Op
@@ -90,7 +89,7 @@ class _ConvTranspose(ConvolutionLayer):
         op.check(name)
         called = f"{name} (P_x: {P_x}; P_y: {target}; {in_channels} to {out_channels} channels)"
         super().__init__(
-            P_x, target, work, op, _weights_on(called, stored_on(work, 1), op, bias), P_w=P_w,
+            P_x, target, work, op, _weights_on(called, stored_on(work, 1), op, bias), self._of_size, P_w=P_w,
             kernel_size=geometry.kernel, stride=geometry.stride, padding=geometry.padding, dilation=geometry.dilation,
             output_padding=geometry.output_padding, padding_mode=padding_mode,
         )  # fmt: skip
@@ -103,15 +102,11 @@ class _ConvTranspose(ConvolutionLayer):
             output_size: global extents of the output in space (or in all dims), the same on every worker, to use
                 instead of ``output_padding``; as in torch.
         """
-        tensors = (x, *given(self.weight, self.bias))
-        extra = (*self._weights.extra(self, tensors[1]), *_asking(output_size, self.space))
-        setup = self.agree(*tensors, extra=extra)
-        y: torch.Tensor = setup(*tensors)
-        return y
+        return self._convolve(x, *_asking(output_size, self.space))
 
-    def _configure(self, op: Any, headers: Headers) -> Op:
+    def _of_size(self, op: Any, headers: Headers) -> Op:
         """The operation for the output size that all members ask for, if they do."""
-        configured: Any = super()._configure(op, headers)
+        configured: Any = self._configure(op, headers)
         workers, asked = self._everyone.workers, headers.extras(self._everyone)[:, _COMMON:]
         wrong = ((asked != asked[0]).any(axis=1) | (asked[:, 0] < 0)).nonzero()[0]
         kind, *sizes = asked[0].tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from distdl.nn.normalisation.state import Agreed, TrackingLayer, Weights
 from distdl.ops.normalisation import InstanceNorm
 from distdl.partition import Partition
@@ -54,3 +56,6 @@ class DistributedInstanceNorm(TrackingLayer):
         self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
         self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
         self._track()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x, self._running(), self.momentum)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import index
 
+import torch
+
 from distdl.nn.module import Option
 from distdl.nn.normalisation.state import Agreed, NormalisationLayer, Number, Weights
 from distdl.ops.normalisation import LayerNorm, RMSNorm
@@ -54,6 +56,9 @@ class DistributedLayerNorm(NormalisationLayer):
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
         self.elementwise_affine = bool(elementwise_affine)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x)
+
 
 class DistributedRMSNorm(NormalisationLayer):
     r"""Divide by the root of the mean square over the last dims.
@@ -92,6 +97,9 @@ class DistributedRMSNorm(NormalisationLayer):
         super().__init__(f"DistributedRMSNorm (P_x: {P_x}; {dims(extents)})", Agreed(op, weights))
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
         self.elementwise_affine = bool(elementwise_affine)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x)
 
 
 def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -224,9 +224,6 @@ class NormalisationLayer(Layer):
         """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normalise(x)
-
     def _normalise(self, x: torch.Tensor, kept: Sequence[torch.Tensor] = (), *numbers: float | None) -> torch.Tensor:
         """What it makes of this worker's block.
 
@@ -266,9 +263,6 @@ class TrackingLayer(NormalisationLayer):
             self.register_buffer(name, value if tracks else None)
         self.register_buffer("num_batches_tracked", torch.tensor(0) if tracks else None)
         self.register_load_state_dict_pre_hook(_read_own_channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normalise(x, self._running(), self.momentum)
 
     def _running(self) -> tuple[torch.Tensor, ...]:
         """Running mean, running variance and the number of batches, if it has them."""
