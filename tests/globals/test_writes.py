@@ -196,6 +196,8 @@ EXPANSIONS = {
     "columns": lambda x: x[:, :1].expand(3, 5),
     "number": lambda x: x.sum().expand(3, 5),
     "as another": lambda x: x[:1].expand_as(x),
+    "part": lambda x: x[:1].expand(4, 5)[1:],
+    "other dims": lambda x: x[:, :1].expand(3, 5).detach().t().t(),
 }
 WRITTEN = {
     "add_": lambda x: x.add_(1),

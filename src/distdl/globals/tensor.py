@@ -423,11 +423,9 @@ _EXPANDED = (
 _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", "an assignment to a part", "fill_diagonal_"])
 
 
-def note_expanded(x: GlobalTensor, y: GlobalTensor) -> GlobalTensor:
-    """Take note that x was expanded to y, if some of its elements stand for several."""
-    if x.numel() != y.numel():
-        y.__dict__["_expanded"] = True
-    return y
+def _is_expanded(x: GlobalTensor) -> bool:
+    """Whether torch sees that some elements of a tensor stand for several: it, or what it is a view of, was expanded."""
+    return any(n > 1 and not step for n, step in zip(x.shape, x._strides, strict=False))
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
@@ -437,7 +435,7 @@ def note_written(x: GlobalTensor, name: str) -> None:
         blocks in which there are several.)
     """
     note_requires(x)
-    if "_expanded" in x.__dict__ and name not in _WRITE_EXPANDED:
+    if "_strides" in x.__dict__ and name not in _WRITE_EXPANDED and _is_expanded(x):
         raise RuntimeError(_EXPANDED)
     if "_known" in x.__dict__:
         x._known.written()

@@ -308,7 +308,6 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
     part = part_of(value, x._layout, "data").detach()
     x._block.data = part if type(value) is GlobalTensor else part.clone()
-    x.__dict__.pop("_expanded", None)
     x._strides = strides_of(value) if type(value) is GlobalTensor else ()
 
 

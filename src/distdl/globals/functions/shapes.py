@@ -19,7 +19,7 @@ from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.replicas import map_tensors
 from distdl.globals.strides import View, is_copied, note_strides, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_copied, note_expanded, note_view
+from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
 Intervals = tuple[Interval, ...]
 
@@ -392,7 +392,7 @@ def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
 
     target = context.keep(("expand", layout, shape), make)
     block = block_of(x).reshape(lifted.local).expand(target.local)
-    return note_expanded(x, view_of(x, block, target, False, _expansion(shape)))
+    return view_of(x, block, target, False, _expansion(shape))
 
 
 def _expansion(shape: Shape) -> View:
@@ -408,4 +408,4 @@ def expand_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return plain
     shape_of(torch.Tensor.expand, x, (tuple(other.shape),), {})  # (for torch's error)
     target, (block, _) = aligned(x._context, [x, other.detach()], 1, "expand_as")
-    return note_expanded(x, view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape))))
+    return view_of(x, block.expand(target.local), target, True, _expansion(tuple(other.shape)))
