@@ -124,3 +124,43 @@ def test_functions_of_elements_keep_the_order_of_memory():
                 assert torch.equal(ours.full_tensor(), theirs)
 
     distdl.run_workers(work, 4)
+
+
+IN_ORDER = {
+    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
+    "contiguous clone": lambda x: x.transpose(0, 1).clone(memory_format=torch.contiguous_format),
+    "contiguous zeros": lambda x: torch.zeros_like(x.mT, memory_format=torch.contiguous_format),
+    "same order": lambda x: x.transpose(0, 1).clone(memory_format=torch.preserve_format),
+    "channels last": lambda x: x[None].contiguous(memory_format=torch.channels_last),
+    "again": lambda x: x[None].to(memory_format=torch.channels_last).contiguous(memory_format=torch.channels_last),
+    "and back": lambda x: x[None].contiguous(memory_format=torch.channels_last).contiguous(),
+    "dtype, too": lambda x: x[None].float().double(memory_format=torch.channels_last),
+    "log sigmoid": lambda x: torch.nn.functional.logsigmoid(x.transpose(0, 1)),
+    "float": lambda x: x.transpose(0, 1).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("write", [lambda y: y.reshape(-1), lambda y: y.transpose(0, 1).flatten(1), lambda y: y])
+@pytest.mark.parametrize("function", IN_ORDER.values(), ids=IN_ORDER)
+def test_orders_of_memory_are_the_same_on_every_worker(function, write):
+    """A block, even that of an idle worker, may lie in the wanted order where the whole does not."""
+    whole = noise(2, 3, 4)
+
+    def outcome(x):
+        y = function(x)
+        z = write(y)
+        z += 10
+        return x, y, z
+
+    def work():
+        for grid in ((2, 1, 1), (1, 3, 1), (1, 1, 2)):
+            found = outcome(distdl.distribute_tensor(whole, distdl.world()[: max(grid)].reshape(grid)))
+            for ours, theirs, before in zip(found, expected, (whole, function(whole), None), strict=True):
+                try:
+                    assert torch.allclose(ours.full_tensor(), theirs), grid
+                except RuntimeError as error:
+                    assert "its cells had moved" in str(error), grid
+                    assert not torch.equal(theirs, before), grid  # (a view in torch)
+
+    expected = outcome(whole.clone())
+    distdl.run_workers(work, 4)

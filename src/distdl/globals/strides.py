@@ -8,7 +8,7 @@ which are those of a view of a tensor without memory, and what torch would copy 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,10 +48,30 @@ def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
         y._strides = x._strides
 
 
-def keep_strides(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note of those of a new tensor that torch makes as x is, but without gaps."""
-    if "_strides" in x.__dict__:
+def keep_strides(x: GlobalTensor, y: GlobalTensor, function: Callable[..., Any]) -> None:
+    """Take note of those of a new tensor that a function of torch's makes as x is, but without gaps."""
+    if "_strides" in x.__dict__ and getattr(function, "__name__", "") not in _CONTIGUOUS:
         note_strides(x, y, _LIKE)
+
+
+def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:
+    """Take note of those of a new tensor in an order of memory."""
+    if wanted is not torch.contiguous_format:
+        note_strides(x, y, View(("format", wanted), lambda whole: torch.empty_like(whole, memory_format=wanted)))
+
+
+def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
+    """Whether torch's x lies in an order of memory, so that a function that gives it in this one returns x itself."""
+    strides = strides_of(x)
+    name = "contiguous" if function.__name__ == "contiguous" else "to"
+
+    def try_it() -> bool:
+        whole = _without_memory(x.shape, strides)
+        return getattr(whole, name)(memory_format=wanted) is whole
+
+    if not strides and wanted is torch.contiguous_format:
+        return True
+    return x._context.keep(("lies in", x.shape, strides, wanted, name), try_it)
 
 
 def is_copied(x: GlobalTensor, shape: Shape) -> bool:
@@ -75,3 +95,4 @@ def _without_memory(shape: Shape, strides: Shape) -> torch.Tensor:
 
 
 _LIKE = View("like", torch.empty_like)
+_CONTIGUOUS = frozenset(["log_sigmoid", "mvlgamma", "special_multigammaln", "angle"])  # (that make no tensor like x)

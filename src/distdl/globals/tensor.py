@@ -424,7 +424,7 @@ _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", "an assignment to
 
 
 def _is_expanded(x: GlobalTensor) -> bool:
-    """Whether torch sees that some elements of a tensor stand for several: it, or what it is a view of, was expanded."""
+    """Whether torch sees that some elements of a tensor stand for several."""
     return any(n > 1 and not step for n, step in zip(x.shape, x._strides, strict=False))
 
 

@@ -11,7 +11,7 @@ from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import plain_of
-from distdl.globals.strides import keep_strides, same_strides, strides_of
+from distdl.globals.strides import keep_strides, lies_in, note_format, same_strides
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_view, note_written
 
@@ -26,7 +26,7 @@ sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide tru
 eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
 isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
 softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh hardsigmoid hardswish
-clone contiguous zeros_like ones_like full_like empty_like float double half bfloat16 bool int long short byte char
+clone zeros_like ones_like full_like empty_like float double half bfloat16 bool int long short byte char
 cfloat cdouble to type type_as cpu cuda detach
 add_ addcdiv_ addcmul_ sub_ mul_ div_ pow_ neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_
 abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ masked_fill_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_
@@ -45,7 +45,7 @@ hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polyno
 
 
 _RETURN_THEIR_ARGUMENT = frozenset([
-    "contiguous", "positive", "__pos__", "resolve_conj", "resolve_neg", "conj", "real", "cpu", "cuda", "float",
+    "positive", "__pos__", "resolve_conj", "resolve_neg", "conj", "real", "cpu", "cuda", "float",
     "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char", "cfloat", "cdouble",
     "type", "__get__",
 ])  # fmt: skip
@@ -64,7 +64,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             y = func(block)
             if type(y) is torch.Tensor and y is not block:
                 made = GlobalTensor._of(y, first._layout)
-                keep_strides(first, made)
+                keep_strides(first, made, func)
                 return made
             return result_of(func, first, y, (first,))
         second = args[1] if len(args) == 2 else None
@@ -76,6 +76,8 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 y = _of_copies(error, func, pair, kwargs)
             return result_of(func, first, y, (first,))
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
+            if kwargs and kwargs.get("memory_format") is not None:
+                return _in_format(func, first, args[1:], kwargs)
             return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
@@ -116,19 +118,30 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
     """The global tensor of a block; the operand itself, if that was written in place."""
     for one in operands:
         if y is one._block:
-            if strides_of(one) and name_of(func) == "contiguous":  # (in torch, it is not, and is copied)
-                return GlobalTensor._of(y.clone(), one._layout)
             if name_of(func) not in _RETURN_THEIR_ARGUMENT:
                 note_written(one, name_of(func))
             return one
     if isinstance(y, torch.Tensor):
         made = GlobalTensor._of(y, like._layout if layout is None else layout)
-        if layout is None and name_of(func) != "contiguous":
-            keep_strides(like, made)
+        if layout is None:
+            keep_strides(like, made, func)
         return made
     if isinstance(y, (tuple, list)):
         return type(y)(result_of(func, like, one, operands, layout) for one in y)
     return y
+
+
+def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], kwargs: dict[str, Any]) -> GlobalTensor:
+    """What a function gives in an order of memory: x itself only if the whole of it lies so, not if a block does."""
+    block, wanted = block_of(x), kwargs["memory_format"]
+    y = func(block, *rest, **kwargs)
+    if y is block:
+        if lies_in(x, wanted, func):
+            return x
+        y = block.clone()
+    made = GlobalTensor._of(y, x._layout)
+    note_format(x, made, wanted)
+    return made
 
 
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -159,6 +172,12 @@ def _enter_names() -> None:
 _enter_names()
 
 
+@handles("contiguous", "Tensor")
+def contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    """The tensor itself, or a copy: on every worker what it is in torch."""
+    return _in_format(func, args[0], (), {"memory_format": torch.contiguous_format, **kwargs})
+
+
 @handles("detach", "torch Tensor")
 def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """The same memory, without a graph."""
@@ -176,10 +195,13 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     rest, kwargs = [_own(one) for one in rest], {name: _own(one) for name, one in kwargs.items()}
     if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one
         return func(x, *rest, **kwargs)
+    if kwargs.get("memory_format") is not None:
+        return _in_format(func, x, rest, kwargs)
     y = func(block_of(x), *rest, **kwargs)
     if y is x._block:
         return x
     made = GlobalTensor._of(y, x._layout)
+    keep_strides(x, made, func)
     return same_values(x, made) if "_known" in x.__dict__ and y.dtype in _WIDE else made
 
 
