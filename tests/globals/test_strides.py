@@ -1,5 +1,7 @@
 """Tensors as their memory is read with other sizes and strides."""
 
+import copy
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -71,7 +73,11 @@ MAYBE_COPIES = {
     "first row, reshape": lambda x: x[:, 0].reshape(-1), "piece": lambda x: x.chunk(3, 1)[0].reshape(-1, x.shape[2]),
     "expand, reshape": lambda x: x[:, :1].expand(-1, 3, -1).reshape(-1, x.shape[2]), "as it is": lambda x: x.ravel(),
     "twice": lambda x: x.detach().transpose(0, 1).unsqueeze(0).flatten(1, 2), "last": lambda x: x[-1:].flatten(1),
-    "diagonal": lambda x: x.diagonal(0, 1, 2).reshape(-1), "windows": lambda x: x.unfold(2, 2, 1).flatten(2),
+    "diagonal": lambda x: x.diagonal(0, 1, 2).reshape(-1),
+    "bits": lambda x: x.transpose(0, 1).view(torch.int64).view(torch.float64).reshape(-1),
+    "part, copied": lambda x: copy.copy(x[:, :2]).flatten(1), "copied": lambda x: copy.copy(x).flatten(1),
+    "parts of numbers": lambda x: torch.view_as_real(torch.view_as_complex(x[..., :2])[:, :1]).flatten(1),
+    "windows": lambda x: x.unfold(2, 2, 1).flatten(2),
 }  # fmt: skip
 
 
@@ -137,6 +143,7 @@ IN_ORDER = {
     "dtype, too": lambda x: x[None].float().double(memory_format=torch.channels_last),
     "log sigmoid": lambda x: torch.nn.functional.logsigmoid(x.transpose(0, 1)),
     "float": lambda x: x.transpose(0, 1).to(torch.float32),
+    "deep copy": lambda x: copy.deepcopy(x.transpose(0, 1)),
 }
 
 

@@ -267,7 +267,11 @@ class GlobalTensor(torch.Tensor):
 
     def __copy__(self) -> GlobalTensor:
         check_usable(self)
-        return GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
+        y = GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
+        note_view(self, y)
+        if "_strides" in self.__dict__:
+            y._strides = self._strides
+        return y
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -254,6 +254,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTe
     found: GlobalTensor | None = memo.get(id(x))
     if found is None:
         found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)
+        same_strides(x, found)
         if isinstance(x, torch.nn.Parameter):
             found._is_param = True
     return found

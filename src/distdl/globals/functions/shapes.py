@@ -299,6 +299,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return TABLE[None](func, args, kwargs)
         y = GlobalTensor._of(block_of(x).view(dtype), x._layout)  # (the bits of each element)
         note_view(x, y)
+        same_strides(x, y)
         return y
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
 
@@ -343,7 +344,14 @@ def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return context.layout(context.array(layout.partition.workers[..., None]), [*layout.intervals, ((0, 2),)])
 
     target = context.keep(("view_as_real", layout), make)
-    return view_of(x, func(block_of(x)).reshape(target.local), target, False)
+    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _AS_REAL)
+
+
+def _as_real(whole: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
+
+
+_AS_REAL = View("view_as_real", _as_real)
 
 
 @handles("view_as_complex", "torch")
