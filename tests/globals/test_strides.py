@@ -171,3 +171,16 @@ def test_orders_of_memory_are_the_same_on_every_worker(function, write):
 
     expected = outcome(whole.clone())
     distdl.run_workers(work, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+def test_what_is_resized_in_the_order_of_its_memory():
+    def work():
+        whole = noise(2, 3, 4)
+        x = distdl.distribute_tensor(whole, distdl.world()[:2].reshape(2, 1, 1))
+        with pytest.raises(RuntimeError, match=r"resize_ .* call .contiguous\(\) first"):
+            x.transpose(0, 1).clone().resize_(3, 4)
+        y = x.transpose(0, 1).contiguous().resize_(3, 4)
+        assert torch.equal(y.T.reshape(-1).full_tensor(), whole.transpose(0, 1).contiguous().resize_(3, 4).T.ravel())
+
+    distdl.run_workers(work, 3)

@@ -20,6 +20,7 @@ from distdl.globals.functions.pointwise import writes
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
+from distdl.globals.strides import strides_of
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
@@ -234,6 +235,11 @@ def _spread(
             note_copied(found[description["view"]], y)
         return y
     if resized:
+        if strides_of(x):
+            raise RuntimeError(
+                f"{name} resizes a global tensor in the order of its memory, which is not that of its dims; call "
+                ".contiguous() first"
+            )
         x._block, x._layout = block, target
     elif block is not x._block:
         # (into a leaf, torch writes without a gradient only)
