@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launched import on_workers, split
 from same import Global, assert_same, noise
 from torch.nn import functional
 
@@ -85,3 +86,10 @@ def test_a_number_beside_index_tensors():
 
 def test_numbers_of_cells():
     assert_same(lambda k: torch.repeat_interleave(k), Global(torch.tensor([2, 0, 3, 1])))
+
+
+@on_workers
+def test_no_numbers():
+    for make in (torch.zeros, torch.ones, torch.empty, torch.eye):
+        with pytest.raises(TypeError):
+            make(split(x2))

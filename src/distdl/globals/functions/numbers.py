@@ -70,7 +70,9 @@ def _with_numbers(handler: Handler) -> Handler:
 
 def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A tensor that is the same on every worker."""
-    plain: torch.Tensor = func(*map_tensors(args, number), **map_tensors(kwargs, number))
+    given, named = map_tensors((args, kwargs), number)
+    with torch._C.DisableTorchFunctionSubclass():  # (torch refuses what is no number)
+        plain: torch.Tensor = func(*given, **named)
     return plain
 
 
