@@ -224,6 +224,14 @@ def test_slices_across_a_dim(dim):
     assert_same(lambda x, v: (x.index_fill(dim, index, v), x.index_fill_(dim, index, v).sin()), Global(x2), value)
 
 
+def test_a_slice_without_dims():
+    one, vector = torch.tensor(1), noise(6)
+    assert_same(lambda x: x.index_copy(0, one, x[0]), Global(vector), twice=True)
+    assert_same(lambda x: x.sin().index_copy_(0, one, x.sum()), Global(vector))
+    for name in ("index_add", "index_copy"):
+        assert_raises_the_same(lambda x, name=name: getattr(x, name)(1, one, x.sum()), x2)
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -213,6 +213,8 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         source = value if source is None else source
         if not func.__name__.startswith("index_fill"):
             judged(func, args, kwargs)
+            if func.__name__.startswith("index_copy") and input.dim() == 1 and not source.dim():
+                source = source.reshape(1)
             _check_slices(input, dim, source)
         index, dim = whole_index(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):
@@ -221,13 +223,12 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         given = torch.empty([1] * input.dim())
         check_range(index, 0, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
         y = whole_along(input, [dim], name)
-        if isinstance(source, torch.Tensor) and source.dim():
-            source = brought(source, _along(y._layout, dim, source.shape), name)
+        source = brought(source, _along(y._layout, dim, source.shape), name)
         block = block_of(y)
         refuses(lambda cell: _added(name, cell, dim, source, **more), block, [1] * input.dim())
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
-        elif isinstance(source, torch.Tensor):
+        else:
             block = block + zeros_on(source, ()).to(block.dtype)
         z = GlobalTensor._of(block, y._layout)
         return z if func.__name__ == name else input.copy_(z)
@@ -239,7 +240,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _check_slices(x: Any, dim: int, source: Any) -> None:
     """Check that slices have the shape of those across a dim of a tensor. (Without memory, torch does not see it.)"""
     shapes = [[n for one, n in enumerate(y.shape) if one != dim % x.dim()] for y in (x, source)]
-    if source.dim() and shapes[0] != shapes[1]:
+    if not source.dim() or shapes[0] != shapes[1]:
         raise RuntimeError(
             "source tensor shape must match self tensor shape, excluding the specified dimension. Got self.shape = "
             f"{list(x.shape)} source.shape = {list(source.shape)}"
