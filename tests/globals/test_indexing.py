@@ -363,3 +363,9 @@ def test_index_tensors_that_do_not_broadcast():
 
     assert_raises_the_same(lambda x: x[[0, 1], :, [0, 1, 2]], x3, text=True)
     assert_raises_the_same(write, x3, text=True)
+
+
+def test_a_mask_of_bytes_without_dims():
+    for value in (0, 1):
+        mask = torch.tensor(value, dtype=torch.uint8)
+        assert_same(lambda x, mask=mask: (x[mask], x[mask, 1], x[:, mask]), Global(x2))

@@ -23,6 +23,7 @@ from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _normal(index: Any) -> tuple[Any, ...]:
@@ -48,7 +49,7 @@ def _item(step: Any) -> Any:
         return found.long() if found.is_floating_point() else found  # (as an empty list)
     if isinstance(step, torch.Tensor):
         dtype = step.dtype
-        whole = not (dtype is torch.bool or dtype.is_floating_point or dtype.is_complex)
+        whole = not (dtype in _MASKS or dtype.is_floating_point or dtype.is_complex)
         if not step.dim() and whole:  # (a number, as in torch: beside other tensors, it is none of them)
             imagined = type(step) is GlobalTensor and step._context.comm.imagined
             return 0 if imagined else int(step)
@@ -113,7 +114,7 @@ def _chosen(index: tuple[Any, ...], shape: Sequence[int]) -> _Chosen:
 
 
 def _is_mask(step: Any) -> bool:
-    return isinstance(step, torch.Tensor) and step.dtype in (torch.bool, torch.uint8)
+    return isinstance(step, torch.Tensor) and step.dtype in _MASKS
 
 
 class _Masked(NamedTuple):
