@@ -250,3 +250,26 @@ def test_a_forward_does_not_write_into_shares():
             model(distdl.distribute_tensor(x35, P))
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_tables_that_are_renormed_in_evaluation(weights):
+    indices, table = torch.tensor([[4, 0, 5]]), 3 * noise(6, 3)
+
+    def looked_up(model, given):
+        model.load_state_dict({"weight": table})
+        with torch.no_grad():
+            return model(given), model.state_dict()["weight"].clone()
+
+    y, shortened = looked_up(nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64), indices)
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(1, 2)
+        model = distdl.distribute(nn.Embedding(6, 3, max_norm=0.5, dtype=torch.float64), P, weights=weights)
+        for given in (indices, distdl.distribute_tensor(indices, P)):
+            found, now = looked_up(model, given)
+            assert_close(found, y)
+            torch.testing.assert_close(now, shortened)
+
+    distdl.run_workers(work, 3)

@@ -28,7 +28,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.states import whole_state
-from distdl.globals.operands import block_of
+from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, map_tensors, plain_of
 from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.nn.compiling import leave_uncompiled
@@ -89,7 +89,7 @@ class Shares:
                 _gather_before(result, frame.gathered, frame.first)
             for one in frame.gathered:
                 one.release()
-            frame.check_unwritten()
+            frame.settle_writes()
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         if type(parameter) is not GlobalTensor:
@@ -157,12 +157,19 @@ class _Frame:
         self.gathered: list[Gathered] = []
         self.first = 0
 
-    def check_unwritten(self) -> None:
-        """Check that nothing has been written into the copies, which go now.
+    def settle_writes(self) -> None:
+        """Bring to the shares what was written into copies, which go now.
 
-        Raises: RuntimeError.
+        Raises: RuntimeError if there is one with a graph: it was not written, or backward reads the share.
         """
-        if any(writes_of(plain_of(one)) != self.writes[key] for key, one in self.copies.items()):
+        for (key, has_graph), one in self.copies.items():
+            if writes_of(plain_of(one)) == self.writes[key, has_graph]:
+                continue
+            if (key, True) not in self.copies:
+                parameter = one.__dict__["_variable"]
+                if parameter._layout.active:
+                    parameter._block.data.copy_(taken(one.detach(), parameter._layout))
+                continue
             raise RuntimeError(
                 f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
                 'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
