@@ -158,3 +158,10 @@ def test_dtypes_of_integers_and_truths():
     assert_same(lambda x: torch.addr(x, x[:, 0], x[0], beta=3, alpha=2), Global(mask))
     assert_same(lambda x: (x.prod(1, dtype=torch.bool), x.prod(0)), Global(mask))
     assert_same(lambda x, at: torch.take_along_dim(x, at, 1), Global(whole), torch.tensor([[0, -1], [-4, 2], [1, 1]]))
+
+
+def test_what_nothing_is_picked_from():
+    """Torch does not look whether indices are out of range."""
+    assert_same(
+        lambda x: (x[..., [1], :0], x[:0, [4, 5]], x[[7], :, :0]), Global(noise(2, 1, 3)), grids=[(2, 1, 1), (1, 1, 2)]
+    )

@@ -149,6 +149,8 @@ def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:
 
 def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> None:
     """Check that index tensors do not reach beyond the tensor: a worker without cells would not see it."""
+    if any(not n for dim, n in enumerate(x.shape) if dim not in dims):
+        return  # (there is nothing to pick, and torch does not look)
     for dim in dims:
         n, one = x.shape[dim], cells[dim]
         if one.numel() and not one.is_meta and not (-n <= int(one.min()) and int(one.max()) < n):
