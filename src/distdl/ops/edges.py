@@ -33,7 +33,7 @@ from distdl.ops.setup import Site, blank_shape
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import edges
 from distdl.tensors.derivatives import NONE
-from distdl.tensors.function import Function
+from distdl.tensors.function import Function, gradients_of
 from distdl.transport import Pending
 
 _FIRST = 2  # the first dim of space
@@ -333,9 +333,7 @@ class _InPlace(Function):
         if needed[0] or torch.is_grad_enabled():
             steps.around[0].operator.derive(ctx.began)
         if torch.is_grad_enabled():
-            given = [one for one, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
-            again = iter(torch.autograd.grad(steps.by_windows(x, weight, bias), given, dy, create_graph=True))
-            return *(next(again) if wanted else None for wanted in needed), None
+            return *gradients_of(steps.by_windows, (x, weight, bias), needed, dy), None
         needs_x = needed[0]
         begun, of_taps = [], []
         for one, h in zip(steps.around, cells, strict=True):

@@ -31,7 +31,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.ops.moments import Moments
 from distdl.ops.rows import Rows
-from distdl.tensors.function import Function
+from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import empty
 
 Note = Callable[[torch.Tensor], None] | None
@@ -183,6 +183,4 @@ def _differentiably(
     moved = fused.gather.derivatives.gradient
     if moved and not x.requires_grad:
         x = x.detach().requires_grad_()
-    inputs = [one for one, asked in zip((x, *weights), (moved, *needed[1:]), strict=True) if asked]
-    found = iter(torch.autograd.grad(fused.steps(x, *weights), inputs, dy, create_graph=True))
-    return [next(found) if asked else None for asked in (moved, *needed[1:])]
+    return gradients_of(fused.steps, (x, *weights), (moved, *needed[1:]), dy)

@@ -25,7 +25,7 @@ from distdl.ops.edges import Kernel
 from distdl.ops.keeping import WORTH, Place
 from distdl.partition import Layout
 from distdl.tensors.derivatives import is_checkpointed
-from distdl.tensors.function import Function
+from distdl.tensors.function import Function, gradients_of
 
 
 def are_full(*layouts: Layout) -> bool:
@@ -93,9 +93,7 @@ class Windowed:
             else x
             for x, op in zip(tensors, moving, strict=True)
         ]
-        inputs = [x for x in given if x.requires_grad]
-        found = iter(torch.autograd.grad(self.by_steps(*given), inputs, dy, create_graph=True))
-        gradients = [next(found) if x.requires_grad else None for x in given]
+        gradients = gradients_of(self.by_steps, given, [x.requires_grad for x in given], dy)
         return [one if wanted else None for one, wanted in zip(gradients, asked, strict=True)]
 
 

@@ -1,7 +1,8 @@
-"""Function: the base of our autograd functions."""
+"""Function: the base of our autograd functions, and how those whose backward is differentiated get it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,3 +28,19 @@ class Function(torch.autograd.Function):
         None if they are no such copies.
         """
         return None
+
+
+def gradients_of(
+    function: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+    dy: torch.Tensor,
+) -> list[torch.Tensor | None]:
+    """The gradients of a function by those of its tensors that are wanted; they can be differentiated.
+
+    Each is that of this function alone, also where one of the tensors follows from another or is the same.
+    """
+    given = [torch.ops.aten.alias(x) if one and x is not None else x for x, one in zip(tensors, wanted, strict=True)]
+    inputs = [x for x, one in zip(given, wanted, strict=True) if one and x is not None]
+    found = iter(torch.autograd.grad(function(*given), inputs, dy, create_graph=True))
+    return [next(found) if one else None for one in wanted]

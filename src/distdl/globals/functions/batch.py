@@ -24,7 +24,7 @@ from distdl.globals.context import KnownLayout
 from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
-from distdl.tensors.function import Function
+from distdl.tensors.function import Function, gradients_of
 from distdl.transport import Label
 
 _KERNEL = torch.ops.aten.native_batch_norm.default
@@ -161,9 +161,7 @@ class _BatchNorm(Function):
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
             options.moments.derive(ctx.began)
         if torch.is_grad_enabled():
-            given = [one for one, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(options.steps(x, weight, bias), given, dy, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
+            return *gradients_of(options.steps, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         moments, eps = options.moments, options.eps
         if x.numel():
