@@ -189,7 +189,7 @@ FAMILIES: tuple[Make, ...] = (
 
 def _wrapped(pick: Pick, parts: tuple[Part, ...], before: tuple[int, ...], after: tuple[int, ...]) -> Part | None:
     """Some modules in one that does something else with them, where their shapes allow it."""
-    kinds = ["Sequential", "Recomputed"]
+    kinds = ["Sequential"] if _overwrites(parts[0]) else ["Sequential", "Recomputed"]
     if before == after:
         kinds += ["Residual", "Twice"]
     if len(before) == len(after) and (before[0], *before[2:]) == (after[0], *after[2:]):
@@ -197,6 +197,11 @@ def _wrapped(pick: Pick, parts: tuple[Part, ...], before: tuple[int, ...], after
     if before == after and len(before) > 2 and all(one.name.startswith(("Conv", "Re", "Si")) for one in parts):
         kinds += ["Gate"]
     return Part(pick.of(*kinds), inner=parts)
+
+
+def _overwrites(part: Part) -> bool:
+    """Whether a module writes into what it is given. (Torch refuses to differentiate such a checkpoint twice.)"""
+    return _overwrites(part.inner[0]) if part.inner else ("inplace", True) in part.options
 
 
 def _taken(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:

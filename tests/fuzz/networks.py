@@ -96,7 +96,8 @@ class Batch:
     Attributes:
         plain: whether the input is passed as a plain tensor, the same on all workers.
         wants: whether it requires a gradient.
-        mode: ``train``, ``eval``, ``penalty`` (the gradient of the input is differentiated, too) or ``no_grad``.
+        mode: ``train``, ``eval``, ``no_grad`` or ``penalty`` (the gradients of the input, if it requires one, or else
+            of the weights, are differentiated, too).
     """
 
     blocks: Blocks
@@ -190,9 +191,10 @@ class Network:
             found += [y, loss]
             if not loss.requires_grad:
                 continue
-            if batch.mode == "penalty" and batch.wants:
-                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                loss = loss + slope.square().sum()
+            given = [x] if batch.wants else weights
+            if batch.mode == "penalty" and given:
+                slopes = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
+                loss = loss + sum(slope.square().sum() for slope in slopes if slope is not None)
             if optimiser is not None:
                 optimiser.zero_grad()
             loss.backward()
