@@ -79,6 +79,22 @@ class Row(Function):
         return dx
 
 
+class Rooted(Function):
+    """By the names of old."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        assert ctx.requires_grad
+        ctx.save_for_backward(x, w)
+        return torch.sqrt(1 + x * x) * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_variables
+        root = torch.sqrt(1 + x * x)
+        return dy * w * x / root, (dy * root).sum(0)
+
+
 class Rounded(Function):
     """A straight-through estimator."""
 
@@ -317,6 +333,7 @@ USES = {
     "differentiated": lambda m, x: x * torch.autograd.grad(Tanh.apply(m.w).sum(), m.w, create_graph=True)[0],
     "saved argument": lambda m, x: Swish.apply(x * m.w) + x,
     "saved result": lambda m, x: Softmax.apply(x * m.w, 0) + Softmax.apply(x, -1) * m.v,
+    "names of old": lambda m, x: Rooted.apply(x, m.w),
     "view": lambda m, x: Reversed.apply(x * m.w),
     "identity": lambda m, x: Identity.apply(x * m.w) * x,
     "part": lambda m, x: Row.apply(x * m.w),
@@ -352,6 +369,7 @@ def _trained(model, x):
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+@pytest.mark.filterwarnings("ignore:'saved_variables' is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("use", USES)
 @on_workers
 def test_an_autograd_function_in_a_model(use, grid, weights):

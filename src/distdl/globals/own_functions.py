@@ -46,10 +46,15 @@ class _Own(FunctionCtx):
     saved_tensors: Any
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
+        self.needs_input_grad, self.requires_grad = needs_input_grad, any(needs_input_grad)
         self.to_save: Any = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
+
+    @property
+    def saved_variables(self) -> Any:
+        """The name of ``saved_tensors`` in code of old; layer norms of image restoration still have it."""
+        return self.saved_tensors
 
 
 class _Call:
