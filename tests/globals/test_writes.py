@@ -252,6 +252,45 @@ def test_a_forward_does_not_write_into_shares():
     distdl.run_workers(work, 3)
 
 
+class Merged(nn.Module):
+    """A layer that evaluates by another one, whose weights it computes anew (as SPAN and other merged layers do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.second(self.first(x))
+        self.both.weight.data = self.second.weight.data @ self.first.weight.data
+        with torch.no_grad():
+            self.both.bias.copy_(self.second.weight @ self.first.bias + self.second.bias)
+        return self.both(x)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_weights_that_an_evaluation_computes(weights):
+    torch.manual_seed(0)
+    merged = Merged().double()
+    y = merged.eval()(x35)
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(Merged().double(), P, weights=weights)
+        model.load_state_dict(initial)
+        x = distdl.distribute_tensor(x35, P)
+        with torch.no_grad():
+            assert_close(model.eval()(x), y)
+        for name, one in model.state_dict().items():
+            torch.testing.assert_close(one, merged.state_dict()[name])
+        if weights == "sharded":
+            with pytest.raises(RuntimeError, match=r"Merged.forward has written into a weight .* in shares"):
+                model(x)
+
+    initial = {name: torch.zeros_like(one) if "both" in name else one for name, one in merged.state_dict().items()}
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_tables_that_are_renormed_in_evaluation(weights):

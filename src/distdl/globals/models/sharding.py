@@ -14,7 +14,7 @@ own), twice while the message is unpacked, or in backward those of one module an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -105,9 +105,11 @@ class Shares:
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
                 listed = [one for one in owner.values() if type(one) is GlobalTensor]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
+            for around in self._frames[:-1]:  # what has been written there comes first
+                around.settle_writes(wanted)
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
-                frame.writes[id(one), graph] = writes_of(plain_of(copy))
+                frame.written[id(one), graph] = _Written.of(copy)
         return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
@@ -145,7 +147,7 @@ class _Frame:
     Attributes:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
-        writes: how often each of them had been written by then.
+        written: of each of them, what had been written by then.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
@@ -153,27 +155,52 @@ class _Frame:
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
-        self.writes: dict[tuple[int, bool], int] = {}
+        self.written: dict[tuple[int, bool], _Written] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
 
-    def settle_writes(self) -> None:
-        """Bring to the shares what was written into copies, which go now.
+    def settle_writes(self, parameters: Sequence[GlobalTensor] | None = None) -> None:
+        """Bring to the shares what was written into copies: of some parameters, or of all, as the copies go now.
 
         Raises: RuntimeError if there is one with a graph: it was not written, or backward reads the share.
         """
-        for (key, has_graph), one in self.copies.items():
-            if writes_of(plain_of(one)) == self.writes[key, has_graph]:
+        if not self.copies:
+            return
+        keys = list(self.copies) if parameters is None else [(id(one), graph) for one in parameters for graph in _BOTH]
+        for key in keys:
+            one = self.copies.get(key)
+            if one is None or (now := _Written.of(one)) == self.written[key]:
                 continue
-            if (key, True) not in self.copies:
-                parameter = one.__dict__["_variable"]
-                if parameter._layout.active:
-                    parameter._block.data.copy_(taken(one.detach(), parameter._layout))
-                continue
-            raise RuntimeError(
-                f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
-                'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
-            )
+            parameter = one.__dict__["_variable"]
+            if (key[0], True) in self.copies or one.shape != parameter.shape:
+                self.copies.clear()  # (one error is enough)
+                raise RuntimeError(
+                    f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
+                    'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
+                )
+            self.written[key] = now
+            if parameter._layout.active:
+                parameter._block.data.copy_(taken(one.detach(), parameter._layout))
+
+
+_BOTH = (False, True)
+
+
+class _Written:
+    """How often the memory of a copy has been written, and which memory it is: another one was set as its ``data``."""
+
+    def __init__(self, writes: int, memory: torch.UntypedStorage) -> None:
+        self.writes, self.memory = writes, memory
+
+    @classmethod
+    def of(cls, copy: torch.Tensor) -> _Written:
+        plain = plain_of(copy)
+        return cls(writes_of(plain), plain.untyped_storage())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Written) and (self.writes, self.memory._cdata) == (other.writes, other.memory._cdata)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Begin:
