@@ -30,6 +30,7 @@ from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.states import whole_state
 from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
@@ -162,17 +163,24 @@ class _Frame:
     def settle_writes(self, parameters: Sequence[GlobalTensor] | None = None) -> None:
         """Bring to the shares what was written into copies: of some parameters, or of all, as the copies go now.
 
-        Raises: RuntimeError if there is one with a graph: it was not written, or backward reads the share.
+        What has a graph is brought only where torch takes no note of the write (``w.data = w.data * mask``): then its
+        backward, too, reads what the weight has become.
+
+        Raises: RuntimeError for other writes into what has a graph: it was not written, or backward reads the share.
         """
         if not self.copies:
             return
         keys = list(self.copies) if parameters is None else [(id(one), graph) for one in parameters for graph in _BOTH]
         for key in keys:
             one = self.copies.get(key)
-            if one is None or (now := _Written.of(one)) == self.written[key]:
+            if one is None:
+                continue
+            before, now = self.written[key], _Written.of(one)
+            if now == before and not one.__dict__.get("_is_exposed", False):
                 continue
             parameter = one.__dict__["_variable"]
-            if (key[0], True) in self.copies or one.shape != parameter.shape:
+            counted = now.writes != before.writes or not key[1]
+            if ((key[0], True) in self.copies and counted) or one.shape != parameter.shape:
                 self.copies.clear()  # (one error is enough)
                 raise RuntimeError(
                     f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
@@ -180,7 +188,7 @@ class _Frame:
                 )
             self.written[key] = now
             if parameter._layout.active:
-                parameter._block.data.copy_(taken(one.detach(), parameter._layout))
+                parameter._block.data.copy_(taken(plain_of(one).detach(), parameter._layout))
 
 
 _BOTH = (False, True)
@@ -201,6 +209,17 @@ class _Written:
         return isinstance(other, _Written) and (self.writes, self.memory._cdata) == (other.writes, other.memory._cdata)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The ``data`` of a copy: what is written there is not counted, so the copy may have been written."""
+    copy = args[0]
+    copy.__dict__["_is_exposed"] = True
+    return Replica._of(func(plain_of(copy)), copy._context)
+
+
+_data: Any = torch.Tensor.data
+REPLICATED[_data.__get__] = _data_of
 
 
 class _Begin:
