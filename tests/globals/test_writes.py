@@ -291,6 +291,45 @@ def test_weights_that_an_evaluation_computes(weights):
     distdl.run_workers(work, 3)
 
 
+class Averaging(nn.Module):
+    """A layer that writes what has a gradient into the data of a buffer, as the codebooks of Encodec do."""
+
+    def __init__(self, use) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(5, 5), use
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x * self.use(self, self.mean.data.mul_(0.9).add_(x.mean(0), alpha=0.1))
+
+
+def _written_again(model, alias):
+    alias.clamp_(min=0)
+    detached = model.mean.detach()
+    detached += model.linear.weight[0] * alias
+    return detached
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "use", [lambda model, _: model.mean, lambda _, alias: alias, _written_again], ids=["buffer", "alias", "again"]
+)
+def test_what_has_a_gradient_is_written_into_the_data_of_a_buffer(use, grid, weights):
+    torch.manual_seed(0)
+    model = Averaging(use).double()
+    wanted = _two_steps(deepcopy(model), x35)
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(*grid)
+        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
 class Masked(nn.Linear):
     """A layer that masks its weight in each forward, as PixelCNN's do."""
 

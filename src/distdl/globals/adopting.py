@@ -13,8 +13,8 @@ from torch.utils import swap_tensors
 from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import taken
-from distdl.globals.replicas import Replica, assigned, entered, map_tensors, plain_of
-from distdl.globals.standing import check_gradient, is_of_model
+from distdl.globals.replicas import Replica, assigned, entered, map_tensors, mark, plain_of
+from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -25,7 +25,8 @@ def write(
 ) -> Any:
     """Call a function that writes global tensors into a plain tensor.
 
-    A parameter or a buffer of a model, or a part of it, is written on every worker. Any other becomes global, under all
+    A parameter or a buffer of a model, or a part of it, is written on every worker. So is ``buffer.data``, which has
+    the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, under all
     of its names, so that it can be written: it is the same on every worker, so each keeps its box of it, and it lies as
     the largest of the global tensors does. What was computed from parameters (``mask_token.repeat(...)``) keeps its
     graph. Where it must not become global, numbers (global tensors without dims) are written on every worker.
@@ -53,10 +54,16 @@ def write(
             f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
-    check_gradient((target, beside), called)
+    alias = type(target) is torch.Tensor and not target._is_view() and not is_named(target, _largest(beside)._context)
+    if not alias:
+        check_gradient((target, beside), called)
     made = _own_beside(target.detach(), beside)
     given = tuple([made if one is target else one for one in args])
     y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
+    if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
+        target.copy_(entered(made.full_tensor(), made._context))
+        mark(target, made._context)
+        return target if y is made else y
     with torch.no_grad():
         plain_of(target).copy_(made.full_tensor())
     return assigned(target) if y is made else y

@@ -39,6 +39,12 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     return False
 
 
+def is_named(tensor: torch.Tensor, context: Context) -> bool:
+    """Whether a tensor itself is a parameter or a buffer of a distributed model."""
+    every = (child for model in list(context.models) for child in model.modules())
+    return any(one is tensor for child in every for one in (*child._buffers.values(), *child._parameters.values()))
+
+
 def check_gradient(values: Any, name: str) -> None:
     """Check that what is written into a parameter or a buffer, and that itself, have no gradient that would be lost.
 
