@@ -116,14 +116,15 @@ def test_states_of_another_number_of_samples_are_refused(samples):
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")
-def test_sequences_of_different_lengths_fall_back():
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_sequences_of_different_lengths_fall_back(weights):
     alone, x = _make(lambda: nn.LSTM(6, 4)), noise(5, 2, 6)
     data = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
     expected = alone(data)[0].data
     models = [_make(lambda: nn.LSTM(6, 4)) for _ in range(3)]
 
     def work():
-        model = distdl.distribute(models[distdl.world().comm.rank], split(x).layout.partition)
+        model = distdl.distribute(models[distdl.world().comm.rank], split(x).layout.partition, weights=weights)
         y, _ = model(data._replace(data=split(data.data)))
         assert_close(y.data, expected)
 

@@ -165,7 +165,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return change(value)
     if isinstance(value, (tuple, list)):
         changed = [map_tensors(item, change) for item in value]
-        return kind(*changed) if hasattr(value, "_fields") else kind(changed)
+        return kind._make(changed) if hasattr(value, "_fields") else kind(changed)
     if isinstance(value, dict):
         found = {name: map_tensors(item, change) for name, item in value.items()}
         return found if kind is dict else _of_kind(value, found)
