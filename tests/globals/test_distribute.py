@@ -169,7 +169,8 @@ class Tokens(nn.Module):
         tokens = self.token.expand(4, 3, -1)
         mask = mask.unsqueeze(-1).type_as(tokens)
         chosen = (mask > 0).to(tokens)
-        return x * (1 - mask) + tokens * chosen
+        x = x * self.token.exp()
+        return x * (1 - mask) + tokens.to(x) * chosen + self.token.type_as(other=x)
 
 
 @pytest.mark.parametrize("grid", [(3, 1), (1, 2)])
@@ -180,7 +181,8 @@ def test_the_dtype_of_a_parameter(grid):
         x, _ = batch(0)
         mask = x[..., 0] > 0
         sequential(x, mask).square().sum().backward()
-        model(x, distdl.distribute_tensor(mask, partition(grid))).square().sum().backward()
+        given = distdl.distribute_tensor(x, partition((*grid, 1))).requires_grad_()
+        model(given, distdl.distribute_tensor(mask, partition(grid))).square().sum().backward()
         assert_same_state(model, sequential)
 
     run(work)

@@ -10,7 +10,7 @@ import torch
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of, numbers_of
-from distdl.globals.replicas import plain_of
+from distdl.globals.replicas import map_tensors, plain_of
 from distdl.globals.strides import keep_strides, lies_in, note_format, same_strides
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, note_view, note_written
@@ -193,7 +193,8 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Another dtype or device; those of another tensor, of which only these are read."""
     x, *rest = args
     rest, kwargs = [_own(one) for one in rest], {name: _own(one) for name, one in kwargs.items()}
-    if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one
+    if type(x) is not GlobalTensor:  # a plain tensor of the dtype of a global one (whose block tells no origin then)
+        rest, kwargs = map_tensors((rest, kwargs), torch.Tensor.detach)
         return func(x, *rest, **kwargs)
     if kwargs.get("memory_format") is not None:
         return _in_format(func, x, rest, kwargs)
