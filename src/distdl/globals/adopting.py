@@ -54,7 +54,8 @@ def write(
             f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
-    alias = type(target) is torch.Tensor and not target._is_view() and not is_named(target, _largest(beside)._context)
+    owner = target._base if type(target) is torch.Tensor and target._is_view() else target
+    alias = type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context)
     if not alias:
         check_gradient((target, beside), called)
     made = _own_beside(target.detach(), beside)
@@ -62,7 +63,8 @@ def write(
     y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
     if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
         target.copy_(entered(made.full_tensor(), made._context))
-        mark(target, made._context)
+        for one in {id(target): target, id(owner): owner}.values():
+            mark(one, made._context)
         return target if y is made else y
     with torch.no_grad():
         plain_of(target).copy_(made.full_tensor())
