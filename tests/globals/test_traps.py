@@ -512,6 +512,19 @@ def test_values_tables_and_constants():
 
 
 @on_workers
+def test_as_tensor_of_another_dtype_has_a_gradient():
+    """Torch asks nobody there, but for a copy below autograd."""
+    given = []
+    for x in (split(x35), x35.clone()):
+        x.requires_grad_()
+        y = torch.as_tensor(x, dtype=torch.complex128) * 1j + torch.as_tensor((x * 2).exp(), dtype=torch.float32)
+        y.abs().square().sum().backward()
+        given += [y, x.grad]
+    assert_close(given[0], given[2])
+    assert_close(given[1], given[3])
+
+
+@on_workers
 def test_a_part_is_contiguous_on_all_workers_or_on_none():
     """Of two columns, the block of two rows is not contiguous, and the block of one row is."""
     part = split(x35)[:, 1:3]

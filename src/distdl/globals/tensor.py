@@ -17,6 +17,7 @@ from distdl.globals.table import TABLE, check_is_tensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
 from distdl.tensors.connection import replayed
+from distdl.tensors.derivatives import recorded
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
@@ -110,8 +111,9 @@ class GlobalTensor(torch.Tensor):
             return args[0]._block.device
         if func is torch.ops.aten.detach.default:  # autograd hands out what it has saved for a checkpoint
             return cls._of(args[0]._block.detach(), args[0]._layout)
-        if func in _COPIES:
-            return cls._of(func(args[0]._block.detach(), *args[1:], **(kwargs or {})), args[0]._layout)
+        if func in _COPIES:  # as torch.as_tensor does
+            with recorded():
+                return cls._of(func(args[0]._block, *args[1:], **(kwargs or {})), args[0]._layout)
         if func is torch.ops.aten.set_.source_Tensor and all(
             type(one) is cls for one in args
         ):  # as parametrisations do

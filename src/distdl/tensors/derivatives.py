@@ -63,6 +63,14 @@ KEEPS_TENSORS = "keeps_tensors"
 """An attribute of hooks that keep what is saved: nothing is recomputed because of them."""
 
 
+def recorded() -> Any:
+    """A context for what runs below autograd, as ``__torch_dispatch__`` does: autograd records there as above it."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    excluded = excluded.remove(keys.AutogradFunctionality).remove(keys.ADInplaceOrView)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
 def saved_tensors_hooks() -> Any:
     """The hooks that keep what is saved for backward now, as a pair; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
