@@ -188,6 +188,22 @@ def test_the_dtype_of_a_parameter(grid):
     run(work)
 
 
+def test_a_module_that_a_forward_makes_is_moved_to_where_its_input_is():
+    class Resampled(nn.Module):
+        def forward(self, x):
+            smooth = nn.Conv1d(3, 3, 3, bias=False, groups=3).to(x).requires_grad_(False)
+            smooth.weight.fill_(0.5)
+            return smooth(x)
+
+    def work():
+        x, _ = batch(0)
+        model = distdl.distribute(Resampled(), partition((1, 1, 2)), fallback="error")
+        y = model(distdl.distribute_tensor(x, partition((1, 1, 2))))
+        torch.testing.assert_close(y.full_tensor(), Resampled()(x))
+
+    run(work)
+
+
 class Named(OrderedDict):
     """A dict whose values are attributes, too, as libraries return them and pass them on."""
 

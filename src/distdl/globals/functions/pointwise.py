@@ -206,6 +206,14 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return same_values(x, made) if "_known" in x.__dict__ and y.dtype in _WIDE else made
 
 
+def parsed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The dtype and device that ``module.to(x)`` reads."""
+    return func(*map(_own, args), **{name: _own(one) for name, one in kwargs.items()})
+
+
+TABLE[torch._C._nn._parse_to] = parsed
+
+
 def _own(value: Any) -> Any:
     """What this worker has of a tensor: a plain one. Other values as they are."""
     if type(value) is GlobalTensor:
