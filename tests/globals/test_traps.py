@@ -312,6 +312,71 @@ def test_what_was_computed_from_parameters_becomes_global_and_keeps_its_graph():
             assert_close(one.grad, other.grad)
 
 
+class _Totals(torch.nn.Module):
+    """Adds up terms of parameters and of data in one plain tensor, as flows do with log-determinants."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(noise(5, seed=6))
+
+    def forward(self, x):
+        each, every, most = (torch.zeros(size, dtype=x.dtype) for size in (3, (), 6))
+        each += self.gain.exp().sum()
+        every += self.gain.sin().sum()
+        every += self.gain.exp().sum()
+        each += (x * self.gain).sum(1)
+        every += each.square().sum()
+        most[1:] += self.gain
+        most *= 2
+        most[0] = x.sum()
+        most[1:] -= x[1]
+        table = torch.zeros(15, dtype=x.dtype).view(3, 5)
+        table += self.gain
+        table += x
+        return each, every, most, table
+
+
+@on_workers
+def test_a_plain_tensor_takes_what_follows_from_parameters_and_then_from_data():
+    plain, alone = x35.clone().requires_grad_(), _Totals()
+    expected = alone(plain)
+    sum(y.square().sum() for y in expected).backward()
+    for grid in [(2, 1), (1, 2)]:
+        x = split(x35, *grid).requires_grad_()
+        model = distdl.distribute(_Totals(), x.layout.partition, fallback="error")
+        found = model(x)
+        sum(y.square().sum() for y in found).backward()
+        for one, other in zip((*found, x.grad, model.gain.grad), (*expected, plain.grad, alone.gain.grad), strict=True):
+            assert_close(one, other)
+
+
+class _Viewed(torch.nn.Module):
+    """Writes into a tensor of which a view is still there."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(noise(5, seed=6))
+
+    def forward(self, x):
+        total = torch.zeros(3, 5, dtype=x.dtype)
+        total += self.gain
+        part = total[1]
+        with pytest.raises(RuntimeError, match=r"it shares its memory"):
+            total += x
+        with pytest.raises(RuntimeError, match=r"it is a view"):
+            part += x[0]
+        del part
+        total += x
+        return total
+
+
+@on_workers
+def test_a_plain_tensor_with_what_follows_from_parameters_and_a_view_refuses_data():
+    x = split(x35)
+    model = distdl.distribute(_Viewed(), x.layout.partition)
+    assert_close(model(x), x35 + model.gain)
+
+
 @on_workers
 def test_a_buffer_does_not_take_a_gradient():
     x = split(x35).requires_grad_()

@@ -164,16 +164,17 @@ TABLE["out"] = write_out
 
 def _why_not(target: Any) -> str:
     """Why a plain tensor must not become global; empty if it may."""
-    replica = type(target) is Replica
-    if not replica and type(target) is not torch.Tensor:
+    replica = type(target) is Replica and "_plain" in target.__dict__  # (and no tensor that has become a copy itself)
+    if type(target) not in (torch.Tensor, Replica):
         return f"it is a {type(target).__name__}"
-    plain = target._plain if replica else target
-    if plain.requires_grad and not replica:
+    if target.requires_grad and type(target) is torch.Tensor:
         return "it requires a gradient"
-    view = plain._is_view()
-    if view and (replica or _references_to_base(plain) > _NO_OTHER):
-        return "it is a view of another tensor"
-    storage = plain.untyped_storage()
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = target._plain if replica else target
+        view = plain._is_view()
+        if view and (replica or _references_to_base(plain) > _NO_OTHER):
+            return "it is a view of another tensor"
+        storage = plain.untyped_storage()
     # (one reference is the tensor's, one that of the replica that it is or of what it is a view of, one is ours)
     if torch._C._storage_Use_Count(storage._cdata) > 2 + replica + view or not storage.resizable():
         return "it shares its memory with another tensor or with an array"

@@ -104,7 +104,15 @@ class Replica(torch.Tensor):
                 raise RuntimeError(_REFUSED.format(func.__name__))
             target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
-        given, named = map_tensors((args, kwargs or {}), lambda value: entered(value, context, False))
+        copies: dict[int, Replica] = {}
+
+        def plain(value: torch.Tensor) -> torch.Tensor:
+            own = entered(value, context, False)
+            if type(value) is Replica:
+                copies[id(own)] = value
+            return own
+
+        given, named = map_tensors((args, kwargs or {}), plain)
         result = func(*given, **named)
         if target is not None and target.requires_grad:
             # (from now on it is a copy, too, and so is what it is a view of)
@@ -115,10 +123,8 @@ class Replica(torch.Tensor):
         def wrap(value: Any) -> Any:
             if type(value) is Replica:  # (the target)
                 return value
-            for one in found:
-                if value is one._plain:
-                    return assigned(one)
-            return Replica._of(value, context)
+            written = copies.get(id(value))  # (that of a tensor that has become a copy is made for each call)
+            return Replica._of(value, context) if written is None else assigned(written)
 
         return map_tensors(result, wrap)
 
