@@ -323,6 +323,31 @@ def test_views_written_in_place_on_workers_without_cells(written, used):
     assert_same(function, Global(x2[:2, :3]), grids=[(1, 1), (3, 1), (1, 2)], workers=4, twice=True)
 
 
+VIEWS_OF_VIEWS = {
+    "a part": lambda p: p[:, 1:].unsqueeze(0),
+    "the order": lambda p: p.T[1:],
+    "a part that some workers have": lambda p: p[:1],
+    "written": lambda p: p.mul_(2)[:, 1],
+    "a part of complex numbers": lambda p: torch.view_as_complex(p[:, :2]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_VIEWS.values(), ids=VIEWS_OF_VIEWS.keys())
+@pytest.mark.parametrize("by", ["derivative", "hook"])
+def test_a_view_of_a_view_is_differentiated_by_the_view_on_workers_without_cells(view, by):
+    def function(x):
+        p = (x.flip(0, 1) * 2).reshape(2, 6)[:, :4]
+        if by == "hook":
+            p = p.reshape(2, 2, 2)[:, 0]
+            p.register_hook(lambda dp: dp * dp.sum())
+            return view(p).sin().sum()
+        (dp,) = torch.autograd.grad(view(p).sin().sum(), p, create_graph=True)
+        return dp * p
+
+    grids = [(1, 1, 1), (3, 1, 1), (1, 2, 1)]
+    assert_same(function, Global(noise(2, 2, 3)), grids=grids, workers=4, twice=by == "derivative")
+
+
 def test_views_of_what_has_fallen_back_in_place():
     def function(x):
         y = x.flip(0) * 1

@@ -537,3 +537,44 @@ def test_outside_of_a_model(grid):
         Scaled.apply(Swish.apply(one), weight, w_alone.detach(), power=2).square().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), alone.grad)
     torch.testing.assert_close(w.grad, w_alone.grad)
+
+
+class Implicit(Function):
+    """Differentiates a function of a user's by what it was given of the tensors on which that depends."""
+
+    @staticmethod
+    def forward(ctx, function, x, *depends_on):
+        ctx.function = function
+        ctx.save_for_backward(x, *depends_on)
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, *depends_on = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.function(x)
+        return None, *torch.autograd.grad(y, (x, *depends_on), dy)
+
+
+class Solved(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(noise(10, 5))
+
+    def forward(self, x):
+        scale = torch.nn.functional.linear(x, self.weight).view(3, 5, 2)
+        return Implicit.apply(lambda x: x * scale[..., 0].exp() + x.sin(), x, scale)
+
+
+@on_workers
+def test_a_function_differentiates_by_views_that_it_has_saved():
+    alone, plain = Solved(), x35.clone().requires_grad_()
+    alone(plain).square().sum().backward()
+    for grid in [(2, 1), (1, 2), (1, 1)]:  # (others have no cells)
+        x = split(x35, *grid).requires_grad_()
+        model = distdl.distribute(Solved(), x.layout.partition, fallback="error")
+        model(x).square().sum().backward()
+        assert torch.allclose(x.grad.full_tensor(), plain.grad)
+        assert torch.allclose(model.weight.grad, alone.weight.grad)

@@ -60,15 +60,15 @@ class GlobalTensor(torch.Tensor):
         )
 
     @staticmethod
-    def _of(block: torch.Tensor, layout: KnownLayout) -> GlobalTensor:
-        """The global tensor of which this worker has this block."""
+    def _of(block: torch.Tensor, layout: KnownLayout, above: torch.Tensor | None = None) -> GlobalTensor:
+        """The global tensor of which this worker has this block; that may be a view of a block that is above."""
         # (on "meta", so that torch refuses it as the .data of a plain tensor, reading which would end the process)
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
             GlobalTensor, layout.size, dtype=block.dtype, device=_NOWHERE, requires_grad=block.requires_grad,
             dispatch_device=True,
         )  # fmt: skip
         _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
-        made._block = replayed(block) if layout.empty else block
+        made._block = replayed(block, above) if layout.empty else block
         made._layout = layout
         made._context = layout.context
         return made

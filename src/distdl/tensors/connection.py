@@ -48,34 +48,45 @@ def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     return own
 
 
-def replayed(y: torch.Tensor) -> torch.Tensor:
+def replayed(y: torch.Tensor, above: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor of zero volume; if it is a view, one that stays connected where it, or what it is a view of, is written.
 
     Once one of them is written in place, torch makes the views of the same tensor anew in the graph: by as_strided,
     whose derivative cuts the graph at zero volume, or by the functions that have made them, if it took note of these.
+
+    Args:
+        above: of what y was taken, which may be a view, too: who differentiates by it, or hooks it, means its own node.
+            If not given, a view that comes from here stays as it is.
     """
-    if not y._is_view() or torch._C._autograd._get_creation_meta(y) != _ORDINARY:
+    if not y._is_view() or (above is None and _REPLAYED in y.__dict__):
+        return y
+    if torch._C._autograd._get_creation_meta(y) != _ORDINARY:
         return y  # (others cannot be written in place: torch refuses it)
     base: torch.Tensor = y._base  # type: ignore[assignment]  # (a view has one)
     if base.dtype.to_real() is not y.dtype.to_real():
         return y  # (of the bits of another dtype, which has no derivative)
+    if above is None or above._base is not base:
+        above = base
     noted = torch._C._is_view_replay_enabled()
     torch._C._set_view_replay_enabled(True)
     try:
         with torch.enable_grad():
-            made = (base if base.dim() else base.view(1))[:0] if base.numel() else base
+            made = (above if above.dim() else above.view(1))[:0] if above.numel() else above
             if made.is_complex() and not y.is_complex():
                 made = made.real
             elif y.is_complex() and not made.is_complex():
                 made = torch.view_as_complex(made.view(0, 2))
             made = made.view(y.shape)
             made = made if made.is_conj() is y.is_conj() else made.conj()
-            return made if made.is_neg() is y.is_neg() else torch._neg_view(made)
+            made = made if made.is_neg() is y.is_neg() else torch._neg_view(made)
     finally:
         torch._C._set_view_replay_enabled(noted)
+    made.__dict__[_REPLAYED] = True
+    return made
 
 
 _ORDINARY = torch._C._autograd.CreationMeta.DEFAULT
+_REPLAYED = "_is_replayed"
 
 
 class _Whole(Function):

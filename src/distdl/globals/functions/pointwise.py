@@ -63,7 +63,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             block = block_of(first)
             y = func(block)
             if type(y) is torch.Tensor and y is not block:
-                made = GlobalTensor._of(y, first._layout)
+                made = GlobalTensor._of(y, first._layout, block)
                 keep_strides(first, made, func)
                 return made
             return result_of(func, first, y, (first,))
@@ -122,7 +122,7 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
                 note_written(one, name_of(func))
             return one
     if isinstance(y, torch.Tensor):
-        made = GlobalTensor._of(y, like._layout if layout is None else layout)
+        made = GlobalTensor._of(y, like._layout if layout is None else layout, like._block)
         if layout is None:
             keep_strides(like, made, func)
         return made

@@ -36,7 +36,7 @@ def view_of(
         came: whether cells had to move, so that what is written into the result does not reach x.
         view: how it is taken; None of what has another dtype, whose strides are not followed.
     """
-    y = GlobalTensor._of(block, layout)
+    y = GlobalTensor._of(block, layout, x._block)
     if view is not None:
         note_strides(x, y, view)
     if "_known" in x.__dict__:
