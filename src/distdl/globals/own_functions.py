@@ -121,8 +121,9 @@ class _Call:
                 f"function {self.function.__name__}Backward returned an incorrect number of gradients (expected "
                 f"{self.count}, got {len(found)})"
             )
+        wanted = self.own.needs_input_grad
         return [
-            self.gradient(found[place], layout, shape)
+            self.gradient(found[place], layout, shape) if wanted[place] else None  # (of any shape: torch drops it)
             for place, layout, shape in zip(self.places, self.layouts, self.shapes, strict=True)
         ]
 
