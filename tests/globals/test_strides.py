@@ -32,6 +32,8 @@ STRIDED = {
     "another order": (lambda x: torch.as_strided(x, (6, 5), (1, 6)), x2),
     "a part": (lambda x: x.as_strided((2, 1, 2), (12, 7, 2), 7), x3),
     "single cells": (lambda x: torch.as_strided(x, (1, 4), (1, 6), storage_offset=8), x2),
+    "one cell": (lambda x: torch.as_strided(x, (), (), 11), x2),
+    "one cell in two dims": (lambda x: x.as_strided((1, 1), (7, 3)), x3),
     "a diagonal": (lambda x: x[:, :5].clone().as_strided((4,), (6,), 1), x2),
     "windows of windows": (lambda x: x.as_strided((3, 2, 4, 2, 3), (40, 20, 5, 2, 1)), x3),
 }

@@ -7,6 +7,7 @@ from itertools import pairwise
 from numbers import Complex, Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from distdl.geometry.borders import Border
@@ -118,6 +119,8 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     def run(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
         size, stride, offset = tuple(size), tuple(stride), storage_offset or 0
         lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
+        if lines == [] and input.dim() and 0 <= offset < input.numel():  # (one cell)
+            return part(input, [int(place) for place in np.unravel_index(offset, input.shape)]).view(size)
         strides = [input.numel(), *(line.stride for line in lines or ())]
         if not lines or offset < 0 or any(n % m for n, m in pairwise(strides)):
             return TABLE[None](func, args, kwargs)
