@@ -95,6 +95,26 @@ def test_solve(system, which):
     assert_same(lambda a, b: torch.linalg.solve(a, b, **options), *given, grids=grids, tolerance=1e-10)
 
 
+ONE_MATRIX = {
+    "solve": (torch.linalg.solve, (3, 7)),
+    "solve a vector": (torch.linalg.solve, (3,)),
+    "solve from the right": (lambda a, b: torch.linalg.solve(a, b, left=False), (7, 3)),
+    "a triangle": (lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False), (3, 7)),
+    "a triangle that is known": (lambda a, b: torch.cholesky_solve(b, a.tril()), (3, 7)),
+}
+
+
+@pytest.mark.parametrize("which", ["both", "matrix", "right sides"])
+@pytest.mark.parametrize("name", ONE_MATRIX)
+def test_solve_for_many_right_sides(name, which):
+    """The columns are solved by themselves, so it does not fall back; the matrix is whole where they are."""
+    function, shape = ONE_MATRIX[name]
+    a, b = noise(3, 3) + 4 * torch.eye(3, dtype=torch.float64), noise(*shape, seed=1)
+    given = [Global(a) if which != "right sides" else a, Global(b) if which != "matrix" else b]
+    grids = [(3,), (2,)] if which == "right sides" and b.dim() == 1 else [(1, 3), (2, 1), (2, 2)]
+    assert_same(function, *given, grids=grids, workers=4, twice=True, tolerance=1e-10)
+
+
 def test_matrices_are_not_taken_for_vectors_where_the_shape_of_a_block_fits():
     a, b = noise(6, 3, 3) + 4 * torch.eye(3, dtype=torch.float64), noise(3, 3, seed=1)
     assert_same(lambda a, b: torch.linalg.solve(a, b), Global(a), b, grids=[(2, 1, 1), (3, 1, 1)], tolerance=1e-10)

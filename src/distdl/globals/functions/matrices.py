@@ -115,11 +115,14 @@ def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
 @handles("solve", "linalg")
 @handles("solve_triangular", "linalg")
 def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The solutions of many small systems of equations; each is solved where its matrix is whole."""
+    """The solutions of small systems of equations; each is solved where its matrix is whole.
+
+    Of one system, too, the right sides are split: each has a solution of its own.
+    """
 
     def run(A: Any, B: Any, **options: Any) -> Any:
         vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
-        if max(A.dim(), B.dim()) < 3 or not A.numel() or not B.numel() or options.get("out") is not None:
+        if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel() or options.get("out") is not None:
             return TABLE[None](func, args, kwargs)
         if vectors:
             return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
@@ -150,7 +153,7 @@ def cholesky_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     def run(input: Any, input2: Any, upper: bool = False) -> Any:
         return solve(_of_triangles, (input2, input), {"upper": upper})
 
-    if max(one.dim() for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)) < 3:
+    if max(one.dim() for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)) < 2:
         return TABLE[None](func, args, kwargs)
     return run(*args, **kwargs)
 
