@@ -71,6 +71,20 @@ def write(
     return assigned(target) if y is made else y
 
 
+def adopt(target: Any, beside: Any, name: str) -> None:
+    """Make a plain tensor global that is written beside global ones, as one of a list.
+
+    Raises: TypeError if it must not become global; see :func:`write`.
+    """
+    model = is_of_model(target, _largest(beside)._context)
+    why = "it is a parameter or a buffer of a model" if model else _adopt(target, beside)
+    if why:
+        raise TypeError(
+            f"{name} would write a global tensor into a plain one, which is the same on every worker and cannot become "
+            f"global, because {why}"
+        )
+
+
 def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, under all of its names; gives why that must not be, or nothing if it is done."""
     why = _why_not(target)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.adopting import adopt
 from distdl.globals.functions.pointwise import result_of
 from distdl.globals.operands import aligned, block_of, moved, numbers_of
 from distdl.globals.table import TABLE, handles
@@ -29,10 +30,9 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found: Any = own
         if whole:
             lead = 0 if writes else None
-            if writes and type(own[0]) is not GlobalTensor:
-                raise TypeError(
-                    f"{name} would write a global tensor into a plain one, which is the same on every worker"
-                )
+            if writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
+                adopt(own[0], own, name)
+                whole = [own[0], *whole]
             target, found = aligned(whole[0]._context, own, lead, name)
         nothing = bool(whole) and not (target.rulers or target.active)
         if nothing:  # (where a tensor stands for a number, it has to be one)
