@@ -100,10 +100,12 @@ ONE_MATRIX = {
     "solve a vector": (torch.linalg.solve, (3,)),
     "solve from the right": (lambda a, b: torch.linalg.solve(a, b, left=False), (7, 3)),
     "a triangle": (lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False), (3, 7)),
+    "by its older name": (lambda a, b: tuple(torch.triangular_solve(b, a, transpose=True, unitriangular=True)), (3, 7)),
     "a triangle that is known": (lambda a, b: torch.cholesky_solve(b, a.tril()), (3, 7)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @pytest.mark.parametrize("which", ["both", "matrix", "right sides"])
 @pytest.mark.parametrize("name", ONE_MATRIX)
 def test_solve_for_many_right_sides(name, which):

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
+from distdl.globals.adopting import split_beside
 from distdl.globals.apart import LinAlgError
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import frozen, judge
 from distdl.globals.functions.spreading import Work, pencils, work_on
 from distdl.globals.operands import moved
-from distdl.globals.replicas import map_tensors
+from distdl.globals.replicas import map_tensors, plain_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
@@ -144,6 +145,21 @@ def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str,
     out = (*front, "made", "free") if left else (*front, "free", "made")
     work = work_on([A, B], pair, out, adds=False, whole=["made"])
     return _solved(work, lambda a, b: func(a, b, **options), [A, B], func.__name__)
+
+
+@handles("triangular_solve", "torch Tensor")
+def triangular_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The older name, which gives the matrices of the systems, too."""
+
+    def run(input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
+        if input.dim() < 2 or A.dim() < 2 or not input.numel() or not A.numel():
+            return TABLE[None](func, args, kwargs)
+        matrices, upper = (A.mT, not upper) if transpose else (A, upper)
+        y = torch.linalg.solve_triangular(matrices, input, upper=upper, unitriangular=unitriangular)
+        like = A if type(A) is GlobalTensor else split_beside(plain_of(A), y)
+        return torch.return_types.triangular_solve((y, like.expand(*y.shape[:-2], *A.shape[-2:]).clone()))
+
+    return run(*args, **kwargs)
 
 
 @handles("cholesky_solve", "torch Tensor")
