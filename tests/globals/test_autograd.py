@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from launched import assert_close, on_workers, split
-from same import noise
+from same import Global, assert_same, noise
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -396,3 +396,25 @@ def test_nothing_passes_by_the_table():
             memory(x)
     with pytest.raises(RuntimeError, match="data pointer"):  # (it was a capsule, of which reading ended the process)
         torch.utils.dlpack.to_dlpack(x)
+
+
+@pytest.mark.parametrize("seeds", ["global", "the same everywhere"])
+def test_gradients_of_many_seeds_at_once(seeds):
+    def function(x):
+        y = torch.flip(x, (0,)).tanh()
+        dy = torch.stack([y.detach(), y.detach() * 2]) if seeds == "global" else noise(2, 3, 5, seed=3)
+        (dx,) = torch.autograd.grad(y, x, dy, is_grads_batched=True, create_graph=True)
+        return dx
+
+    assert_same(function, Global(noise(3, 5)), grids=[(3, 1), (1, 2)], workers=4, twice=True)
+
+
+def test_gradients_of_many_seeds_need_one_number_of_them():
+    def work():
+        x = distdl.distribute_tensor(noise(3, 5), distdl.world().reshape(2, 1)).requires_grad_()
+        with pytest.raises(ValueError, match="first dim"):
+            torch.autograd.grad([x * 2, x * 3], x, [noise(2, 3, 5), noise(1, 3, 5)], is_grads_batched=True)
+        with pytest.raises(ValueError, match="first dim"):
+            torch.autograd.grad((x * 2).sum(), x, is_grads_batched=True)
+
+    distdl.run_workers(work, 2)

@@ -97,13 +97,24 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> tuple[Any, ...]:
-        if is_grads_batched:
-            raise ValueError(
-                "torch.autograd.grad of a global tensor has no is_grads_batched; call it for each gradient"
-            )
         outputs = _listed(outputs)
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+        if is_grads_batched:  # (torch takes all of them at once, by vmap)
+            counts = {len(dy) for dy in seeds if dy is not None}
+            if len(counts) != 1 or 0 in counts:
+                raise ValueError(
+                    f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}"
+                )
+            last, kept = max(counts) - 1, create_graph if retain_graph is None else retain_graph
+            each = [
+                run(
+                    outputs, inputs, [None if dy is None else dy[place] for dy in seeds], kept or place < last,
+                    create_graph, allow_unused=allow_unused, materialize_grads=materialize_grads,
+                )
+                for place in range(last + 1)
+            ]  # fmt: skip
+            return tuple(None if dx[0] is None else torch.stack(dx) for dx in zip(*each, strict=True))
         with redrawing(outputs):
             found = _grad(
                 [_output(y) for y in outputs],
