@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from launched import assert_close, on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 
@@ -186,3 +187,112 @@ def test_what_is_resized_in_the_order_of_its_memory():
         assert torch.equal(y.T.reshape(-1).full_tensor(), whole.transpose(0, 1).contiguous().resize_(3, 4).T.ravel())
 
     distdl.run_workers(work, 3)
+
+
+def in_other_order(x):
+    return x.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+ORDERED = {
+    "transpose": lambda x: x.transpose(0, 1), "slices": lambda x: x[:, 1:, ::2], "piece": lambda x: x.chunk(2, 2)[1],
+    "windows": lambda x: x.unfold(2, 2, 1), "diagonal": lambda x: x.diagonal(1, 0, 2), "last": lambda x: x.unbind(1)[2],
+    "in place": lambda x: x.clone().transpose_(0, 1), "flat": lambda x: x.mT.reshape(-1), "1 -": lambda x: 1 - x.mT,
+    "image": lambda x: x[None].to(memory_format=torch.channels_last), "copied": lambda x: copy.copy(x[1:, 1:]),
+    "expanded": lambda x: x[:, :1].expand(-1, 3, -1), "view": lambda x: x[:, 1:].view(4, 12),
+    "detached": lambda x: x.mT.detach(), "order of both": lambda x: x[:, :1] + in_other_order(x),
+    "order of the second": lambda x: x[:1, :1, :1] + x.mT, "rsub": lambda x: torch.rsub(x[:, :, :1], in_other_order(x)),
+    "plain": lambda x: x[:, :1, :1] * torch.ones(6, 3, 4).permute(2, 1, 0), "floor": lambda x: x.mT // x[:, :1].mT,
+    "where": lambda x: torch.where(x.mT > 0, x.mT, 0.0), "clamp": lambda x: x[:, :, :1].clamp(min=in_other_order(x)),
+    "masked fill": lambda x: x.mT.masked_fill(x.mT > 0, 1.0), "flip": lambda x: x.permute(2, 0, 1).flip(0),
+    "lerp": lambda x: torch.lerp(x.mT, x.reshape(4, 6, 3), 0.5), "dropout": lambda x: F.dropout(x.mT) * 0,
+    "addcmul": lambda x: torch.addcmul(x[:, :, :1], in_other_order(x), x), "sorted": lambda x: x.mT.sort(-1)[0],
+    "picked": lambda x: x.permute(2, 0, 1)[:, torch.tensor([0, 2])],
+    "chosen": lambda x: x.permute(2, 0, 1)[x.permute(2, 0, 1)[:, 0, 0] < 9],
+    "shuffled": lambda x: F.pixel_shuffle(x.mT[None, :], 1), "real": lambda x: torch.complex(x, x).real,
+    "imaginary": lambda x: torch.view_as_complex(x.mT.contiguous().reshape(4, 9, 2)).imag,
+    "complex": lambda x: torch.view_as_complex(x[..., 2:4]), "conj": lambda x: torch.complex(x, x).mT.conj(),
+    "its memory": lambda x: x.mT.as_strided((4, 2, 6), (18, 6, 1), 6),
+    "in steps": lambda x: x[:, 1:].as_strided((2, 3), (18, 2)), "a part": lambda x: x[1:].as_strided((3,), (1,), 20),
+    "windows of it": lambda x: x[:, :, 2:].as_strided((4, 2, 2, 3), (18, 6, 6, 1)),
+    "on one worker": lambda x: x.mT.as_strided((5, 2), (1, 5)), "no view": lambda x: x.mT.view(-1),
+    "no view as": lambda x: x[:, :2].view_as(x[:, :2].reshape(8, 6)),
+    "not of another size": lambda x: x.mT.view(torch.float32),
+    "no numbers": lambda x: torch.view_as_complex(x.mT[..., :2]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize("function", ORDERED.values(), ids=ORDERED)
+def test_strides_are_those_of_the_whole(function):
+    """On every worker, whatever those of its block are."""
+    whole = noise(4, 3, 6)
+
+    def told(x):
+        try:
+            y = function(x)
+        except RuntimeError as error:
+            return str(error)
+        image = y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last)
+        full = y.full_tensor() if isinstance(y, distdl.GlobalTensor) else y
+        return (
+            y.stride(),
+            y.stride(-1),
+            y.storage_offset(),
+            y.is_contiguous(),
+            image,
+            full.resolve_conj().numpy().round(9).tolist(),
+        )
+
+    def work():
+        for grid in ((2, 1, 1), (1, 3, 1), (1, 1, 2)):
+            x = distdl.distribute_tensor(whole, distdl.world()[: max(grid)].reshape(grid))
+            assert told(x) == expected, grid
+
+    expected = told(whole)
+    distdl.run_workers(work, 4)
+
+
+@on_workers
+def test_what_lies_between_the_cells_is_not_read():
+    x = split(x2)
+    for read in (
+        lambda: x[1:].as_strided((3,), (1,), 0),
+        lambda: x[:, 1:].as_strided((4, 6), (6, 1)),
+        lambda: x[:, :2].as_strided((12,), (1,)),
+    ):
+        with pytest.raises(RuntimeError, match="may read what lies between its cells or before them"):
+            read()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.add_(1),
+        lambda y: y.__setitem__(..., 7.0),
+        lambda y: y.exp_(),
+    ],
+)
+def test_several_elements_in_one_place_are_written_nowhere(write):
+    """Also not on the workers whose blocks have no two of them, or no cell."""
+
+    def work():
+        x = split(x2[:1], 1, 2)
+        for y in (x.expand(2, 6), split(x2[:, :1].contiguous(), 1, 2).expand(5, 2)):
+            before = y.full_tensor()
+            with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+                write(y)
+            assert torch.equal(y.full_tensor(), before)
+        x[:, :0].expand(2, 0).add_(1)
+        y = x.expand(2, 6)
+        y[0] = 1.0
+        assert x.full_tensor().eq(1).all()
+
+    distdl.run_workers(work, 3)
+
+
+@on_workers
+def test_what_shuffles_nothing_is_a_copy():
+    x = split(noise(2, 3, 4, 5))
+    y = F.pixel_shuffle(x, 1)
+    y.zero_()
+    assert_close(x, noise(2, 3, 4, 5))

@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import handlers, own_functions
+from distdl.globals import following, handlers, own_functions
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import initial
 from distdl.globals.local_map import local_map
@@ -15,6 +15,7 @@ from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
 
 own_functions.install()
+following.install()
 initial.install()
 
 __all__ = [

@@ -20,7 +20,7 @@ from distdl.globals.functions.pointwise import writes
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
-from distdl.globals.strides import strides_of
+from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
@@ -111,6 +111,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
     """A tensor on the worker that computes. Where that writes in place, it is not a block, which is written later."""
     y = moved(x, x._context.whole(x.shape, worker), name)
+    if "_strides" in x.__dict__ and x._context.me == worker:
+        return lie_as(x, y)
     return y.clone() if y is x._block and in_place else y
 
 
@@ -192,6 +194,7 @@ def _described(value: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> A
         return {
             "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
             "same": same, "written": same >= 0 and writes_seen.returned(value), "view": view,
+            "strides": () if value.is_contiguous() else value.stride(),
         }  # fmt: skip
     if isinstance(value, list):
         return [_described(one, inputs, writes_seen) for one in value]
@@ -230,17 +233,23 @@ def _spread(
     else:
         block, target = value, owned
     if x is None:
+        if (
+            description["view"] >= 0
+        ):  # (it may have stayed in the memory of a block, whose writes the others do not see)
+            block = block.clone()
         y = GlobalTensor._of(block, target)
+        if description["strides"]:
+            y._strides = description["strides"]
         if description["view"] >= 0:  # what is written into it would not reach the tensor that it is a view of
             note_copied(found[description["view"]], y)
         return y
     if resized:
-        if strides_of(x):
+        if not x.is_contiguous():
             raise RuntimeError(
                 f"{name} resizes a global tensor in the order of its memory, which is not that of its dims; call "
                 ".contiguous() first"
             )
-        x._block, x._layout = block, target
+        x._block, x._layout, x._strides = block, target, ()
     elif block is not x._block:
         # (into a leaf, torch writes without a gradient only)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not x._block.is_leaf):

@@ -1,26 +1,34 @@
-"""The strides that a whole tensor would have in torch: whether torch would copy it to give it another shape.
+"""The strides that a whole tensor would have in torch: what it says of them, and whether torch would copy it.
 
 No worker has the whole tensor, and a block tells nothing: one row of a slice is contiguous, the slice is not. What
 torch copies may be written in place without a change to what it was copied from. So views take note of their strides,
-which are those of a view of a tensor without memory, and what torch would copy is copied here.
+which are those of a view of a tensor without memory, and what torch would copy is copied here. What functions of
+elements make has the strides that torch says they make of such tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distdl.geometry.boxes import Shape
+from distdl.globals.replicas import map_tensors, plain_of
 from distdl.globals.tensor import GlobalTensor
 
 
 class View(NamedTuple):
-    """How a view is taken: of a tensor without memory, and a key that tells it from other ways."""
+    """How a view is taken: of a tensor without memory, and a key that tells it from other ways.
+
+    Attributes:
+        numerator, denominator: the elements of the view that lie in the place of so many of the tensor.
+    """
 
     key: Hashable
     of: Callable[[torch.Tensor], torch.Tensor]
+    numerator: int = 1
+    denominator: int = 1
 
 
 def strides_of(x: GlobalTensor) -> Shape:
@@ -29,35 +37,141 @@ def strides_of(x: GlobalTensor) -> Shape:
     return strides
 
 
+def offset_of(x: GlobalTensor) -> int:
+    """How many elements lie before it in the memory that it would have."""
+    offset: int = x.__dict__.get("_offset", 0)
+    return offset
+
+
 def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
     """Take note of those of a tensor that torch makes with the strides of a view of x."""
-    before = strides_of(x)
+    before: Shape = x.__dict__.get("_strides", ())
 
-    def after() -> Shape:
+    def after() -> tuple[Shape, int]:
         seen = view.of(_without_memory(x.shape, before))
-        return () if seen.is_contiguous() else seen.stride()
+        return _strides_if(seen), int(seen.storage_offset())
 
-    strides = x._context.keep(("strides", x.shape, before, view.key), after)
+    strides, offset = x._context.keep(("strides", x.shape, before, view.key), after)
     if strides:
         y._strides = strides
+    if offset or "_offset" in x.__dict__:
+        y._offset = offset + x.__dict__.get("_offset", 0) * view.numerator // view.denominator
 
 
 def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
     """Take note of those of a view of all of x."""
     if "_strides" in x.__dict__:
         y._strides = x._strides
+    if "_offset" in x.__dict__:
+        y._offset = x._offset
 
 
-def keep_strides(x: GlobalTensor, y: GlobalTensor, function: Callable[..., Any]) -> None:
-    """Take note of those of a new tensor that a function of torch's makes as x is, but without gaps."""
-    if "_strides" in x.__dict__ and getattr(function, "__name__", "") not in _CONTIGUOUS:
-        note_strides(x, y, _LIKE)
+def keep_strides(x: GlobalTensor, y: Any, function: Callable[..., Any]) -> None:
+    """Take note of those of a new tensor that a function of torch's makes as x is, but without gaps; or of several."""
+    if y is x or "_strides" not in x.__dict__ or getattr(function, "__name__", "") in _CONTIGUOUS:
+        return
+    like = x._context.keep(("like", x._layout.size, x._strides), lambda: _strides_if(torch.empty_like(_whole(x))))
+    if like:
+        made: Any = (y,) if isinstance(y, torch.Tensor) else y
+        for one in made:
+            one._strides = like
+
+
+def note_elements(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], y: Any) -> None:
+    """Take note of those of what a function of elements makes of several tensors."""
+    if getattr(function, "__name__", "") in _CONTIGUOUS:
+        return
+    wide = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
+    first, *rest = wide
+    if type(first) is GlobalTensor and all(
+        type(one) is GlobalTensor and one._layout.size == first._layout.size and strides_of(one) == strides_of(first)
+        for one in rest
+    ):
+        keep_strides(first, y, function)
+    else:
+        note_result(function, args, kwargs, y)
+
+
+def note_result(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], y: Any) -> None:
+    """Take note of those of what a function makes of several tensors, as torch says; nothing if it gives one of them.
+
+    Torch orders the dims of a result as those of the first operand, and where that leaves it open, of the next.
+    """
+    key: list[Hashable] = ["result", function, *kwargs]
+    context: Any = None
+    for one in (*args, *kwargs.values()):
+        if one is y:
+            return
+        if type(one) is GlobalTensor:
+            context = one._context
+            key.append((one._layout.size, one.__dict__.get("_strides", ()), one._block.dtype))
+        elif type(one) in _TOLD:
+            key.append(one)
+        elif type(one) in (tuple, list):
+            context = next((each._context for each in one if type(each) is GlobalTensor), context)
+            key.append(tuple(map(_described, one)))
+        else:
+            key.append(_described(one))
+
+    def ask() -> list[Shape]:
+        given, named = map_tensors((tuple(args), kwargs), _whole)
+        try:
+            if getattr(function, "__name__", "").strip("_") in _ESTIMATED:
+                return [_strides_if(torch.add(*(one for one in given if isinstance(one, torch.Tensor))))]
+            results = function(*given, **named)
+        except Exception:  # (torch does not know without values)
+            return []
+        return [_strides_if(one) for one in ([results] if isinstance(results, torch.Tensor) else results)]
+
+    found = context.keep(tuple(key), ask)
+    for place, one in enumerate((y,) if isinstance(y, torch.Tensor) else y):
+        strides = found[place] if place < len(found) else ()
+        if strides or "_strides" in one.__dict__:
+            one._strides = strides
+
+
+def _described(value: Any) -> Hashable:
+    """An argument as a key: what of it can change the strides of a result."""
+    if type(value) is GlobalTensor:
+        return value.shape, strides_of(value), value.dtype
+    if isinstance(value, torch.Tensor):
+        plain = plain_of(value)
+        return plain.shape, plain.stride(), plain.dtype
+    if type(value) in (tuple, list):
+        return tuple(map(_described, value))
+    found: Hashable = value if type(value) in _TOLD else (type(value),)
+    return found
+
+
+def note_picked(x: GlobalTensor, y: GlobalTensor, cells: Sequence[tuple[Shape, Shape] | None]) -> None:
+    """Take note of those of what index tensors pick of a tensor.
+
+    Args:
+        cells: for each dim shape and strides of its index tensor, or None.
+    """
+
+    def ask() -> Shape:
+        index = [None if one is None else torch.empty_strided(*one, dtype=torch.int64, device="meta") for one in cells]
+        return _strides_if(_whole(x)[tuple(slice(None) if one is None else one for one in index)])
+
+    y._strides = x._context.keep(("picked", x.shape, strides_of(x), tuple(cells)), ask)
+
+
+def lie_as(x: GlobalTensor, whole: torch.Tensor) -> torch.Tensor:
+    """The whole of x in the order of memory that it has in torch, unless several elements lie in one place."""
+    strides = strides_of(x)
+    if not strides or any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)):
+        return whole
+    return torch.empty_strided(x.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:
     """Take note of those of a new tensor in an order of memory."""
     if wanted is not torch.contiguous_format:
-        note_strides(x, y, View(("format", wanted), lambda whole: torch.empty_like(whole, memory_format=wanted)))
+        y._strides = x._context.keep(
+            ("format", x.shape, strides_of(x), wanted),
+            lambda: _strides_if(torch.empty_like(_whole(x), memory_format=wanted)),
+        )
 
 
 def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[..., Any]) -> bool:
@@ -88,11 +202,41 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
 
 
-def _without_memory(shape: Shape, strides: Shape) -> torch.Tensor:
+def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a method of the whole tensor gives that reads no cell, and may ask for strides.
+
+    Raises: what torch raises.
+    """
+    if name == "storage_offset":
+        return offset_of(x)
+    return getattr(_whole(x), name)(*args, **kwargs)
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory in the place of one."""
+    if type(x) is GlobalTensor:
+        return _without_memory(x.shape, strides_of(x), x.dtype)
+    plain = plain_of(x)
+    return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
+
+
+def _without_memory(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
     if not strides:
-        return torch.empty(shape, device="meta")
-    return torch.empty_strided(shape, strides, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-_LIKE = View("like", torch.empty_like)
-_CONTIGUOUS = frozenset(["log_sigmoid", "mvlgamma", "special_multigammaln", "angle"])  # (that make no tensor like x)
+def _strides_if(whole: torch.Tensor) -> Shape:
+    """Those of a tensor; none if it is contiguous. (What torch says of dims of extent 1 is then not known.)"""
+    return () if whole.is_contiguous() else whole.stride()
+
+
+_CONTIGUOUS = frozenset(
+    ["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"]
+)  # (that make no tensor like x)
+_TOLD = frozenset([int, bool, str, type(None), torch.dtype, torch.memory_format])  # (floats change no strides)
+# functions of two tensors, for which torch has another order without memory than with it; it is that of a sum
+_ESTIMATED = frozenset([
+    "complex", "copysign", "div", "divide", "floor_divide", "floordiv", "heaviside", "logaddexp", "logaddexp2",
+    "logical_and", "logical_or", "logical_xor", "polar", "special_xlog1py", "special_xlogy", "xlogy",
+])  # fmt: skip

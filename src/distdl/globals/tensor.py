@@ -51,6 +51,7 @@ class GlobalTensor(torch.Tensor):
     _context: Context
     _views_of: tuple[Any, ...]  # what it is a view of, what that is a view of, and so on: weak references
     _strides: tuple[int, ...]  # those of the whole tensor in torch, if it is not contiguous there
+    _offset: int  # how many elements lie before it in that memory, if any
     _ties: list[Any]  # to what shares cells with this tensor in torch, and here does not, for cells had to move
     _known: Any  # what all workers know of its values: bounds.Known
 
@@ -273,6 +274,8 @@ class GlobalTensor(torch.Tensor):
         note_view(self, y)
         if "_strides" in self.__dict__:
             y._strides = self._strides
+        if "_offset" in self.__dict__:
+            y._offset = self._offset
         return y
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -422,16 +425,20 @@ def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:
         one._ties = [*(other for other in one.__dict__.get("_ties", ()) if other.holds()), tie]
 
 
-_EXPANDED = (
-    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. Please "
-    "clone() the tensor before performing the operation."
-)
 _WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", "an assignment to a part", "fill_diagonal_"])
 
 
-def _is_expanded(x: GlobalTensor) -> bool:
-    """Whether torch sees that some elements of a tensor stand for several."""
-    return any(n > 1 and not step for n, step in zip(x.shape, x._strides, strict=False))
+def check_written(x: GlobalTensor, name: str = "") -> None:
+    """Check that a tensor that a function is to write has each element in a place of its own, as far as torch looks.
+
+    Raises: RuntimeError, as torch does; here on every worker, also on one whose block has not several in one place.
+    """
+    strides = () if name in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
+    if 0 in strides and any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)) and x.numel():
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
 
 
 def note_written(x: GlobalTensor, name: str) -> None:
@@ -441,8 +448,8 @@ def note_written(x: GlobalTensor, name: str) -> None:
         blocks in which there are several.)
     """
     note_requires(x)
-    if "_strides" in x.__dict__ and name not in _WRITE_EXPANDED and _is_expanded(x):
-        raise RuntimeError(_EXPANDED)
+    if "_strides" in x.__dict__:
+        check_written(x, name)
     if "_known" in x.__dict__:
         x._known.written()
     if "_ties" in x.__dict__ or "_views_of" in x.__dict__:

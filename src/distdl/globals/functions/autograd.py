@@ -14,7 +14,7 @@ from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
-from distdl.globals.strides import same_strides, strides_of
+from distdl.globals.strides import of_memory, same_strides, strides_of
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, base_of, note_requires, note_view
 from distdl.tensors.connection import zeros_on
@@ -226,8 +226,8 @@ def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is known of the whole tensor."""
     x, *rest = args
     name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
-    if name in _OF_MEMORY:  # as if the whole were contiguous: workers with other blocks agree
-        return getattr(torch.empty(x.shape, device="meta"), name)(*rest, **kwargs)
+    if name in _OF_MEMORY:
+        return of_memory(x, name, *rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)
 
 

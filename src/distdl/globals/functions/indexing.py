@@ -15,7 +15,7 @@ from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import Intervals, view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import map_tensors
-from distdl.globals.strides import View
+from distdl.globals.strides import View, note_picked
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -126,9 +126,13 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
     target = context.keep(("picked", layout, tuple(dims), shape), make)
     block = block_of(y)
     if not block.numel():
-        return GlobalTensor._of(zeros_on(block, target.local), target)
-    index = tuple(slice(None) if one is None else one for one in cells)
-    return GlobalTensor._of(block[index].reshape(target.local), target)
+        found = GlobalTensor._of(zeros_on(block, target.local), target)
+    else:
+        index = tuple(slice(None) if one is None else one for one in cells)
+        found = GlobalTensor._of(block[index].reshape(target.local), target)
+    if "_strides" in x.__dict__:
+        note_picked(x, found, [None if one is None else (one.shape, one.stride()) for one in cells])
+    return found
 
 
 def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:

@@ -18,6 +18,7 @@ from distdl.globals.functions.lines import brought
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.operands import block_of, moved
+from distdl.globals.strides import note_picked
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
@@ -76,7 +77,10 @@ def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     rows = _rows(first, mask, "indexing")
     block = block_of(rows.x)
     y = GlobalTensor._of(block[rows.mask].reshape(rows.chosen.local), rows.chosen)
-    return y.movedim(0, at) if at else y
+    y = y.movedim(0, at) if at else y
+    found = (y.shape[at],), (1,)
+    note_picked(x, y, [*[None] * at, *[found] * mask.dim()])
+    return y
 
 
 def check_mask(shape: Sequence[int], mask: torch.Tensor, at: int) -> None:

@@ -10,18 +10,18 @@ import torch
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.operands import aligned, block_of, numbers_of
-from distdl.globals.replicas import map_tensors, plain_of
-from distdl.globals.strides import keep_strides, lies_in, note_format, same_strides
+from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, same_strides
 from distdl.globals.table import TABLE, handles, named
-from distdl.globals.tensor import GlobalTensor, note_view, note_written
+from distdl.globals.tensor import GlobalTensor, check_written, note_view, note_written
 
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
 atan2 arctan2 bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil clamp clip
-clamp_min clamp_max conj conj_physical copysign cos cosh deg2rad div divide digamma erf erfc erfinv exp exp2 expm1
+clamp_min clamp_max conj_physical copysign cos cosh deg2rad div divide digamma erf erfc erfinv exp exp2 expm1
 fix float_power floor floor_divide fmod frac frexp gcd lcm ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2
 logical_and logical_not logical_or logical_xor logit hypot i0 mul multiply mvlgamma nan_to_num neg negative nextafter
-polygamma positive pow rad2deg real imag reciprocal remainder resolve_conj resolve_neg round rsqrt sigmoid expit sign
+polygamma positive pow rad2deg reciprocal remainder resolve_conj resolve_neg round rsqrt sigmoid expit sign
 sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy where masked_fill
 eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
 isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
@@ -45,9 +45,9 @@ hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polyno
 
 
 _RETURN_THEIR_ARGUMENT = frozenset([
-    "positive", "__pos__", "resolve_conj", "resolve_neg", "conj", "real", "cpu", "cuda", "float",
+    "positive", "__pos__", "resolve_conj", "resolve_neg", "cpu", "cuda", "float",
     "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char", "cfloat", "cdouble",
-    "type", "__get__",
+    "type",
 ])  # fmt: skip
 
 
@@ -59,14 +59,18 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     first = args[0] if args else None
     if type(first) is GlobalTensor:
+        if "_strides" in first.__dict__ and 0 in first._strides and writes(func, kwargs):
+            check_written(first, name_of(func))
         if len(args) == 1 and not kwargs:
             block = block_of(first)
             y = func(block)
             if type(y) is torch.Tensor and y is not block:
                 made = GlobalTensor._of(y, first._layout, block)
+            else:
+                made = result_of(func, first, y, (first,))
+            if "_strides" in first.__dict__:
                 keep_strides(first, made, func)
-                return made
-            return result_of(func, first, y, (first,))
+            return made
         second = args[1] if len(args) == 2 else None
         if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
             pair = block_of(first), block_of(second)
@@ -74,11 +78,20 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 y = func(*pair)
             except RuntimeError as error:
                 y = _of_copies(error, func, pair, kwargs)
-            return result_of(func, first, y, (first,))
+            made = result_of(func, first, y, (first,))
+            if "_strides" in first.__dict__ or "_strides" in second.__dict__:
+                if first.__dict__.get("_strides") == second.__dict__.get("_strides"):
+                    keep_strides(first, made, func)
+                else:
+                    note_elements(func, args, kwargs, made)
+            return made
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             if kwargs and kwargs.get("memory_format") is not None:
                 return _in_format(func, first, args[1:], kwargs)
-            return result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
+            made = result_of(func, first, func(block_of(first), *args[1:], **kwargs), (first,))
+            if "_strides" in first.__dict__:
+                keep_strides(first, made, func)
+            return made
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     context = next(one for one in operands if type(one) is GlobalTensor)._context
@@ -100,7 +113,16 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
         y = y if lead is None else found[0].add_(y)
     whole = [one for one in operands if type(one) is GlobalTensor]
-    return result_of(func, whole[0], y, whole, target)
+    made = result_of(func, whole[0], y, whole, target)
+    for one in operands:
+        if type(one) is GlobalTensor:
+            if "_strides" not in one.__dict__:
+                continue
+        elif not isinstance(one, torch.Tensor) or (one._plain if type(one) is Replica else one).is_contiguous():
+            continue
+        note_elements(func, args, kwargs, made)
+        break
+    return made
 
 
 def _of_copies(error: RuntimeError, func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -122,10 +144,7 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
                 note_written(one, name_of(func))
             return one
     if isinstance(y, torch.Tensor):
-        made = GlobalTensor._of(y, like._layout if layout is None else layout, like._block)
-        if layout is None:
-            keep_strides(like, made, func)
-        return made
+        return GlobalTensor._of(y, like._layout if layout is None else layout, like._block)
     if isinstance(y, (tuple, list)):
         return type(y)(result_of(func, like, one, operands, layout) for one in y)
     return y
@@ -165,8 +184,6 @@ def _enter_names() -> None:
             continue  # (another version of torch)
         if not name.endswith("_") and hasattr(torch.Tensor, f"{name}_"):
             TABLE.setdefault(getattr(torch.Tensor, f"{name}_"), elementwise)
-    for attribute in ("real", "imag"):
-        TABLE[getattr(torch.Tensor, attribute).__get__] = elementwise
 
 
 _enter_names()

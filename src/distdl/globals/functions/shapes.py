@@ -17,7 +17,7 @@ from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.replicas import map_tensors
-from distdl.globals.strides import View, is_copied, note_strides, same_strides, strides_of
+from distdl.globals.strides import View, is_copied, note_strides, of_memory, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
@@ -139,7 +139,7 @@ class _Fit(NamedTuple):
 def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> GlobalTensor:
     """The tensor in another shape of as many elements. Cells move where a worker's would form no box."""
     layout, shape = x._layout, tuple(shape)
-    copied = name in _MAY_COPY and bool(strides_of(x)) and (name == "ravel" or is_copied(x, shape))
+    copied = "_strides" in x.__dict__ and _is_copied(x, shape, name)
     if layout.extents == shape and not copied:
         alike = view_of(x, block_of(x).view_as(x._block), layout, False)
         same_strides(x, alike)
@@ -150,6 +150,16 @@ def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> Gl
     if copied:
         return same_values(x, GlobalTensor._of(y.clone() if _shares(y, x._block) else y, target))
     return view_of(x, y, target, needed is not None, View(shape, lambda whole: whole.reshape(shape)))
+
+
+def _is_copied(x: GlobalTensor, shape: Shape, name: str) -> bool:
+    """Whether torch copies x there.
+
+    Raises: RuntimeError, as torch does, if x would have to be copied by a function that gives a view.
+    """
+    if name == "view" and is_copied(x, shape):
+        of_memory(x, "view", shape)
+    return name in _MAY_COPY and bool(strides_of(x)) and (name == "ravel" or is_copied(x, shape))
 
 
 _MAY_COPY = ("reshape", "flatten", "ravel")
@@ -296,6 +306,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     dtype = next((value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)), None)
     if dtype is not None:
         if dtype.itemsize != x.dtype.itemsize:
+            of_memory(x, "view", dtype)  # (for torch's error)
             return TABLE[None](func, args, kwargs)
         y = GlobalTensor._of(block_of(x).view(dtype), x._layout)  # (the bits of each element)
         note_view(x, y)
@@ -344,14 +355,31 @@ def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return context.layout(context.array(layout.partition.workers[..., None]), [*layout.intervals, ((0, 2),)])
 
     target = context.keep(("view_as_real", layout), make)
-    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _AS_REAL)
+    return view_of(x, func(block_of(x)).reshape(target.local), target, False, _of_numbers(func))
 
 
-def _as_real(whole: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
+def _of_numbers(func: Callable[..., Any]) -> View:
+    """How a view of complex numbers is taken that has two elements in the place of each."""
+
+    def view(whole: torch.Tensor) -> Any:
+        return func(torch.empty_strided(whole.shape, whole.stride(), dtype=torch.complex64, device="meta"))
+
+    return View(("of numbers", func), view, 2)
 
 
-_AS_REAL = View("view_as_real", _as_real)
+@handles("real imag conj", "torch Tensor")
+def parts_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Real or imaginary part, or conjugates: views, and of real numbers the tensor itself."""
+    (x,) = (*args, *kwargs.values())
+    block = block_of(x)
+    y = func(block)
+    if y is block:
+        return x
+    alike = y.dtype == block.dtype
+    return view_of(x, y, x._layout, False, View("conj", torch.conj) if alike else _of_numbers(func))
+
+
+handles_property("real", "imag")(parts_of_numbers)
 
 
 @handles("view_as_complex", "torch")
@@ -373,7 +401,7 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     elif block.stride(-1) != 1 or any(n % 2 for n in (block.storage_offset(), *block.stride()[:-1])):
         # (also along dims of one cell or none, which count as contiguous whatever their strides)
         block = torch.empty_like(block, memory_format=torch.contiguous_format).copy_(block)
-    return view_of(x, func(block), target, y is not x)
+    return view_of(x, func(block), target, y is not x, View("view_as_complex", torch.view_as_complex, 1, 2))
 
 
 # -- copies along dims of extent 1

@@ -19,7 +19,7 @@ from distdl.globals.functions.shapes import expanded
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor, check_written, note_written
 from distdl.tensors.connection import zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -311,6 +311,7 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _write(y: GlobalTensor, value: Any) -> None:
+    check_written(y)
     if not isinstance(value, torch.Tensor):
         y.fill_(value)
         return

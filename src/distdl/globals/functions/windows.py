@@ -7,7 +7,6 @@ from itertools import pairwise
 from numbers import Complex, Real
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from distdl.geometry.borders import Border
@@ -17,7 +16,7 @@ from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
-from distdl.globals.strides import View
+from distdl.globals.strides import View, offset_of, strides_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
@@ -35,6 +34,8 @@ def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             raise RuntimeError(f"Number of channels must be divisible by groups. Got {c} channels and {n} groups.")
         return x.reshape(b, n, c // n, *space).transpose(1, 2).reshape(x.shape)
     shape = shape_of(func, x, (n,), {})
+    if n == 1:
+        return x.clone(memory_format=torch.contiguous_format)
     *batch, c, h, w = x.shape
     k = len(batch)
     if name == "pixel_shuffle":
@@ -112,32 +113,95 @@ def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
     return found
 
 
+class _Run(NamedTuple):
+    """Cells of memory at equal distances, which are all of some dims of a tensor.
+
+    Attributes:
+        cells: how many.
+        stride: the distance.
+    """
+
+    cells: int
+    stride: int
+
+
+def _runs(x: GlobalTensor) -> tuple[list[int], list[_Run]]:
+    """The dims of a tensor in the order of its memory, and the runs in which its cells lie there."""
+    strides = strides_of(x)
+    if not strides:
+        return list(range(x.dim())), [_Run(x.numel(), 1)]
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 0)
+    found: list[_Run] = []
+    for dim in order:
+        n, stride = x.shape[dim], strides[dim]
+        if n > 1 and found and found[-1].stride == n * stride:
+            found[-1] = _Run(found[-1].cells * n, stride)
+        elif n > 1:
+            found.append(_Run(n, stride))
+    return order, found or [_Run(1, 1)]
+
+
 @handles("as_strided", "torch Tensor")
 def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Windows, slices and other orders of dims, as strides of the tensor's memory, were that contiguous."""
+    """Windows, slices and other orders of dims, as strides of the memory that the whole tensor would have.
+
+    Raises: RuntimeError where that has cells between those of the tensor, and the strides may meet them.
+    """
 
     def run(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-        size, stride, offset = tuple(size), tuple(stride), storage_offset or 0
+        size, stride = tuple(size), tuple(stride)
+        offset = 0 if storage_offset is None else storage_offset - offset_of(input)
+        order, runs = _runs(input)
         lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
-        if lines == [] and input.dim() and 0 <= offset < input.numel():  # (one cell)
-            return part(input, [int(place) for place in np.unravel_index(offset, input.shape)]).view(size)
-        strides = [input.numel(), *(line.stride for line in lines or ())]
-        if not lines or offset < 0 or any(n % m for n, m in pairwise(strides)):
-            return TABLE[None](func, args, kwargs)
-        extents = [n // m for n, m in pairwise(strides)]
-        starts = [offset % n // m for n, m in pairwise([input.numel() + offset, *strides[1:]])]
-        if any(start + line.needs(size) > n for start, line, n in zip(starts, lines, extents, strict=True)):
-            return TABLE[None](func, args, kwargs)
-        cells = [slice(start, start + line.needs(size)) for start, line in zip(starts, lines, strict=True)]
-        y: Any = part(input.reshape(*extents, strides[-1]), [*cells, offset % strides[-1]])
-        order = [line.dim for line in lines]
-        for place, line in enumerate(lines):
+        found = None if lines is None or offset < 0 else _placed(lines, runs, offset, size)
+        if found is None:
+            if (offset < 0 or not _fills(runs)) and 0 not in (*size, input.numel()):
+                func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
+                raise RuntimeError(
+                    f"as_strided of a global tensor of shape {tuple(input.shape)}, strides {input.stride()} and offset "
+                    f"{offset_of(input)} may read what lies between its cells or before them: size {size}, strides "
+                    f"{stride}, offset {storage_offset}; take it of the tensor that this one is a view of, or call "
+                    ".contiguous() first"
+                )
+            return TABLE[None](func, (input, size, stride, offset), {})
+        extents, cells = found
+        y: Any = part(input.permute(order).reshape(extents), cells)
+        places = [line.dim for line in lines or ()]
+        for place, line in enumerate(lines or ()):
             if line.window is not None:
                 y = y.unfold(place, size[line.window], line.step)
-                order.append(line.window)
-        return y.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
+                places.append(line.window)
+        return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
 
     return run(*args, **kwargs)
+
+
+def _fills(runs: Sequence[_Run]) -> bool:
+    """Whether there is nothing between runs."""
+    return all(run.stride == (inner.cells * inner.stride) for run, inner in pairwise([*runs, _Run(1, 1)]))
+
+
+def _placed(
+    lines: Sequence[_Line], runs: Sequence[_Run], offset: int, size: Sequence[int]
+) -> tuple[list[int], list[Any]] | None:
+    """Where lines lie in runs: extents of which each line has a dim, and their cells. None if they lie otherwise."""
+    extents: list[int] = []
+    cells: list[Any] = []
+    rest = list(lines)
+    for count, unit in runs:
+        own = [line for line in rest if line.stride >= unit]
+        rest = rest[len(own) :]
+        strides = [count * unit, *(line.stride for line in own), unit]
+        if unit < 1 or any(n % m for n, m in pairwise(strides)):
+            return None
+        for (n, m), line in zip(pairwise(strides), [*own, None], strict=True):
+            start, offset = divmod(offset, m)
+            count = 1 if line is None else line.needs(size)
+            if start + count > n // m:
+                return None
+            extents.append(n // m)
+            cells.append(start if line is None else slice(start, start + count))
+    return None if offset or rest else (extents, cells)
 
 
 def _pair(value: Any) -> tuple[int, int]:
