@@ -396,3 +396,49 @@ def test_tables_that_are_renormed_in_evaluation(weights):
             torch.testing.assert_close(now, shortened)
 
     distdl.run_workers(work, 3)
+
+
+MANY_VIEWS = {
+    "chunk": lambda x: x.chunk(2)[0], "split": lambda x: x.split(3, 1)[1], "sizes": lambda x: x.split([2, 1])[1],
+    "rows": lambda x: x.unbind(0)[2], "columns": lambda x: x.unbind(1)[2], "iterated": lambda x: next(iter(x)),
+    "view": lambda x: x.chunk(2)[0].view(-1, 1, 5), "part": lambda x: x.chunk(2, 1)[0][:1],
+    "parts": lambda x: x.tensor_split(2)[0], "detached": lambda x: x.chunk(2)[0].detach(),
+    "one": lambda x: x.chunk(1)[0], "v": lambda x: x.vsplit([2])[0],
+}  # fmt: skip
+
+
+def without_gradients(function, x):
+    with torch.no_grad():
+        return function(x * 1)
+
+
+MADE = {
+    "with gradients": lambda function, x: function(x * 1),
+    "of a constant": lambda function, x: function(x.detach().clone()),
+    "without gradients": without_gradients,
+}
+
+
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("function", MANY_VIEWS.values(), ids=MANY_VIEWS)
+def test_views_that_one_function_makes_are_written_where_torch_writes_them(function, made, value):
+    def outcome(x):
+        y = made(function, x)
+        try:
+            y.copy_((x * 2).sum()) if value else y.mul_(2)
+        except RuntimeError as error:
+            return str(error).split(".")[1]  # (behind the name of the view)
+        return y
+
+    def work():
+        for grid in ((2, 1), (1, 2)):
+            ours = outcome(split(x35.clone().requires_grad_(), *grid))
+            assert type(ours) is type(theirs) or not isinstance(theirs, str), ours
+            if isinstance(theirs, str):
+                assert ours == theirs
+            else:
+                assert_close(ours, theirs)
+
+    theirs = outcome(x35.clone().requires_grad_())
+    distdl.run_workers(work, 3)

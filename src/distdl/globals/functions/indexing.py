@@ -231,7 +231,49 @@ def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return type(pieces), dim, [(i, i + piece.shape[dim]) for i, piece in zip(starts, pieces, strict=True)]
 
     kind, dim, pieces = x._context.keep(("split", func, size, frozen(rest), frozen(kwargs)), make)
+    if func.__name__ in _OF_MANY_VIEWS:
+        return kind(_pieces(x, dim, tuple(slice(*piece) for piece in pieces)))
     return kind(part(x, [*[slice(None)] * dim, slice(*piece)]) for piece in pieces)
+
+
+_OF_MANY_VIEWS = ("split", "chunk", "split_with_sizes")
+
+
+class _Pieces(NamedTuple):
+    """Parts of a tensor that cover a dim.
+
+    Attributes:
+        sizes: of this worker's parts of them.
+        targets: their layouts.
+        views: how each of them is taken.
+    """
+
+    sizes: list[int]
+    targets: list[KnownLayout]
+    views: list[View]
+
+
+def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[GlobalTensor]:
+    """Parts of a tensor that cover a dim, by one function: torch does not let such views be written with gradients."""
+    layout = x._layout
+    key = tuple(map(frozen, steps))
+
+    def make() -> _Pieces:
+        found = _Pieces([], [], [])
+        (first, last) = layout.box[dim]
+        for step, own in zip(steps, key, strict=True):
+            index = (*[slice(None)] * dim, step)
+            start, stop = (step.start, step.stop) if isinstance(step, slice) else (step, step + 1)
+            found.sizes.append(max(min(last, stop) - max(first, start), 0) if layout.active else 0)
+            found.targets.append(_plan_part(layout, index).target)
+            found.views.append(View(("piece", dim, own), operator.itemgetter(index)))
+        return found
+
+    sizes, targets, views = x._context.keep(("pieces", layout, dim, key), make)
+    blocks: Sequence[torch.Tensor] = block_of(x).split_with_sizes(sizes, dim)
+    if steps and not isinstance(steps[0], slice):
+        blocks = [block.view(target.local) for block, target in zip(blocks, targets, strict=True)]
+    return [view_of(x, one, to, False, view) for one, to, view in zip(blocks, targets, views, strict=True)]
 
 
 @handles("unbind", "torch Tensor")
@@ -239,7 +281,7 @@ def unbind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     (x, rest), kwargs = _apart(args, kwargs)
     dim = kwargs.get("dim", rest[0] if rest else 0)
     n = x.shape[dim]
-    return tuple(part(x, [*[slice(None)] * (dim % x.dim()), one]) for one in range(n))
+    return tuple(_pieces(x, dim % x.dim(), range(n)))
 
 
 @handles("__iter__", "Tensor")
