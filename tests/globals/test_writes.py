@@ -442,3 +442,46 @@ def test_views_that_one_function_makes_are_written_where_torch_writes_them(funct
 
     theirs = outcome(x35.clone().requires_grad_())
     distdl.run_workers(work, 3)
+
+
+OUT = {
+    "add": lambda x, out: torch.add(x, x, out=out), "mm": lambda x, out: torch.mm(x, x.T, out=out),
+    "sum": lambda x, out: torch.sum(x, 0, out=out), "cumsum": lambda x, out: torch.cumsum(x, 0, out=out),
+    "argmax": lambda x, out: torch.argmax(x, 1, out=out), "cat": lambda x, out: torch.cat([x, x], out=out),
+    "chosen": lambda x, out: torch.masked_select(x, x > 0, out=out),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("name", OUT)
+def test_where_results_are_written_as_in_torch(name):
+    """Where torch resizes a tensor that has elements, which it is to refuse one day, we refuse that."""
+
+    def outcome(x, out):
+        try:
+            OUT[name](x, out)
+        except (RuntimeError, TypeError) as error:
+            return str(error)
+        return out
+
+    def work():
+        x = split(x35)
+        for dtype in (torch.float64, torch.float32, torch.int64, torch.complex128):
+            for shape in ((0,), (3, 5), (5,)):
+                for split_out in (False, True):
+                    for wants in (False, True):
+                        out, plain = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+                        given = [one.detach().clone().requires_grad_(wants) for one in (x, x35)]
+                        ours = outcome(given[0], split(out) if split_out else out)
+                        theirs = outcome(given[1], plain)
+                        case = dtype, shape, split_out, wants, ours, theirs
+                        if isinstance(ours, str) and not isinstance(theirs, str):
+                            assert "needs out= of the result's shape" in ours, case
+                            assert theirs.shape != shape and shape != (0,), case
+                            continue
+                        assert isinstance(ours, str) == isinstance(theirs, str), case
+                        if not isinstance(ours, str):
+                            assert ours.dtype == theirs.dtype, case
+                            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)

@@ -156,12 +156,26 @@ def _largest(beside: Any) -> GlobalTensor:
 
 
 def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that writes its results into tensors that are given: they are computed, and copied there."""
+    """A function that writes its results into tensors that are given: they are computed, and copied there.
+
+    Raises: RuntimeError, what torch raises if it does not write into such a tensor.
+    """
     out = kwargs["out"]
     name = getattr(func, "__name__", str(func))
-    y = func(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    of_any_dtype = _judge_out(func, args, kwargs)
+    rest = {key: value for key, value in kwargs.items() if key != "out"}
+    if name in _SUMMED_THERE and rest.get("dtype") is None:
+        rest["dtype"] = out.dtype
+    y = func(*args, **rest)
     results = (y,) if isinstance(y, torch.Tensor) else tuple(y)
     for target, result in zip((out,) if isinstance(out, torch.Tensor) else out, results, strict=True):
+        if not of_any_dtype and target.dtype != result.dtype:
+            raise RuntimeError(f"{name} needs out= of the result's dtype {result.dtype}; got one of {target.dtype}")
+        if not target.numel() and type(target) is GlobalTensor is type(result):
+            target._block, target._layout, target._strides = result._block.to(target.dtype), result._layout, ()
+            continue
+        if not target.numel() and type(target) is torch.Tensor:
+            target.resize_(result.shape)
         if target.shape != result.shape:
             raise RuntimeError(
                 f"{name} needs out= of the result's shape {tuple(result.shape)}; got one of shape {tuple(target.shape)}"
@@ -171,6 +185,31 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             target.copy_(result)
     return out
+
+
+_SUMMED_THERE = ("sum", "nansum", "prod", "mean", "cumsum", "cumprod")  # (in the dtype of what is written)
+
+
+def _judge_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Let torch check whether results can be written there: it is asked of tensors without memory.
+
+    Returns: whether torch could tell; if not, as results depend on values, it takes no other dtype.
+    Raises: RuntimeError.
+    """
+
+    def without_memory(one: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(one.shape, dtype=one.dtype, device="meta")
+        return made.requires_grad_() if one.requires_grad else made
+
+    given, named = map_tensors((args, kwargs), without_memory)
+    try:
+        func(*given, **named)
+    except NotImplementedError:
+        return False
+    except RuntimeError as error:
+        if "meta" not in str(error).lower():
+            raise
+    return True
 
 
 TABLE["out"] = write_out
