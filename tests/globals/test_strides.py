@@ -217,6 +217,7 @@ ORDERED = {
     "on one worker": lambda x: x.mT.as_strided((5, 2), (1, 5)), "no view": lambda x: x.mT.view(-1),
     "no view as": lambda x: x[:, :2].view_as(x[:, :2].reshape(8, 6)),
     "not of another size": lambda x: x.mT.view(torch.float32),
+    "no whole numbers": lambda x: torch.view_as_complex(x[..., 1:3]),
     "no numbers": lambda x: torch.view_as_complex(x.mT[..., :2]),
 }  # fmt: skip
 

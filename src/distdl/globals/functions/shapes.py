@@ -17,7 +17,7 @@ from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.replicas import map_tensors
-from distdl.globals.strides import View, is_copied, note_strides, of_memory, same_strides, strides_of
+from distdl.globals.strides import View, is_copied, note_strides, of_memory, offset_of, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
@@ -387,6 +387,8 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     """Complex numbers, whose parts lie along the last dim."""
     (x,) = (*args, *kwargs.values())
     shape_of(func, x, (), {})  # (for torch's error)
+    if offset_of(x) % 2:
+        raise RuntimeError("Tensor must have a storage_offset divisible by 2")
     dims = x.dim()
     y: GlobalTensor = whole_along(x, [dims - 1], "view_as_complex")
     layout, context = _at(y)
