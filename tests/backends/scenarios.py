@@ -99,6 +99,32 @@ def drops():
         raise
 
 
+def freezes():
+    """Worker 1 alone has frozen a layer, so that gradients of other lengths would meet."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model[0].requires_grad_(distdl.world().rank != 1)
+    frozen(model, torch.ones(8, 3))
+
+
+def freezes_others():
+    """Worker 1 has frozen another layer than the others, so that gradients of equal length would meet."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[int(distdl.world().rank == 1)].requires_grad_(False)
+    frozen(model, torch.ones(8, 3))
+
+
+def frozen(model, x):
+    """Train a model that workers have frozen differently; print the error, and end by it."""
+    P = distdl.world()
+    model = distdl.distribute(model, P.reshape(P.size, 1))
+    try:
+        model(x).sum().backward()
+        P.allgather_data("all are through")
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
 def backwards(results):
     """Run the backward of two results, on worker 1 in another order; print the error, and end by it."""
     try:

@@ -306,6 +306,8 @@ def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refu
 @pytest.mark.parametrize(("scenario", "sides"), [
     ("differs_in_shapes", ("the backward of exchange 2", "the backward of exchange 1")),
     ("drops", ("worker 1", "since exchange 3, which was the backward of exchange")),
+    ("freezes", ("parameters 0-3 of the model", "parameters 2-3 of the model")),
+    ("freezes_others", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip
 def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit(scenario, sides):
     status, output = outcome(JOBS["gloo"](scenario), DISTDL_TIMEOUT="300")
@@ -337,6 +339,8 @@ def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
      ("backward of exchange 1", "backward of exchange 2")),
     ("differs_in_shapes", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "backward of exchange 2")),
     ("drops", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "worker 1 waits in AllSumReduce")),
+    ("freezes", "another call (MPI_ERR_TRUNCATE", ("parameters 2-3 of the model",)),
+    ("freezes_others", "since exchange", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip
 def test_mpi_ends_another_order_of_moves_or_shapes_long_before_the_limit_and_names_both(scenario, words, sides):
     """(For gloo, in test_opening.)"""

@@ -71,6 +71,19 @@ def test_weights_that_are_written_otherwise_on_some_workers(write):
     assert len(texts) == 4 and len(set(texts.values())) == 1
 
 
+def test_another_layer_that_is_frozen_on_one_worker():
+    """(Of processes, in backends/test_failures.)"""
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), partition((3, 1)))
+        model[int(distdl.world().rank == 1)].requires_grad_(False)
+        _passed(model, 1)
+
+    named = r"\(parameters 2-3 of the model; .*\(parameters 0-1 of the model"
+    with pytest.raises(distdl.CommunicationError, match=named):
+        distdl.run_workers(work, 4)
+
+
 def test_what_is_written_alike_and_what_is_rounded_otherwise_is_no_error():
     def work():
         rank = distdl.world().rank

@@ -31,7 +31,7 @@ from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.transport import Label
 
-_LABEL = Label("gradients of replicated tensors")
+_SUM = "gradients of replicated tensors"
 
 
 class Replica(torch.Tensor):
@@ -278,16 +278,18 @@ class Compared(Protocol):
 
 
 def enter(
-    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None
+    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None, which: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, ...]:
     """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
 
     Args:
         compared: of which bits go with the gradients.
+        which: the places of these tensors among all of a model, growing. Where workers differ in which enter (as one
+            does that has frozen another layer), their messages never meet.
     """
     if len(context.everyone) == 1:
         return tuple(tensors)
-    total = _Sum.of(context, tensors, 0 if compared is None else compared.bits.numel())
+    total = _Sum.of(context, tensors, 0 if compared is None else compared.bits.numel(), which)
     copies: tuple[torch.Tensor, ...] = _Enter.apply(total, compared, *tensors)
     return copies
 
@@ -326,7 +328,14 @@ def context_of(value: torch.Tensor) -> Context | None:
 class _Sum:
     """The sum of tensors over all workers, as one message."""
 
-    def __init__(self, context: Context, shapes: Sequence[Sequence[int]], dtype: torch.dtype, bits: int) -> None:
+    def __init__(
+        self,
+        context: Context,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        bits: int,
+        which: tuple[int, ...],
+    ) -> None:
         # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
         structure = (*map(tuple, shapes), (len(shapes),), (bits,))
         count = sum(map(prod, structure))
@@ -335,12 +344,15 @@ class _Sum:
         self._packing = Packing(structure, (count,))
         self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
         self._no_bits: dict[torch.device, torch.Tensor] = {}
-        self.operator = Operator(plan, context.comm, context.everyone, _LABEL, dtype, NONE, [(count,)], [(count,)])
+        # (with what tells messages apart: some transports end the process where messages of two lengths meet)
+        named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
+        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
+        self.operator = Operator(plan, context.comm, context.everyone, label, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
-    def of(cls, context: Context, tensors: Sequence[torch.Tensor], bits: int = 0) -> _Sum:
+    def of(cls, context: Context, tensors: Sequence[torch.Tensor], bits: int = 0, which: tuple[int, ...] = ()) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        return context.keep((_LABEL, shapes, dtype, bits), lambda: cls(context, shapes, dtype, bits))
+        return context.keep((_SUM, shapes, dtype, bits, which), lambda: cls(context, shapes, dtype, bits, which))
 
     def __call__(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
@@ -376,6 +388,13 @@ class _Sum:
         if bits is None:
             bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
         return (*full, owned, bits)
+
+
+def _listed(places: Sequence[int]) -> str:
+    """Numbers that grow, for people: ``0-3, 7``."""
+    starts = [n for n in places if n - 1 not in places]
+    stops = [n for n in places if n + 1 not in places]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
 
 
 class _Enter(Function):

@@ -29,7 +29,6 @@ from distdl.transport import Label
 
 _KERNEL = torch.ops.aten.native_batch_norm.default
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
-_LABEL = Label("batch_norm")
 
 
 def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
@@ -66,7 +65,9 @@ class Moments:
         self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
         shapes = [(2 * channels,)]
-        self._sum = Operator(plan, context.comm, context.everyone, _LABEL, torch.float64, NONE, shapes, shapes)
+        # (with its length: some transports end the process where messages of two lengths meet)
+        label = Label("batch_norm", detail=layout)
+        self._sum = Operator(plan, context.comm, context.everyone, label, torch.float64, NONE, shapes, shapes)
         self._own = owned.local
         own, space = layout.local, range(2, dims)
         rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, max(prod(own), 1))

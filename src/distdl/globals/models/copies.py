@@ -170,6 +170,7 @@ class Replicas:
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
         self._buckets: list[list[int]] = []
+        self._which: tuple[int, ...] = ()  # their places among all
 
     def begin(self) -> None:
         self._copies = {}
@@ -184,11 +185,13 @@ class Replicas:
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
             self._described, self._buckets = described, list(_buckets(listed))
+            self._which = tuple(place for place, p in enumerate(every) if p.requires_grad)
         alone = len(context.everyone) == 1
         look = None if alone or not listed else self._drift.look(context, every, listed[0].dtype)
         for bucket in self._buckets:
             together = [listed[place] for place in bucket]
-            entering, look = enter(context, together, look), None  # (it goes with the first)
+            which = tuple([self._which[place] for place in bucket])
+            entering, look = enter(context, together, look, which), None  # (it goes with the first)
             for parameter, copy in zip(together, entering, strict=True):
                 made = self._copies[id(parameter)] = Replica._of(copy, context)
                 made._variable = parameter
