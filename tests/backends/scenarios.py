@@ -99,6 +99,35 @@ def drops():
         raise
 
 
+def asks_alone():
+    """Worker 0 alone asks for the value of a loss, and the others go on to the next batch."""
+    P = distdl.world()
+    x = torch.arange(8.0).reshape(8, 1)
+    loss = distdl.distribute_tensor(x, P.reshape(P.size, 1)).square().mean()
+    try:
+        if P.rank == 0:
+            print(loss.item())
+        distdl.distribute_tensor(x, P.reshape(P.size, 1))
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
+def differentiates_alone():
+    """Worker 1 leaves a backward out, and goes on to the next batch."""
+    P = distdl.world()
+    x = torch.arange(8.0).reshape(8, 1)
+    model = distdl.distribute(torch.nn.Linear(1, 1), P.reshape(P.size, 1))
+    loss = model(distdl.distribute_tensor(x, P.reshape(P.size, 1))).square().mean()
+    try:
+        if P.rank != 1:
+            loss.backward()
+        distdl.distribute_tensor(x, P.reshape(P.size, 1))
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
 def freezes():
     """Worker 1 alone has frozen a layer, so that gradients of other lengths would meet."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))

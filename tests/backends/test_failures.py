@@ -306,6 +306,8 @@ def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refu
 @pytest.mark.parametrize(("scenario", "sides"), [
     ("differs_in_shapes", ("the backward of exchange 2", "the backward of exchange 1")),
     ("drops", ("worker 1", "since exchange 3, which was the backward of exchange")),
+    ("asks_alone", ("the value of a global tensor", "in distribute_tensor, which only one of them has called")),
+    ("differentiates_alone", ("in distribute_tensor, which only one of them has called",)),
     ("freezes", ("parameters 0-3 of the model", "parameters 2-3 of the model")),
     ("freezes_others", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip
@@ -339,6 +341,8 @@ def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
      ("backward of exchange 1", "backward of exchange 2")),
     ("differs_in_shapes", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "backward of exchange 2")),
     ("drops", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "worker 1 waits in AllSumReduce")),
+    ("asks_alone", "since exchange", ("the value of a global tensor", "distribute_tensor")),
+    ("differentiates_alone", "which only one of them has called", ("in distribute_tensor",)),
     ("freezes", "another call (MPI_ERR_TRUNCATE", ("parameters 2-3 of the model",)),
     ("freezes_others", "since exchange", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip

@@ -57,6 +57,31 @@ def test_to_be_behind_is_no_difference_and_what_is_forgotten_is_none(ours, their
     assert disorder(after(0, *ours), told(after(2, *theirs))) == ""
 
 
+@pytest.mark.parametrize(("ours", "theirs", "vain"), [((2, 5), (1, 6), True), ((1, 6), (2, 5), True),
+    ((2, 5), (1, 5), False), ((2, 5), (2, 6), False), ((2, 5), (1, 4), False), ((2, 5), (2, 5), False)])  # fmt: skip
+def test_each_is_past_the_place_of_the_other(ours, theirs, vain):
+    """One has begun more exchanges, the other has begun to meet more often."""
+    comms = []
+    for rank, (exchanges, met) in ((0, ours), (2, theirs)):
+        comms.append(after(rank, *[A] * exchanges))
+        comms[-1].calls(GROUP).met, comms[-1].where = met, f"the call of {rank}"
+    text = disorder(comms[0], told(comms[1]))
+    assert bool(text) == vain
+    assert not vain or "worker 0 waits in the call of 0, and worker 2 in the call of 2, which only one" in text
+
+
+def test_they_have_met_after_other_exchanges():
+    """Where calls of MPI's own have met each other, and both have gone on."""
+    ours, theirs = after(0, A), after(2, A)
+    ours.calls(GROUP).meet()
+    theirs.calls(GROUP).meet()
+    assert not disorder(ours, told(theirs))
+    theirs.calls(GROUP).number -= 1
+    theirs.calls(GROUP).met -= 1
+    theirs.calls(GROUP).meet()
+    assert "which only one of them has called" in disorder(ours, told(theirs))
+
+
 def test_they_are_short_enough_for_mpi_to_send_at_once():
     comm = after(0, *[A] * 600)
     assert told(comm).histories == {GROUP: comm.calls(GROUP).histories()} and len(told(comm).encode()) < 3500

@@ -75,6 +75,7 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
     if comm.waiting is not None:
         comm.refuse_thread(shown or call)
     calls, identity = comm.calls(members), zlib.crc32(repr((call, tuple(members))).encode())
+    calls.meet()
     sent = np.zeros(LENGTH, dtype=np.int64)
     history = calls.history
     sent[:FIELDS] = Preamble(

@@ -26,12 +26,14 @@ class Calls:
             history was when the exchange began of which it is.
         layers: how many layers of these workers have been built.
         silent: how many nodes were recorded that exchange in their backward only.
+        met: how many calls have begun in which the members meet, to agree or to send each other values.
+        met_after: how many exchanges had begun at the last of them.
     """
 
-    __slots__ = ("_passed", "history", "layers", "log", "number", "silent")
+    __slots__ = ("_passed", "history", "layers", "log", "met", "met_after", "number", "silent")
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self.met = self.met_after = 0
         self.history = 1  # (a source is not 0)
         self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
         self.layers = 0
@@ -57,6 +59,11 @@ class Calls:
             self.log.pop()
             self.history ^= source
         return source
+
+    def meet(self) -> None:
+        """Note that a call begins in which the members meet."""
+        self.met += 1
+        self.met_after = self.number
 
     def built(self) -> int:
         """Count a layer that is built. Returns how many were built before."""

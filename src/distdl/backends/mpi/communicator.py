@@ -321,12 +321,19 @@ class MPICommunicator(Communicator):
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
                 self._questions.answer()
-                self._questions.compare(workers if len(requests) == len(workers) else (), waited)
+                asked = workers if len(requests) == len(workers) else self._next(workers)
+                self._questions.compare(asked, waited, workers)
                 self._check_left(requests, workers)
             if waited > self.timeout:
                 if len(requests) == len(workers):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)
+
+    def _next(self, group: Sequence[int]) -> Sequence[int]:
+        """Whom of a group this worker asks, in MPI's own calls: if any two differ, so do two that are neighbours."""
+        if self.rank not in group:
+            return ()
+        return (group[(group.index(self.rank) + 1) % len(group)],)
 
     def _check_left(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
         """Raise if the requests can never be through, because a worker that they need has come to its end."""

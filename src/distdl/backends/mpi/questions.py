@@ -56,11 +56,12 @@ class Questions:
             os.sched_yield()
         return waiting
 
-    def compare(self, awaited: Sequence[int], waited: float) -> None:
+    def compare(self, awaited: Sequence[int], waited: float, group: Sequence[int]) -> None:
         """Ask those whose messages this worker waits for after which calls they wait, now and then; read the answers.
 
         Args:
             waited: for how long, in seconds.
+            group: in which this worker waits, where that is in no exchange.
         Raises: CommunicationError if one of them waits after other calls than this worker; or if any worker has failed.
         """
         comm = self._comm
@@ -69,11 +70,15 @@ class Questions:
             raise CommunicationError(
                 f"worker {comm.rank} gave up in {comm.place}, after another worker had: {text.decode()}"
             )
-        if isinstance(comm.where, Begun) and waited >= self._next:
+        if isinstance(comm.where, Begun):
+            group = comm.where.group
+        elif comm.rank not in group:  # (messages of its own making)
+            awaited = ()
+        if waited >= self._next:
             self._next = 2 * waited
             for worker in set(awaited) - self._asked - {comm.rank}:
                 self._asked.add(worker)
-                self._send(json.dumps(comm.where.group).encode(), worker, _ASK_CALLS)
+                self._send(json.dumps(tuple(group)).encode(), worker, _ASK_CALLS)
         for worker, message in self._received(_CALLS):
             self._asked.discard(worker)
             differs = disorder(comm, Whereabouts.decode(message))
