@@ -7,10 +7,12 @@ import weakref
 import pytest
 import torch
 from nets import batch, network, partition, run
+from same import noise
 from torch import nn
 
 import distdl
 from distdl.globals.models.drift import _bits_of
+from distdl.globals.samples import Samples, difference
 
 
 def _net():
@@ -82,6 +84,133 @@ def test_another_layer_that_is_frozen_on_one_worker():
     named = r"\(parameters 2-3 of the model; .*\(parameters 0-1 of the model"
     with pytest.raises(distdl.CommunicationError, match=named):
         distdl.run_workers(work, 4)
+
+
+def _on_one(write):
+    def change(model):
+        if distdl.world().rank == 1:
+            with torch.no_grad():
+                write(model)
+
+    return change
+
+
+ON_ONE = {
+    "twice": lambda model: model[3].weight.mul_(2),
+    "signs": lambda model: model[3].weight.neg_(),
+    "places": lambda model: model[3].weight.copy_(model[3].weight.flip(1)),
+    "loaded": lambda model: model.load_state_dict({name: one * 2 for name, one in model.state_dict().items()}),
+    "halves": lambda model: [one.mul_(0.5) for one in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("what", ON_ONE)
+def test_what_torch_sees_one_worker_write_is_found_within_four_steps(what):
+    def work():
+        model = _trained(distdl.distribute(network(_net), partition((3, 1))), 3)
+        _on_one(ON_ONE[what])(model)
+        with pytest.raises(ValueError, match=r"the same weights on every worker; .* of worker 1 differs"):
+            _trained(model, 4)
+
+    run(work)
+
+
+def test_what_one_worker_writes_once_more_and_stays_equal_is_no_error():
+    def work():
+        model = _trained(distdl.distribute(network(_net), partition((3, 1))), 3)
+        _on_one(lambda model: model[3].weight.mul_(1))(model)
+        _trained(model, 8)
+        if distdl.world().rank == 1:
+            model[3].weight.data.mul_(2)  # (of which torch takes no note)
+        with pytest.raises(ValueError, match=r"3.weight of worker 1 differs"):
+            _trained(model, 16)
+
+    run(work)
+
+
+def test_buffers_that_are_written_otherwise_on_some_workers():
+    def work():
+        model = _trained(distdl.distribute(network(_net), partition((3, 1))), 3)
+        _on_one(lambda model: model[1].running_var.mul_(2))(model)
+        with pytest.raises(ValueError, match=r"1.running_var of worker 1 differs"):
+            _trained(model, 12)
+        model = _trained(distdl.distribute(network(_net), partition((3, 1))), 3)
+        _on_one(lambda model: model[1].num_batches_tracked.add_(1))(model)
+        with pytest.raises(ValueError, match=r"1.num_batches_tracked of worker 1 differs"):
+            _trained(model, 12)
+
+    run(work)
+
+
+def _input(model, rank):
+    return model(noise(6, 3, seed=rank)).square().mean()
+
+
+def _target(model, rank):
+    return nn.functional.mse_loss(model(noise(6, 3)), noise(6, 2, seed=rank))
+
+
+def _classes(model, rank):
+    return nn.functional.cross_entropy(model(noise(6, 3)), torch.arange(6).eq(rank).long())
+
+
+def _added(model, rank):
+    return (model(noise(6, 3)) + noise(6, 2, seed=rank).T.contiguous().T).square().mean()
+
+
+@pytest.mark.parametrize("loss", [_input, _target, _classes, _added])
+def test_plain_tensors_that_differ(loss):
+    texts = {}
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        for _ in range(2):
+            loss(model, 0).backward()
+        with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker.*on worker 1") as raised:
+            for _ in range(8):
+                loss(model, distdl.world().rank).backward()
+        texts[distdl.world().rank] = str(raised.value)
+
+    run(work)
+    assert len(texts) == 4 and len(set(texts.values())) == 1
+
+
+def test_plain_tensors_that_are_rounded_otherwise_are_no_error():
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        for step in range(4):
+            model(noise(6, 3, seed=step) * (1 + distdl.world().rank * 1e-15)).square().mean().backward()
+        noted = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, 2.0, 3.0], dtype=torch.float64)
+        (model(noise(6, 3)) + noted[:, None]).square().mean().backward()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.int32, torch.float16, torch.int64]
+)
+def test_samples_of_all_dtypes(dtype):
+    whole = torch.arange(3 * 7 * 250).reshape(3, 7, 250)
+    for x in (whole.to(dtype), whole.to(dtype).transpose(0, 2), whole.to(dtype)[:, ::2], whole[0, 0, 3].to(dtype)):
+        ours, theirs = Samples(), Samples()
+        ours.keep(x)
+        theirs.keep(~x if dtype is torch.bool else x + 256)
+        (one,), (other,) = ours.take(), theirs.take()
+        assert ours.take() == () and one.values.size < 300
+        assert difference(one, one) == 0 and difference(one, other) > 0 and one.number != other.number
+
+
+def test_random_numbers_that_one_worker_alone_draws():
+    def work():
+        model = distdl.distribute(network(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout())), partition((3, 1)))
+        x = distdl.distribute_tensor(noise(6, 3), partition((3, 1)))
+        _passed(model, 1)
+        if distdl.world().rank == 1:
+            nn.functional.dropout(x)
+        with pytest.raises(ValueError, match=r"worker 0 has drawn 1 times by seed .*, and worker 1 2 times by seed"):
+            _passed(model, 1)
+
+    run(work)
 
 
 def test_what_is_written_alike_and_what_is_rounded_otherwise_is_no_error():
@@ -163,3 +292,15 @@ def test_bits_follow_from_all_of_a_tensor(dtype):
     assert torch.equal(_bits_of(one), _bits_of(one.clone())) and _bits_of(one).numel() == 16
     assert not torch.equal(_bits_of(one), _bits_of(other))
     assert torch.equal(_bits_of(one.T), _bits_of(one))
+    assert not torch.equal(_bits_of(one, number=1), _bits_of(one))
+
+
+@pytest.mark.parametrize("count", [512, 5000, 2**16, 2**18 + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bits_follow_from_places_signs_and_exponents(count, dtype):
+    one = torch.linspace(-1, 1, count, dtype=torch.float64).to(dtype)
+    parts = [one * 2, -one, one.flip(0), one.roll(1), one.clone(), one.clone()]
+    parts[-1][-1] += 1
+    parts[-2][:2] = parts[-2][:2] * 4
+    for other in parts:
+        assert any(not torch.equal(_bits_of(one, turn), _bits_of(other, turn)) for turn in range(2))

@@ -15,6 +15,7 @@ from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
 from distdl.globals import debug
+from distdl.globals.samples import Samples
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.layout import Ruler
@@ -103,6 +104,7 @@ class Context:
         me: this worker.
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
+        samples: of plain tensors that stood beside global ones.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
     """
 
@@ -117,6 +119,7 @@ class Context:
         self.warned: set[Any] = set()
         self.draws = Draws()
         self.draws_plain = False
+        self.samples = Samples()
         self.models: WeakSet[torch.nn.Module] = WeakSet()
 
     @classmethod

@@ -9,6 +9,7 @@ import torch
 
 from distdl.geometry.boxes import balanced, slices
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.paths import is_running
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor, check_usable
 from distdl.tensors.connection import zeros_on
@@ -61,6 +62,8 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
 
     Raises: RuntimeError, on every worker, for a sparse tensor.
     """
+    if type(plain) is torch.Tensor and not is_running():
+        target.context.samples.keep(plain)
     plain = entered(plain, target.context)
     check_dense(plain)
     dims, extents = plain.dim(), target.extents

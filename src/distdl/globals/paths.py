@@ -81,6 +81,11 @@ def running(model: torch.nn.Module) -> Iterator[bool]:
         _here.models.pop()
 
 
+def is_running() -> bool:
+    """Whether the forward of a distributed model runs."""
+    return bool(_here.models)
+
+
 @contextmanager
 def on_blocks() -> Iterator[None]:
     """While a function of a user's runs on blocks: what it computes may be a block, also what follows from weights."""

@@ -169,6 +169,7 @@ class Replicas:
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
+        self._listed: list[torch.Tensor] = []  # these
         self._buckets: list[list[int]] = []
         self._which: tuple[int, ...] = ()  # their places among all
 
@@ -184,10 +185,10 @@ class Replicas:
         listed = [p for p in every if p.requires_grad]
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
-            self._described, self._buckets = described, list(_buckets(listed))
+            self._described, self._listed, self._buckets = described, listed, list(_buckets(listed))
             self._which = tuple(place for place, p in enumerate(every) if p.requires_grad)
         alone = len(context.everyone) == 1
-        look = None if alone or not listed else self._drift.look(context, every, listed[0].dtype)
+        look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
         for bucket in self._buckets:
             together = [listed[place] for place in bucket]
             which = tuple([self._which[place] for place in bucket])
@@ -195,6 +196,12 @@ class Replicas:
             for parameter, copy in zip(together, entering, strict=True):
                 made = self._copies[id(parameter)] = Replica._of(copy, context)
                 made._variable = parameter
+
+    def _buffers(self) -> list[tuple[dict[str, Any], str]]:
+        """Where the buffers are that every worker has whole."""
+        found = {name for name, one in whole_of(self.module) if not isinstance(one, torch.nn.Parameter)}
+        listed = ((path, child._buffers) for path, child in self.module.named_modules())
+        return [(held, name) for path, held in listed for name in held if f"{path}.{name}".lstrip(".") in found]
 
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""

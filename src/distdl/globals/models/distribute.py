@@ -184,7 +184,11 @@ class Forward:
         self.copies.additions.close(self.module)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        if type(x) is not torch.Tensor or x.dim() < self.P.workers.ndim:
+        if type(x) is not torch.Tensor:
+            return x
+        if not self.copies.running:
+            Context.of(self.P.comm).samples.keep(x)
+        if x.dim() < self.P.workers.ndim:
             return x
         layout = Context.of(self.P.comm).balanced(self.P, x.shape)
         return know(GlobalTensor._of(taken(x, layout).clone(), layout), Bounds.of(x))

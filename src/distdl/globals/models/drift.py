@@ -1,9 +1,12 @@
-"""Weights that every worker has whole: whether they are still the same on all of them.
+"""What every worker has whole: whether it is still the same on all of them.
 
 Whatever writes into weights has to write the same on every worker, and nobody sees it do so. So in each forward that
-has a graph, one parameter is looked at, each in its turn. Sixteen bits that follow from all of its bits travel behind
-the gradients, so there is no message more. The sum of a bit over n workers is 0 or n if all have the same. Only if it
-is not, the workers compare the parameter itself, and all raise the same error.
+has a graph, one parameter or buffer is looked at, each in its turn. Sixteen bits that follow from all of its bits
+travel behind the gradients, so there is no message more. The sum of a bit over n workers is 0 or n if all have the
+same. Only if it is not, the workers compare what they have looked at, and all raise the same error.
+
+The same bits also follow from how often torch says that each parameter has been written, from some values of the plain
+tensors that stood beside global ones (see :mod:`distdl.globals.samples`), and from how many random numbers were drawn.
 
 Differences of rounding are none: processors that are not of one kind round otherwise in the step of an optimiser.
 """
@@ -11,56 +14,166 @@ Differences of rounding are none: processors that are not of one kind round othe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.equality import bytes_of
+from distdl.globals.samples import Sample, difference
+from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
 _BITS = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
-_MIXING = 0x9E3779B97F4A7C15 - (1 << 64)  # (odd: the highest bits of a product follow from all bits)
+_MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
+_HALF = 1 << 63
+_WRITES = 4  # every so many forwards it is asked how often parameters have been written
 _LONGEST = 1023
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROWS = 4096  # numbers that have a factor each
+_SHORTEST = 1021  # of a tensor with more numbers: how many are added up first, at least
+
+
+class Seen(NamedTuple):
+    """What the bits follow from beside a tensor.
+
+    Attributes:
+        draws: the seed of random numbers, and how many were drawn.
+        samples: of plain tensors.
+        writes: into each parameter, since they were counted first; none in forwards in which this is not asked.
+    """
+
+    draws: tuple[int | None, int]
+    samples: tuple[Sample, ...]
+    writes: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        return hash((self.draws, tuple([one.number for one in self.samples]), self.writes))
 
 
 class Drift:
-    """Looks at the parameters of a model, one in each forward."""
+    """Looks at the parameters and buffers of a model, one in each forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)  # (a graph keeps what is looked at, and a model the graph of its weights)
         self._turn = 0  # how often it has looked
+        self._looks = 0  # in how many forwards it could look
+        self._place = 0  # what comes next: a parameter, or behind them a buffer
+        self._buffers: list[tuple[dict[str, Any], str]] = []  # the places of the buffers, at the last begin of a round
         self._wait = 0  # for how many forwards it does not
         self._pause = 0  # for how many after each: for more, each time that there was rounding
+        self._counted: list[torch.Tensor] = []  # the parameters whose writes are counted
+        self._before: list[int] = []  # how often each had been written then
+        self._trusted: set[int] = set()  # the places of those that are written otherwise on some workers, and are equal
+        self._deaf = 0  # for how many forwards plain tensors are not compared, as that led to nothing
 
-    def look(self, context: Context, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> Look:
-        """At the next of some parameters.
+    def look(
+        self,
+        context: Context,
+        parameters: Sequence[torch.Tensor],
+        counted: list[torch.Tensor],
+        buffers: Callable[[], list[tuple[dict[str, Any], str]]],
+    ) -> Look:
+        """At the next of some parameters and buffers.
 
         Args:
-            dtype: in which the bits travel.
+            counted: those of which the writes are counted, the same list as long as they are the same. The bits travel
+                in the dtype of the first.
+            buffers: where buffers are, asked for once in each round.
         """
-        one = parameters[self._turn % len(parameters)]
-        exact = len(context.everyone) * torch.finfo(dtype).eps <= 2  # (else a sum of ones may be rounded)
-        there = type(one) in _PLAIN and one.layout is torch.strided and one.device.type != "meta" and one.numel()
+        if counted is not self._counted:
+            self._counted, self._before, self._trusted = counted, _writes_of(counted), set()
+        one: Any = None
         if self._wait:
-            self._wait, there = self._wait - 1, False
+            self._wait -= 1
         else:
+            one = self._next(parameters, buffers)
             self._wait, self._turn = self._pause, self._turn + 1
-        if not exact or not there or context.comm.imagined:
-            return Look(self, context, one, torch.zeros(_BITS, dtype=torch.int64, device=one.device))
-        return Look(self, context, one, _bits_of(one.detach()))
+        there = type(one) in _PLAIN and one.layout is torch.strided and one.device.type != "meta" and one.numel()
+        samples = context.samples.take()
+        if self._deaf:
+            self._deaf, samples = self._deaf - 1, ()
+        exact = len(context.everyone) * torch.finfo(counted[0].dtype).eps <= 2  # (else a sum of ones may be rounded)
+        if not exact or context.comm.imagined:
+            return Look(self, context, None, None, torch.zeros(_BITS, dtype=torch.int64))
+        self._looks += 1
+        seen = Seen(context.draws.latest(), samples, () if self._looks % _WRITES else self._writes())
+        if not there:
+            return Look(self, context, None, seen, torch.tensor(_bits(seen.number)))
+        return Look(self, context, one, seen, _bits_of(one.detach(), self._turn, seen.number))
 
-    def compare(self, context: Context, one: torch.Tensor) -> None:
-        """Compare a parameter with that of worker 0. Collective.
+    def _next(
+        self, parameters: Sequence[torch.Tensor], buffers: Callable[[], list[tuple[dict[str, Any], str]]]
+    ) -> torch.Tensor | None:
+        if self._place >= len(parameters) + len(self._buffers):
+            self._place = 0
+        place, self._place = self._place, self._place + 1
+        if place < len(parameters):
+            if not place:
+                self._buffers = buffers()
+            return parameters[place]
+        held, name = self._buffers[place - len(parameters)]
+        found: torch.Tensor | None = held.get(name)  # (the forward may have set another)
+        return found
+
+    def _writes(self) -> tuple[int, ...]:
+        """How often each parameter has been written since it was counted first; 0 of those that are trusted."""
+        now = _writes_of(self._counted)
+        for place in self._trusted:
+            now[place] = self._before[place]
+        return tuple([n - before for n, before in zip(now, self._before, strict=True)])
+
+    def compare(self, context: Context, one: torch.Tensor | None, seen: Seen) -> None:
+        """Compare what this worker has looked at with what the others have. Collective.
+
+        Raises: ValueError, the same on every worker, if anything differs by more than rounding.
+        """
+        context.comm.where = "comparing weights"
+        mine = (seen.draws, tuple([tuple(sample) for sample in seen.samples]), seen.writes)
+        told = [
+            Seen(tuple(draws), tuple([Sample(*sample) for sample in samples]), tuple(writes))
+            for draws, samples, writes in gather_values(context.comm, context.everyone, "comparing weights", mine)
+        ]
+        first, same = told[0], True
+        for worker, theirs in enumerate(told):
+            if theirs.draws != first.draws:
+                raise ValueError(
+                    f"random functions of a distributed model, and of global tensors, draw the same on every worker; "
+                    f"worker 0 has drawn {first.draws[1]} times by seed {first.draws[0]}, and worker {worker} "
+                    f"{theirs.draws[1]} times by seed {theirs.draws[0]}. Every worker has to call them, and the model"
+                )
+            same = same and [one.number for one in theirs.samples] == [one.number for one in first.samples]
+            for ours, sample in zip(first.samples, theirs.samples, strict=False):
+                _check_alike(ours, sample, worker)
+        if not same:
+            self._deaf = _LONGEST
+        writes = zip(*[theirs.writes for theirs in told], strict=True)
+        differ = [place for place, counts in enumerate(writes) if len(set(counts)) > 1]
+        for place in differ:
+            self._compare_values(context, self._counted[place])
+        self._trusted.update(differ)
+        if one is not None and same and not differ:
+            self._compare_values(context, one)
+            self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
+
+    def _listed(self) -> dict[torch.Tensor, str]:
+        """All that is looked at, with the names."""
+        module = self._module()
+        if module is None:
+            return {}
+        return {one: name for name, one in (*module.named_parameters(), *module.named_buffers())}
+
+    def _compare_values(self, context: Context, one: torch.Tensor) -> None:
+        """Compare a parameter or buffer with that of worker 0. Collective.
 
         Raises: ValueError, the same on every worker, if they differ by more than rounding.
         """
-        module = self._module()
-        named = () if module is None else module.named_parameters()
-        name = next((name for name, other in named if other is one), "a parameter")
-        context.comm.where = "comparing weights"
+        name = self._listed().get(one, "a parameter")
         cells = bytes_of(one)
         context.comm.through.broadcast(context.everyone, cells).wait()
         wide = torch.complex128 if one.is_complex() else torch.float64
@@ -75,35 +188,101 @@ class Drift:
             raise ValueError(
                 f"a distributed model needs the same weights on every worker; {name} of worker {worker} differs from "
                 f"that of worker 0 by {told[worker]:.3g}, where its largest value is {largest:.3g}. What writes into "
-                "weights after the first forward has to write the same everywhere: initial values that are drawn again "
-                "come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all weights before each forward)"
+                "weights and buffers after the first forward has to write the same everywhere: initial values that are "
+                "drawn again come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all of them before "
+                "each forward)"
             )
-        self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
+
+
+def _writes_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """How often each has been written."""
+    return [one._version if type(one) is torch.nn.Parameter else 0 for one in parameters]
+
+
+def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
+    """Check that a plain tensor is that of worker 0.
+
+    Raises: ValueError.
+    """
+    if (theirs.shape, theirs.dtype) == (first.shape, first.dtype):
+        apart = difference(first, theirs)
+        if not apart:
+            return
+        how = f"differs by {apart:.3g}"
+    else:
+        how = f"is {dims(theirs.shape)} {theirs.dtype}"
+    raise ValueError(
+        f"a plain tensor beside a global one, or that a distributed model takes, is the same on every worker, and each "
+        f"takes a part of it; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. Let all "
+        "workers have the same data (one seed for what is shuffled or drawn), or one of them "
+        "(distdl.distribute_tensor), or make a global tensor of the parts that they have (GlobalTensor.from_local)"
+    )
 
 
 class Look:
-    """A parameter that is looked at, and what travels of it.
+    """What is looked at in a forward, and what travels of it.
 
     Attributes:
         bits: 0 or 1 each.
     """
 
-    def __init__(self, drift: Drift, context: Context, one: torch.Tensor, bits: torch.Tensor) -> None:
-        self._drift, self._context, self._one = drift, context, one
+    def __init__(
+        self, drift: Drift, context: Context, one: torch.Tensor | None, seen: Seen | None, bits: torch.Tensor
+    ) -> None:
+        self._drift, self._context, self._one, self._seen = drift, context, one, seen
         self.bits = bits
 
     def compare(self) -> None:
-        """Compare the parameter itself. Collective."""
-        self._drift.compare(self._context, self._one)
+        """Compare what was looked at itself. Collective."""
+        if self._seen is not None:
+            self._drift.compare(self._context, self._one, self._seen)
 
 
-def _bits_of(one: torch.Tensor) -> torch.Tensor:
-    """Some that follow from all bits of a tensor. (It waits for no device.)"""
+def _bits(number: int) -> list[int]:
+    mixed = _mixed(number)
+    return [(mixed >> place) & 1 for place in range(64 - _BITS, 64)]
+
+
+def _mixed(number: int) -> int:
+    """A number of 64 bits, of which the highest follow from all of another's."""
+    return (number * _MIXING + _HALF) % (2 * _HALF) - _HALF
+
+
+def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
+    """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
+
+    Each number of the tensor counts by its place: one factor for each, or for rows of them, whose lengths follow from
+    the turn. They are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
+    """
     one = one.resolve_conj().resolve_neg()
     cells = torch.view_as_real(one) if one.is_complex() else one
-    numbers = cells.view(_WHOLE_NUMBERS[cells.element_size()])
-    total = numbers.sum(
-        dtype=None if numbers.dtype is torch.int8 else numbers.dtype
-    )  # (of a wider kind: ten times longer)
-    shifts = torch.arange(64 - _BITS, 64, device=one.device)
-    return ((total.to(torch.int64) * _MIXING) >> shifts) & 1
+    numbers = _in_memory(cells.view(_WHOLE_NUMBERS[cells.element_size()]))
+    count = numbers.numel()
+    if count > _ROWS:
+        length = (max(_SHORTEST, -(-count // _ROWS)) + 2 * (turn % 16)) | 1
+        rows = count // length
+        first = (count - rows * length) * (turn % 2)  # (the last ones, that fill no row, are in every second turn)
+        # (added up in a wider kind, it takes ten times longer)
+        kind = None if numbers.dtype is torch.int8 else numbers.dtype
+        numbers = numbers[first : first + rows * length].view(rows, length).sum(1, dtype=kind)
+    factors, shifts = _constants(one.device)
+    if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
+        numbers = numbers ^ (numbers >> 32)
+    total = (numbers.to(torch.int64) * factors[: numbers.numel()]).sum() + _mixed(number)
+    return (total >> shifts) & 1
+
+
+def _in_memory(x: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor along one dim, in the order in which they lie in memory."""
+    if not x.is_contiguous():
+        x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+    return x.reshape(-1)
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd factors, and by how much the highest bits are shifted."""
+    mixed = np.arange(1, _ROWS + 1, dtype=np.uint64) * np.uint64(_MIXING)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
+    shifts = torch.arange(64 - _BITS, 64, device=device)
+    return torch.from_numpy(mixed.view(np.int64)).to(device), shifts

@@ -1,0 +1,97 @@
+"""Plain tensors that a user passes beside global ones: some values of each, for the workers to compare.
+
+A plain tensor has to be the same on every worker. Where each draws its own (a batch that is shuffled by a seed of its
+own, labels, noise), each takes its block of another tensor, and nobody sees it. So in the first steps, and then in one
+of four, some values of the first few are kept, those of inputs and of what stands in a loss, until they travel with
+gradients as a few bits. (What a model itself computes or draws in its forward is not looked at.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import torch
+
+_VALUES = 256  # of a tensor, about
+_KEPT = 4  # tensors of a step
+_FIRST, _EACH = 4, 4  # of the first steps, and then of one of so many
+_FAR = 16  # and of those of another device in one of so many of these, for to read them waits for the device
+
+
+class Sample(NamedTuple):
+    """Some values of a plain tensor.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        values: as NumPy has them.
+        number: that follows from all of that.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    values: np.ndarray[Any, Any]
+    number: int
+
+
+class Samples:
+    """Those that this worker has kept since they were compared."""
+
+    def __init__(self) -> None:
+        self._kept: list[Sample] = []
+        self._step = 0
+        self._open, self._far = True, True  # whether any are kept in this step, and those of another device
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Keep some values of a plain tensor, if there are not enough."""
+        if not self._open or len(self._kept) >= _KEPT or x.layout is not torch.strided or not x.numel():
+            return
+        device = x.device.type
+        if device == "meta" or (device != "cpu" and not self._far):
+            return
+        try:
+            values = _some(x.detach())
+        except RuntimeError:  # (of what has no values of its own, as inside a transform of torch.func)
+            return
+        dtype = str(x.dtype)
+        shape = tuple(x.shape)
+        self._kept.append(Sample(shape, dtype, values, hash((shape, crc32(values.tobytes())))))
+
+    def take(self) -> tuple[Sample, ...]:
+        """All of them. The next step begins."""
+        self._step += 1
+        self._open = self._step < _FIRST or not self._step % _EACH
+        self._far = self._step < _FIRST or not self._step % (_EACH * _FAR)
+        if not self._kept:
+            return ()
+        found, self._kept = tuple(self._kept), []
+        return found
+
+
+def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Some values of a tensor: at the same places of any tensor of its shape."""
+    if x.dim():
+        most = round(_VALUES ** (1 / x.dim()))
+        x = x[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]
+    if x.is_complex():
+        x = x.resolve_conj().resolve_neg()
+    try:
+        found: np.ndarray[Any, Any] = x.cpu().numpy()
+    except TypeError:  # (NumPy has not all dtypes)
+        found = x.cpu().float().numpy()
+    return found
+
+
+def difference(ours: Sample, theirs: Sample) -> float:
+    """The largest difference of two samples, beyond what rounding may be; 0 if there is none."""
+    kind = ours.values.dtype.kind
+    wide = np.complex128 if kind == "c" else np.float64 if kind == "f" else np.int64
+    one, other = ours.values.astype(wide), theirs.values.astype(wide)
+    same = (one == other) | ((one != one) & (other != other))
+    with np.errstate(invalid="ignore"):
+        apart = np.nan_to_num(np.abs(one - other), nan=np.inf)
+    largest = float(apart[~same].max(initial=0))
+    rounding = float(np.finfo(ours.values.dtype).eps) ** 0.5 if kind in "fc" else 0.0
+    scale = float(np.nan_to_num(np.abs(other), nan=0, posinf=0).max(initial=0))
+    return largest if largest > rounding * scale else 0.0
