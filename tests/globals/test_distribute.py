@@ -315,13 +315,46 @@ def test_all_workers_get_the_weights_and_buffers_of_the_first():
     run(work)
 
 
-def test_workers_with_different_models():
+def _layers(kind, other):
+    conv = nn.Conv1d(2, 3, 1)
+    if kind == "shape":
+        return nn.Sequential(conv, nn.Conv1d(3, 2 + other, 1))
+    if kind == "dtype":
+        return nn.Sequential(conv, nn.Conv1d(3, 2, 1, dtype=torch.float64 if other else None))
+    if kind == "class":
+        return nn.Sequential(conv, nn.Tanh() if other else nn.ReLU())
+    if kind == "option":
+        return nn.Sequential(conv, nn.Dropout(0.3 if other else 0.5))
+    return nn.Sequential(conv, nn.ReLU()) if other and kind == "fewer" else nn.Sequential(conv, nn.ReLU(), nn.ReLU())
+
+
+DIFFERENT = {
+    "shape": "worker 0 has 1.weight of shape 2x3x1 and torch.float32 and worker 2 1.weight of shape 3x3x1",
+    "dtype": "1.weight of shape 2x3x1 and torch.float32 and worker 2 1.weight of shape 2x3x1 and torch.float64",
+    "class": r"on worker 0 1 is ReLU\(\), and on worker 2 1 is Tanh\(\)",
+    "option": r"on worker 0 1 is Dropout\(p=0.5, inplace=False\), and on worker 2 1 is Dropout\(p=0.3",
+    "fewer": r"on worker 0 2 is ReLU\(\), and on worker 2 nothing more",
+    "partition": "on worker 0 the partition is 3x1 on workers 0..2, and on worker 2 the partition is 3x1 on workers 2",
+    "weights": "on worker 0 weights='replicated', and on worker 2 weights='sharded'",
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_workers_with_different_models_or_options(kind):
     def work():
-        model = nn.Sequential(nn.Conv1d(2, 3, 1), nn.Conv1d(3, 2 + (distdl.world().rank == 2), 1))
-        with pytest.raises(
-            ValueError, match=r"worker 0 has 1.weight of shape 2x3x1 and worker 2 1.weight of shape 3x3x1"
-        ):
-            distdl.distribute(model, partition((3, 1)))
+        other = distdl.world().rank == 2
+        P = distdl.world()[:3].reshape(3, 1)
+        if kind == "partition" and other:
+            P = distdl.world()[2::-1].reshape(3, 1)
+        weights = "sharded" if kind == "weights" and other else "replicated"
+        with pytest.raises(ValueError, match=DIFFERENT[kind]):
+            distdl.distribute(_layers(kind, other), P, weights=weights)
+
+    run(work)
+
+
+def test_lazy_modules_are_refused():
+    def work():
         with pytest.raises(ValueError, match="parameters have their shapes; weight gets it in a forward"):
             distdl.distribute(nn.LazyLinear(3), partition((3, 1)))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from zlib import crc32
 
 import torch
@@ -12,19 +13,25 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
-from distdl.tensors.dtypes import dtype_code
+from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.memory import parts_of
 
+_LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
 
-def make_equal(module: torch.nn.Module, context: Context, only: Collection[int] | None = None) -> None:
+
+def make_equal(
+    module: torch.nn.Module, context: Context, only: Collection[int] | None = None, options: tuple[str, ...] = ()
+) -> None:
     """Give a model on every worker the parameters and buffers of worker 0. Collective.
 
     Nothing moves but a checksum if they are equal already.
 
     Args:
         only: the ids of those of which it is asked; all, if not given.
+        options: what else has to be the same on every worker, as texts.
 
-    Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes.
+    Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes, in their modules, or
+        in the options.
     """
     if context.comm.imagined:
         return  # nobody is there
@@ -36,25 +43,52 @@ def make_equal(module: torch.nn.Module, context: Context, only: Collection[int] 
             )
     found = [(name, part) for name, one in listed for part in parts_of(one)]
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
+    parts = (*options, *_parts(module)) if only is None else ()
     cells = [bytes_of(one) for _, one in found]
     checksum = 0
     for one in cells:
         checksum = crc32(one.numpy().data, checksum)
-    context.comm.where = "distribute"
-    told = gather_values(context.comm, context.everyone, "distribute", (described, checksum))
-    for worker, (theirs, _) in enumerate(told):
+    call = "distribute" if only is None else _LATER
+    context.comm.where = call
+    summed = crc32("\n".join(parts).encode())
+    told = gather_values(context.comm, context.everyone, call, (described, checksum, summed))
+    for worker, (theirs, _, _) in enumerate(told):
         if theirs != told[0][0]:
             raise ValueError(
                 f"distribute needs the same model on every worker; worker 0 has {_difference(told[0][0], theirs)} and "
                 f"worker {worker} {_difference(theirs, told[0][0])}"
             )
-    if all(theirs == told[0][1] for _, theirs in told):
+    if any(theirs != summed for *_, theirs in told):
+        _check_same_parts(context, call, parts)
+    if all(theirs == told[0][1] for _, theirs, _ in told):
         return
     with torch.no_grad():
         for (_, one), own in zip(found, cells, strict=True):
             if own.numel():
                 context.comm.through.broadcast(context.everyone, own).wait()
                 one.copy_(own.view(one.dtype).reshape(one.shape))
+
+
+def _parts(module: torch.nn.Module) -> list[str]:
+    """What the modules of a model are, as texts: their places and classes, and the options of torch's own."""
+    found = []
+    for path, child in module.named_modules():
+        kind = type(child)
+        options = child.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+        found.append(f"{path or 'the model'} is {kind.__name__}({options})")
+    return found
+
+
+def _check_same_parts(context: Context, call: str, parts: Sequence[str]) -> None:
+    """Raise the error of workers that have different modules or options. Collective."""
+    told = gather_values(context.comm, context.everyone, call, list(parts))
+    for worker, theirs in enumerate(told):
+        for one, other in zip_longest(told[0], theirs, fillvalue="nothing more"):
+            if one != other:
+                raise ValueError(
+                    f"distribute needs the same model and options on every worker; on worker 0 {one}, and on worker "
+                    f"{worker} {other}"
+                )
 
 
 def check_equal(module: torch.nn.Module, context: Context) -> None:
@@ -94,5 +128,5 @@ def _difference(one: tuple[tuple[str, tuple[int, ...], int], ...], other: object
     assert isinstance(other, tuple)
     for place, entry in enumerate(one):
         if place >= len(other) or other[place] != entry:
-            return f"{entry[0]} of shape {dims(entry[1])}"
+            return f"{entry[0]} of shape {dims(entry[1])} and {DTYPES[entry[2]]}"
     return "nothing more"
