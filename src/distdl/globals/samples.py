@@ -76,10 +76,11 @@ def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:
         x = x[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]
     if x.is_complex():
         x = x.resolve_conj().resolve_neg()
+    x = x.clone().cpu()  # (memory of which there is an array is marked for ever: torch does not resize it)
     try:
-        found: np.ndarray[Any, Any] = x.cpu().numpy()
+        found: np.ndarray[Any, Any] = x.numpy()
     except TypeError:  # (NumPy has not all dtypes)
-        found = x.cpu().float().numpy()
+        found = x.float().numpy()
     return found
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -265,10 +265,10 @@ def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
         # (added up in a wider kind, it takes ten times longer)
         kind = None if numbers.dtype is torch.int8 else numbers.dtype
         numbers = numbers[first : first + rows * length].view(rows, length).sum(1, dtype=kind)
-    factors, shifts = _constants(one.device)
+    factors, shifts = _constants(numbers.numel(), one.device)
     if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
         numbers = numbers ^ (numbers >> 32)
-    total = (numbers.to(torch.int64) * factors[: numbers.numel()]).sum() + _mixed(number)
+    total = (numbers.to(torch.int64) * factors).sum() + _mixed(number)
     return (total >> shifts) & 1
 
 
@@ -279,10 +279,10 @@ def _in_memory(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1)
 
 
-@cache
-def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+@lru_cache(256)
+def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd factors, and by how much the highest bits are shifted."""
-    mixed = np.arange(1, _ROWS + 1, dtype=np.uint64) * np.uint64(_MIXING)
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_MIXING)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
     shifts = torch.arange(64 - _BITS, 64, device=device)
     return torch.from_numpy(mixed.view(np.int64)).to(device), shifts
