@@ -11,19 +11,25 @@ x35 = noise(3, 5)
 
 
 class Branching(torch.nn.Module):
-    def __init__(self, differs):
+    def __init__(self, differs, doubles):
         super().__init__()
         self.inner = torch.nn.Identity()
-        self.differs = differs
+        self.differs, self.doubles = differs, doubles
 
     def forward(self, x):
         y = self.inner(x.exp())
+        if self.doubles:
+            y = y * 2
         return y.mean(0) if self.differs and distdl.world().comm.rank == 1 else y.sum(0)
 
 
-def model(differs):
-    module = torch.nn.Sequential(torch.nn.ReLU(), Branching(differs))
+def model(differs, doubles=False):
+    module = torch.nn.Sequential(torch.nn.ReLU(), Branching(differs, doubles))
     return distdl.distribute(module, split(x35).layout.partition)(x35)
+
+
+def fed(seed):
+    return distdl.distribute(torch.nn.ReLU(), split(x35).layout.partition)(noise(3, 5, seed=seed))
 
 
 # what workers do, and what worker 1 does otherwise
@@ -41,6 +47,50 @@ DIFFERENCES = {
     "data": (lambda x: x.sum(0), lambda x: split(x35), "sum(", "distribute_tensor"),
     "modules": (lambda x: model(False), lambda x: model(True), "in module 1", "mean("),
 }
+
+
+# the same of functions that exchange nothing, and of what functions are called with
+UNHEARD = {
+    "elements": (lambda x: x.relu(), lambda x: x.tanh(), "has called relu(3x5", "worker 1 tanh(3x5"),
+    "one more": (lambda x: x.exp(), lambda x: (x * 2).exp(), "has called exp(3x5", "worker 1 mul(3x5"),
+    "nothing": (lambda x: x.exp(), lambda x: x, "has called exp(3x5", "worker 1 nothing more"),
+    "numbers": (lambda x: x * 2.5, lambda x: x * 2.25, "; 2.5)", "; 2.25)"),
+    "named numbers": (lambda x: x.clamp(min=0), lambda x: x.clamp(max=0), "min=0)", "max=0)"),
+    "plain tensors": (lambda x: x + noise(5), lambda x: x + noise(5, seed=1), "a plain 5 torch.float64 with checksum"),
+    "places": (lambda x: x[torch.tensor([0, 2])], lambda x: x[torch.tensor([2, 0])], "2 torch.int64 with checksum"),
+    "inputs": (lambda x: fed(0), lambda x: fed(1), "called a distributed model with a plain 3x5 torch.float64 with"),
+    "inside": (lambda x: model(False, False), lambda x: model(False, True), "in module 1", "nothing more"),
+}
+
+
+@pytest.mark.parametrize("what", UNHEARD)
+def test_workers_learn_what_they_have_not_done_alike_before_an_exchange(monkeypatch, what):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+    told = {}
+    expected, other, *texts = UNHEARD[what]
+
+    def work():
+        me, x = distdl.world().comm.rank, split(x35)
+        with pytest.raises(distdl.CommunicationError) as error:
+            (other if me == 1 else expected)(x).sum()
+        told[me] = str(error.value)
+
+    distdl.run_workers(work, 3)
+    assert told[0] == told[1] == told[2]
+    for text in ("workers differ before an exchange", *texts):
+        assert text in told[0]
+
+
+def test_what_one_worker_may_ask_by_itself(monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        x = split(x35)
+        if distdl.world().comm.rank == 1:
+            assert repr(x) and len(x) == 3 and x.is_leaf and x.shape == (3, 5) and x.stride() == (5, 1)
+        x.sum()
+
+    distdl.run_workers(work, 3)
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)

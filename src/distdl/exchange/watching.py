@@ -8,6 +8,7 @@ is sent, on every member, and not at their next agreement.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
 
@@ -17,7 +18,8 @@ from distdl.transport.calls import numbered
 from distdl.transport.communicator import CommunicationError, Communicator, Group
 
 Describe = Callable[[str], str]
-_describe: list[Describe] = []
+Past = Callable[[], list[str]]
+_describe: list[tuple[Describe, Past]] = []
 _BEGUN = object()
 
 
@@ -29,9 +31,14 @@ def begin(comm: Communicator) -> None:
             watch(comm)
 
 
-def describe_by(describe: Describe) -> None:
-    """Let a function say more of what this worker does: it gets the name of a layer, and returns a text."""
-    _describe[:] = [describe]
+def describe_by(describe: Describe, past: Past) -> None:
+    """Let functions say more of what this worker does.
+
+    Args:
+        describe: gets the name of a layer, and returns a text.
+        past: what this worker has called since it was asked last, which is before each exchange of all workers.
+    """
+    _describe[:] = [(describe, past)]
 
 
 def watch(comm: Communicator) -> None:
@@ -42,20 +49,30 @@ def watch(comm: Communicator) -> None:
             return
         calls = comm.calls(members)
         what = calls.coming(numbered(label))
-        for describe in _describe:
+        called: list[str] = []
+        for describe, past in _describe:
             what = describe(what)
+            if len(members) == comm.size:
+                called += past()
         if dtype is not None:
             what = f"{what}, moving {dtype}"
         source = calls.underive()  # in which the members may differ: it is compared with the rest
-        told = gather_values(comm, members, "what is compared before an exchange (DISTDL_DEBUG)", what, shown=what)
+        mine = [what, *called]
+        told = gather_values(comm, members, "what is compared before an exchange (DISTDL_DEBUG)", mine, shown=what)
         if source:
             calls.derive(source)
         for worker, other in zip(members, told, strict=True):
-            if other != told[0]:
-                raise CommunicationError(
-                    f"workers differ before an exchange (DISTDL_DEBUG): worker {members[0]} is in {told[0]}, "
-                    f"and worker {worker} in {other}. Every worker has to call the same layers and the same functions "
-                    f"of global tensors, and their backward, in the same order"
-                )
+            if other == told[0]:
+                continue
+            how = f"worker {members[0]} is in {told[0][0]}, and worker {worker} in {other[0]}"
+            if other[0] == told[0][0]:
+                pairs = zip_longest(told[0][1:], other[1:], fillvalue="nothing more")
+                one, another = next(pair for pair in pairs if pair[0] != pair[1])
+                how = f"before {what}, worker {members[0]} has called {one}, and worker {worker} {another}"
+            raise CommunicationError(
+                f"workers differ before an exchange (DISTDL_DEBUG): {how}. Every worker has to call the same layers "
+                f"and the same functions of global tensors, and their backward, in the same order, with the same "
+                f"numbers and plain tensors"
+            )
 
     comm.watch = compare

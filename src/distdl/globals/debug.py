@@ -1,7 +1,9 @@
 """What workers compare of global tensors under ``DISTDL_DEBUG=1``: that all of them call the same function on them.
 
 Global tensors agree on nothing, so where workers run different code, blocks of different tensors would meet. What is
-compared before each exchange (see :mod:`distdl.exchange.watching`) then says which function it belongs to.
+compared before each exchange (see :mod:`distdl.exchange.watching`) then says which function it belongs to, and which
+were called since the last one that all workers took part in: functions of elements exchange nothing. What a function is
+called with is compared, too: layouts and dtypes, numbers, and what plain tensors hold.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -21,9 +24,17 @@ from distdl.transport import Communicator
 class _Here(threading.local):
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.past: list[str] = []  # the calls since the last exchange of all workers, which have made none
+        self.exchanges = 0
 
 
 _here = _Here()
+_PAST = 1000  # calls that are remembered
+_SHOWN = 80  # characters of the numbers of a call
+# (what one worker may ask by itself, in a line that it prints)
+_ASKED_ALONE = frozenset(
+    ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
+)
 on = False
 """Whether any worker of this process compares: then functions are noted."""
 
@@ -32,17 +43,37 @@ def watch(comm: Communicator) -> None:
     """Let every exchange of operators through a communicator be compared first."""
     global on
     on = True
-    watching.describe_by(_described_here)
+    watching.describe_by(_described_here, _past)
     watching.watch(comm)
 
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a handler, and remember meanwhile what it is called for."""
-    _here.calls.append(_described(func, args, kwargs))
+    outermost, exchanges = not _here.calls, _here.exchanges
+    told = args[:1] if getattr(func, "__name__", "") == "__deepcopy__" else args  # (and not all that has been copied)
+    text = _described(func, told, kwargs, outermost)
+    _here.calls.append(text)
     try:
-        return handler(func, args, kwargs)
+        result = handler(func, args, kwargs)
     finally:
         _here.calls.pop()
+    if outermost and exchanges == _here.exchanges and getattr(func, "__name__", "") not in _ASKED_ALONE:
+        path = current_path()
+        _here.past.append(f"{text} in module {path}" if path else text)
+        del _here.past[:-_PAST]
+    return result
+
+
+def note_plain(what: str, x: torch.Tensor) -> None:
+    """Remember what was called with a plain tensor that is the same on every worker."""
+    _here.past.append(f"{what} {_plain(x, True)}")
+
+
+def _past() -> list[str]:
+    """What this worker has called since the last exchange of all workers, which begins now."""
+    found, _here.past = _here.past, []
+    _here.exchanges += 1
+    return found
 
 
 def _described_here(what: str) -> str:
@@ -55,9 +86,36 @@ def _described_here(what: str) -> str:
     return f"{what} in module {path}" if path else what
 
 
-def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    found = [_plain(one) if layout is None else _split(one, layout) for one, layout in _tensors((args, kwargs))]
+def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool) -> str:
+    """A call, for people.
+
+    Args:
+        whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
+            they may be blocks.)
+    """
+    found = [_plain(one, whole) if layout is None else _split(one, layout) for one, layout in _tensors((args, kwargs))]
+    if whole:
+        numbers = ", ".join(_numbers((args, kwargs)))
+        if numbers:
+            found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
     return f"{getattr(func, '__name__', func)}({'; '.join(found)})"
+
+
+def _numbers(value: Any) -> Iterator[str]:
+    """The numbers in nested arguments, as texts. (Devices may differ from worker to worker.)"""
+    if isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if isinstance(name, str):
+                yield from (f"{name}={text}" for text in _numbers(one))
+    elif isinstance(value, (bool, int, float, complex, slice, torch.dtype)):
+        yield repr(value)
+
+
+def _checksum(cells: Any) -> str:
+    return f"{crc32(cells):08x}"
 
 
 def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, Any]]:
@@ -71,8 +129,14 @@ def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, Any]]:
         yield value, value.__dict__.get("_layout")
 
 
-def _plain(x: torch.Tensor) -> str:
-    return f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
+def _plain(x: torch.Tensor, whole: bool) -> str:
+    text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
+    if not whole or type(x) is not torch.Tensor or x.is_nested or x.layout is not torch.strided or x.is_meta:
+        return text
+    with torch._C.DisableTorchFunction():
+        x = x.detach().clone(memory_format=torch.contiguous_format)  # (an array over its own memory would mark that)
+        cells = x.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8)
+    return f"{text} with checksum {_checksum(cells.numpy().data)}"
 
 
 def _split(x: Any, layout: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
@@ -188,6 +189,8 @@ class Forward:
             return x
         if not self.copies.running:
             Context.of(self.P.comm).samples.keep(x)
+            if debug.on:
+                debug.note_plain("a distributed model with", x)
         if x.dim() < self.P.workers.ndim:
             return x
         layout = Context.of(self.P.comm).balanced(self.P, x.shape)
