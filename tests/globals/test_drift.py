@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -11,7 +13,7 @@ from same import noise
 from torch import nn
 
 import distdl
-from distdl.globals.models.drift import _bits_of
+from distdl.globals.models.drift import Seen, _bits_of
 from distdl.globals.samples import Samples, difference
 
 
@@ -304,3 +306,10 @@ def test_bits_follow_from_places_signs_and_exponents(count, dtype):
     parts[-2][:2] = parts[-2][:2] * 4
     for other in parts:
         assert any(not torch.equal(_bits_of(one, turn), _bits_of(other, turn)) for turn in range(2))
+
+
+def test_bits_follow_from_nothing_that_differs_between_processes():
+    """(The hash of None is its address.)"""
+    text = "from distdl.globals.models.drift import Seen; print(Seen((None, 0), (), ()).number)"
+    found = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert {int(one.stdout) for one in found} == {Seen((None, 0), (), ()).number}

@@ -53,7 +53,9 @@ class Seen(NamedTuple):
 
     @property
     def number(self) -> int:
-        return hash((self.draws, tuple([one.number for one in self.samples]), self.writes))
+        seed, drawn = self.draws
+        # (the hash of None is another one in each process)
+        return hash((-1 if seed is None else seed, drawn, tuple([one.number for one in self.samples]), self.writes))
 
 
 class Drift:
