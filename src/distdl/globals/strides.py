@@ -82,6 +82,8 @@ def note_elements(function: Callable[..., Any], args: Sequence[Any], kwargs: dic
     if getattr(function, "__name__", "") in _CONTIGUOUS:
         return
     wide = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
+    if not wide:
+        return
     first, *rest = wide
     if type(first) is GlobalTensor and all(
         type(one) is GlobalTensor and one._layout.size == first._layout.size and strides_of(one) == strides_of(first)

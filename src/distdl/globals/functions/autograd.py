@@ -107,13 +107,11 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
                     f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}"
                 )
             last, kept = max(counts) - 1, create_graph if retain_graph is None else retain_graph
-            each = [
-                run(
-                    outputs, inputs, [None if dy is None else dy[place] for dy in seeds], kept or place < last,
-                    create_graph, allow_unused=allow_unused, materialize_grads=materialize_grads,
-                )
-                for place in range(last + 1)
-            ]  # fmt: skip
+            options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+            each = []
+            for place in range(last + 1):
+                own = [None if dy is None else dy[place] for dy in seeds]
+                each.append(grad(func, (outputs, inputs, own, kept or place < last, create_graph), options))
             return tuple(None if dx[0] is None else torch.stack(dx) for dx in zip(*each, strict=True))
         with redrawing(outputs):
             found = _grad(
