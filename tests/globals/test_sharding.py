@@ -633,3 +633,25 @@ def test_a_state_dict_of_variables_has_the_parameters_themselves():
         assert all(type(one) is torch.Tensor for one in model.state_dict().values())
 
     run(work)
+
+
+class _ClampedData(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 2, 3, padding=1)
+
+    def forward(self, x):
+        self.conv.weight.data.clamp_(-0.2, 0.2)
+        return checkpoint(self.conv.forward, x, use_reentrant=False)
+
+
+def test_data_that_is_written_in_front_of_a_checkpoint():
+    def work():
+        sequential = network(_ClampedData)
+        model = sharded(sequential, (1, 1, 3))
+        x, target = batch(0)
+        for one in (model, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(model, sequential)
+
+    run(work)

@@ -62,8 +62,6 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
 
     Raises: RuntimeError, on every worker, for a sparse tensor.
     """
-    if type(plain) is torch.Tensor and not is_running():
-        target.context.samples.keep(plain)
     plain = entered(plain, target.context)
     check_dense(plain)
     dims, extents = plain.dim(), target.extents
@@ -77,6 +75,12 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
         for dim in range(dims)
     )
     return plain[index]
+
+
+def sample(plain: torch.Tensor, context: Context) -> None:
+    """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
+    if type(plain) is torch.Tensor and not is_running():
+        context.samples.keep(plain)
 
 
 def check_dense(plain: torch.Tensor) -> None:
@@ -108,6 +112,7 @@ def aligned(context: Context, operands: Sequence[Any], lead: int | None, name: s
         if type(one) is GlobalTensor and need is not None:
             found.append(_part(one, need, target, name))
         elif isinstance(one, torch.Tensor):
+            sample(one, context)
             found.append(taken(one, target))
         else:
             found.append(one)

@@ -11,7 +11,7 @@ nothing, and its backward is one all-sum of all tensors that entered together, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from math import prod
 from typing import Any, Protocol
@@ -305,6 +305,19 @@ def leave(
 def plain_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a replica is; others as they are."""
     return copy_of(value) if type(value) is Replica else value
+
+
+def without_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a function of a global tensor gets: replicas that have no gradient (indices, statistics) as plain tensors.
+
+    The first one stays what it is: it may be what is written.
+    """
+
+    def plain(value: torch.Tensor) -> torch.Tensor:
+        return plain_of(value) if type(value) is Replica and not value.requires_grad else value
+
+    rest, named = map_tensors((args[1:], dict(kwargs)), plain)
+    return (*args[:1], *rest), named
 
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:

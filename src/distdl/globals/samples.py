@@ -2,8 +2,9 @@
 
 A plain tensor has to be the same on every worker. Where each draws its own (a batch that is shuffled by a seed of its
 own, labels, noise), each takes its block of another tensor, and nobody sees it. So in the first steps, and then in one
-of four, some values of the first few are kept, those of inputs and of what stands in a loss, until they travel with
-gradients as a few bits. (What a model itself computes or draws in its forward is not looked at.)
+of four, some values of the first few are kept, those that models take or that stand beside global tensors outside of
+models, until they travel with gradients as a few bits. (What a model computes or draws in its forward is not looked
+at.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 _VALUES = 256  # of a tensor, about
 _KEPT = 4  # tensors of a step
+_ROUNDING = 1e-3  # what a difference is at most, beside the largest value, that is none (other data differ by about 1)
 _FIRST, _EACH = 4, 4  # of the first steps, and then of one of so many
 _FAR = 16  # and of those of another device in one of so many of these, for to read them waits for the device
 
@@ -93,6 +95,7 @@ def difference(ours: Sample, theirs: Sample) -> float:
     with np.errstate(invalid="ignore"):
         apart = np.nan_to_num(np.abs(one - other), nan=np.inf)
     largest = float(apart[~same].max(initial=0))
-    rounding = float(np.finfo(ours.values.dtype).eps) ** 0.5 if kind in "fc" else 0.0
+    dtype = getattr(torch, ours.dtype.removeprefix("torch."))
+    rounding = max(2 * torch.finfo(dtype).eps, _ROUNDING) if dtype.is_floating_point or dtype.is_complex else 0.0
     scale = float(np.nan_to_num(np.abs(other), nan=0, posinf=0).max(initial=0))
     return largest if largest > rounding * scale else 0.0

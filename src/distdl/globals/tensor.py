@@ -13,6 +13,7 @@ import torch
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.paths import note_block
+from distdl.globals.replicas import Replica, without_gradients
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
@@ -84,6 +85,8 @@ class GlobalTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if Replica in types:
+            args, kwargs = without_gradients(args, kwargs or {})
         handler = TABLE.get(func)
         if handler is None:
             handler = TABLE[None]  # the fallback

@@ -49,10 +49,6 @@ class Draws:
         """The latest draw of each seed, from which other draws go on after :meth:`resume`."""
         return [Draw(seed, number) for seed, number in sorted(self._counts.items())]
 
-    def latest(self) -> tuple[int | None, int]:
-        """The seed of the next draw, and how many there were of it."""
-        return self.seed, 0 if self.seed is None else self._counts[self.seed]
-
     def resume(self, seed: int | None, counted: Iterable[Draw]) -> None:
         """Go on as other draws did, whose seed and latest draws are given."""
         self.seed = seed

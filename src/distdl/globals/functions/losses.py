@@ -17,7 +17,7 @@ from distdl.globals.functions.lines import whole_index
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.functions.shapes import whole_along
-from distdl.globals.operands import aligned, block_of, moved, taken
+from distdl.globals.operands import aligned, block_of, moved, sample, taken
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
@@ -178,6 +178,8 @@ def _of_classes(
         )
     context, layout = x._context, x._layout
     places, seen = context.keep(("places", layout, probabilities), lambda: _places(layout, probabilities))
+    if type(target) is not GlobalTensor:
+        sample(target, context)
     given = moved(target, places, name) if type(target) is GlobalTensor else taken(target, places)
     if not probabilities:
         n, ignored = x.shape[1], op.ignore_index

@@ -198,10 +198,14 @@ class Replicas:
                 made._variable = parameter
 
     def _buffers(self) -> list[tuple[dict[str, Any], str]]:
-        """Where the buffers are that every worker has whole."""
+        """Where the buffers are that every worker has whole, and that belong to the state."""
         found = {name for name, one in whole_of(self.module) if not isinstance(one, torch.nn.Parameter)}
-        listed = ((path, child._buffers) for path, child in self.module.named_modules())
-        return [(held, name) for path, held in listed for name in held if f"{path}.{name}".lstrip(".") in found]
+        return [
+            (child._buffers, name)
+            for path, child in self.module.named_modules()
+            for name in child._buffers
+            if f"{path}.{name}".lstrip(".") in found and name not in child._non_persistent_buffers_set
+        ]
 
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""

@@ -42,20 +42,16 @@ class Seen(NamedTuple):
     """What the bits follow from beside a tensor.
 
     Attributes:
-        draws: the seed of random numbers, and how many were drawn.
         samples: of plain tensors.
         writes: into each parameter, since they were counted first; none in forwards in which this is not asked.
     """
 
-    draws: tuple[int | None, int]
     samples: tuple[Sample, ...]
     writes: tuple[int, ...]
 
     @property
     def number(self) -> int:
-        seed, drawn = self.draws
-        # (the hash of None is another one in each process)
-        return hash((-1 if seed is None else seed, drawn, tuple([one.number for one in self.samples]), self.writes))
+        return hash((tuple([one.number for one in self.samples]), self.writes))  # (of numbers: the same everywhere)
 
 
 class Drift:
@@ -104,7 +100,7 @@ class Drift:
         if not exact or context.comm.imagined:
             return Look(self, context, None, None, torch.zeros(_BITS, dtype=torch.int64))
         self._looks += 1
-        seen = Seen(context.draws.latest(), samples, () if self._looks % _WRITES else self._writes())
+        seen = Seen(samples, () if self._looks % _WRITES else self._writes())
         if not there:
             return Look(self, context, None, seen, torch.tensor(_bits(seen.number)))
         return Look(self, context, one, seen, _bits_of(one.detach(), self._turn, seen.number))
@@ -136,22 +132,20 @@ class Drift:
         Raises: ValueError, the same on every worker, if anything differs by more than rounding.
         """
         context.comm.where = "comparing weights"
-        mine = (seen.draws, tuple([tuple(sample) for sample in seen.samples]), seen.writes)
-        told = [
-            Seen(tuple(draws), tuple([Sample(*sample) for sample in samples]), tuple(writes))
-            for draws, samples, writes in gather_values(context.comm, context.everyone, "comparing weights", mine)
-        ]
+        name = None if one is None else self._listed().get(one, "a parameter")
+        described = None if one is None else (name, tuple(one.shape), str(one.dtype))
+        mine = (tuple([tuple(sample) for sample in seen.samples]), seen.writes, described)
+        gathered = gather_values(context.comm, context.everyone, "comparing weights", mine)
+        told = [Seen(tuple([Sample(*sample) for sample in samples]), tuple(writes)) for samples, writes, _ in gathered]
+        alike = all(theirs[2] == gathered[0][2] for theirs in gathered)
         first, same = told[0], True
         for worker, theirs in enumerate(told):
-            if theirs.draws != first.draws:
-                raise ValueError(
-                    f"random functions of a distributed model, and of global tensors, draw the same on every worker; "
-                    f"worker 0 has drawn {first.draws[1]} times by seed {first.draws[0]}, and worker {worker} "
-                    f"{theirs.draws[1]} times by seed {theirs.draws[0]}. Every worker has to call them, and the model"
-                )
             same = same and [one.number for one in theirs.samples] == [one.number for one in first.samples]
-            for ours, sample in zip(first.samples, theirs.samples, strict=False):
-                _check_alike(ours, sample, worker)
+            if len(theirs.samples) == len(first.samples):
+                for ours, sample in zip(first.samples, theirs.samples, strict=True):
+                    _check_alike(ours, sample, worker)
+        if not alike:  # (a buffer that each has of its block, or that some have not)
+            self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
         if not same:
             self._deaf = _LONGEST
         writes = zip(*[theirs.writes for theirs in told], strict=True)
@@ -159,7 +153,7 @@ class Drift:
         for place in differ:
             self._compare_values(context, self._counted[place])
         self._trusted.update(differ)
-        if one is not None and same and not differ:
+        if one is not None and alike and same and not differ:
             self._compare_values(context, one)
             self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
 

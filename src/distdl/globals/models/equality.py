@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from zlib import crc32
@@ -16,6 +17,7 @@ from distdl.partition.sharing import gather_values
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.memory import parts_of
 
+_DEVICE = re.compile(r" \((?:cpu|cuda|mps|xpu)[:\d]*\)")
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
 
 
@@ -75,7 +77,8 @@ def _parts(module: torch.nn.Module) -> list[str]:
     for path, child in module.named_modules():
         kind = type(child)
         options = child.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
-        found.append(f"{path or 'the model'} is {kind.__name__}({options})")
+        # (lists of parameters say where these are)
+        found.append(f"{path or 'the model'} is {kind.__name__}({_DEVICE.sub('', options)})")
     return found
 
 

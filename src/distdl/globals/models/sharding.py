@@ -97,6 +97,8 @@ class Shares:
             return parameter
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.hooks is not _hooks_now():
+            for around in self._frames:
+                around.settle_writes([parameter])
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
             return self._gather([parameter], None)[0]
         graph = torch.is_grad_enabled()
