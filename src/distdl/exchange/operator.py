@@ -200,6 +200,14 @@ class Operator:
         calls.history = history = (calls.history ^ self._mark) * 5 & LARGEST
         return program.begin(x, history & LAST_TAG)
 
+    def count(self) -> None:
+        """Count an exchange of this operator whose messages others have sent, where this worker waits for them."""
+        comm, calls = self.comm, self.calls
+        comm.where = self._here
+        calls.number += 1
+        calls.log.append(self.label)
+        calls.history = (calls.history ^ self._mark) * 5 & LARGEST
+
     def packed(self, xs: Tensors) -> torch.Tensor:
         """Several tensors as the one that :meth:`begin` takes."""
         return self._taken.pack(xs)

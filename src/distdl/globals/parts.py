@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from distdl.globals.context import Context
-from distdl.globals.replicas import Replica, context_of, enter, leave, parameter_of, plain_of, tied_of
+from distdl.globals.entering import enter, leave
+from distdl.globals.replicas import Replica, context_of, parameter_of, plain_of, tied_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function

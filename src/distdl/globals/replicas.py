@@ -1,37 +1,24 @@
-r"""Tensors that every worker has whole: how they meet the blocks of global tensors, and how their gradients add up.
+"""Tensors that every worker has whole, and how they meet the blocks of global tensors.
 
 A plain tensor beside a global one is one variable, equal on all workers: a parameter, a table. Each worker computes
-with its own copy, so each gets a part of the gradient; the gradient of the variable is the sum of the parts:
-
-.. math:: w_t = w, \qquad \partial w = \sum_t \partial w_t
-
-*Entering* is the first map, and *leaving* the second, its adjoint. Each is the adjoint of the other, so entering moves
-nothing, and its backward is one all-sum of all tensors that entered together, packed as one message.
+with its own copy, which has entered (see ``globals.entering``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from distdl.exchange import Operator
-from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
+from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.paths import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
 from distdl.nn.compiling import leave_uncompiled
-from distdl.plan.planning import all_sum
-from distdl.tensors.derivatives import NONE, is_checkpointed
-from distdl.tensors.function import Function
-from distdl.transport import Label
-
-_SUM = "gradients of replicated tensors"
 
 
 class Replica(torch.Tensor):
@@ -264,44 +251,6 @@ def is_copy(tensor: torch.Tensor, strict: bool = False) -> bool:
     return type(tensor) is Replica or entered_into(tensor, strict) is not None
 
 
-class Compared(Protocol):
-    """What has to be the same on all workers.
-
-    Attributes:
-        bits: that follow from it, 0 or 1 each.
-    """
-
-    bits: torch.Tensor
-
-    def compare(self) -> None:
-        """Raise an error if it differs. Collective; called where the bits are not the same on all workers."""
-
-
-def enter(
-    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None, which: tuple[int, ...] = ()
-) -> tuple[torch.Tensor, ...]:
-    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
-
-    Args:
-        compared: of which bits go with the gradients.
-        which: the places of these tensors among all of a model, growing. Where workers differ in which enter (as one
-            does that has frozen another layer), their messages never meet.
-    """
-    if len(context.everyone) == 1:
-        return tuple(tensors)
-    total = _Sum.of(context, tensors, 0 if compared is None else compared.bits.numel(), which)
-    copies: tuple[torch.Tensor, ...] = _Enter.apply(total, compared, *tensors)
-    return copies
-
-
-def leave(
-    context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor | None, ...]:
-    """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
-    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), tensors[0].device, *parts)
-    return totals
-
-
 def plain_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a replica is; others as they are."""
     return copy_of(value) if type(value) is Replica else value
@@ -336,125 +285,3 @@ def context_of(value: torch.Tensor) -> Context | None:
         return value._context
     context: Context | None = entered_into(value) if type(value) is torch.Tensor else None
     return context
-
-
-class _Sum:
-    """The sum of tensors over all workers, as one message."""
-
-    def __init__(
-        self,
-        context: Context,
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        bits: int,
-        which: tuple[int, ...],
-    ) -> None:
-        # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
-        structure = (*map(tuple, shapes), (len(shapes),), (bits,))
-        count = sum(map(prod, structure))
-        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
-        self.context, self.shapes, self._bits = context, structure[:-2], bits
-        self._packing = Packing(structure, (count,))
-        self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
-        self._no_bits: dict[torch.device, torch.Tensor] = {}
-        # (with what tells messages apart: some transports end the process where messages of two lengths meet)
-        named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
-        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
-        self.operator = Operator(plan, context.comm, context.everyone, label, dtype, NONE, [(count,)], [(count,)])
-
-    @classmethod
-    def of(cls, context: Context, tensors: Sequence[torch.Tensor], bits: int = 0, which: tuple[int, ...] = ()) -> _Sum:
-        shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        return context.keep((_SUM, shapes, dtype, bits, which), lambda: cls(context, shapes, dtype, bits, which))
-
-    def __call__(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
-    ) -> list[torch.Tensor | None]:
-        moved = self.operator.execute(self._packing.pack(self._filled(parts, device, compared)))
-        *totals, owners, bits = self._packing.unpack(moved)
-        if device.type == "meta":
-            return [*totals]  # nobody knows which ones nobody has
-        found = [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
-        if compared is not None and any(0 < n < len(self.context.everyone) for n in bits.real.tolist()):
-            compared.compare()
-        return found
-
-    def _filled(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
-    ) -> tuple[torch.Tensor, ...]:
-        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits."""
-        dtype = self.operator.dtype
-        full = [
-            torch.zeros(shape, dtype=dtype, device=device) if part is None else part
-            for part, shape in zip(parts, self.shapes, strict=True)
-        ]
-        missing = [place for place, part in enumerate(parts) if part is None]
-        owned = self._all.get(device)
-        if owned is None:
-            owned = self._all[device] = torch.ones(len(parts), dtype=dtype, device=device)
-        if missing:
-            owned = owned.clone()
-            owned[missing] = 0
-        if compared is not None:
-            return (*full, owned, compared.bits.to(device, dtype))
-        bits = self._no_bits.get(device)
-        if bits is None:
-            bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
-        return (*full, owned, bits)
-
-
-def _listed(places: Sequence[int]) -> str:
-    """Numbers that grow, for people: ``0-3, 7``."""
-    starts = [n for n in places if n - 1 not in places]
-    stops = [n for n in places if n + 1 not in places]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
-
-
-class _Enter(Function):
-    """Each worker's copies of tensors that are the same everywhere."""
-
-    @staticmethod
-    def entered_into(node: Any) -> Context:
-        context: Context = node.total.context
-        return context
-
-    @staticmethod
-    def forward(ctx: Any, total: _Sum, compared: Compared | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.total, ctx.device, ctx.began = total, tensors[0].device, total.operator.pass_by()
-        ctx.compared = compared
-        ctx.set_materialize_grads(False)
-        ctx.checkpointed = is_checkpointed()
-        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
-            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.checkpointed and ctx.saved_tensors
-        ctx.total.operator.derive(ctx.began)
-        if torch.is_grad_enabled():
-            return None, None, *_Leave.apply(ctx.total, ctx.device, *parts)
-        return None, None, *ctx.total(parts, ctx.device, ctx.compared)
-
-
-class _Leave(Function):
-    """The sums over workers of what each has a part of."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, total: _Sum, device: torch.device, *parts: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.total = total
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)
-        return tuple(None if one is None else one.clone() for one in total(parts, device))
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        there = [one for one in cotangents if one is not None]
-        copies = iter(enter(ctx.total.context, there) if there and torch.is_grad_enabled() else there)
-        return None, None, *(None if one is None else next(copies) for one in cotangents)
-
-
-_NOTHING = torch.empty(0)

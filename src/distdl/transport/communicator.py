@@ -287,7 +287,14 @@ class Communicator(ABC):
         Of a large tensor each member adds up one part and then sends it to the others, so that what it sends does not
         grow with the group. Of a small one each adds up all of it, in one round.
         """
-        whole = self.sends_whole(group, x)
+        return self.all_sum_by_messages(group, x, y, tag, self.sends_whole(group, x))
+
+    def all_sum_by_messages(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int, whole: bool) -> Pending:
+        """The same by messages of one tag, which the members may begin between other calls of theirs.
+
+        Args:
+            whole: whether they send each other whole tensors, in one round, rather than parts, in two.
+        """
         x, y = x.view(-1), y.view(-1)
         parts = [(0, x.numel())] * len(group) if whole else balanced(x.numel(), len(group))
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}

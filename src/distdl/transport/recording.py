@@ -85,6 +85,11 @@ class Recording(Communicator):
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         return self._wait_for("all_sum", group, x.nbytes, lambda: self.inner.all_sum(group, x, y, tag))
 
+    def all_sum_by_messages(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int, whole: bool) -> Pending:
+        return self._wait_for(
+            "all_sum", group, x.nbytes, lambda: self.inner.all_sum_by_messages(group, x, y, tag, whole)
+        )
+
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         gathered: torch.Tensor = self._return(
             "all_gather", group, tensor.nbytes, lambda: self.inner.all_gather(group, tensor)

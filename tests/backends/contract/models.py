@@ -126,6 +126,25 @@ def check_a_unet_whose_weights_are_stored_in_shares_trains_as_alone():
     _check_training("sharded")
 
 
+def check_gradients_that_travel_while_the_backward_goes_on():
+    """Weights of 3 MB each, whose gradients are one message each."""
+    P, wide = distdl.world(), 620
+    alone = nn.Sequential(nn.Linear(5, wide), nn.Tanh(), *[nn.Linear(wide, wide) for _ in range(3)], nn.Linear(wide, 2))
+    alone = alone.double()
+    with torch.no_grad():
+        for number, parameter in enumerate(alone.parameters()):
+            parameter.copy_(0.04 * noise(*parameter.shape, seed=number))
+    grid = P[1:].reshape(3, 1) if P.size == 4 else P.reshape(P.size, 1)
+    model = distdl.distribute(copy.deepcopy(alone), grid, fallback="error")
+    for step in range(2):
+        x = noise(7, 5, seed=step)
+        for one, given in ((alone, x), (model, distdl.distribute_tensor(x, grid))):
+            one(given).square().sum().backward()
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert_close(p.grad, q.grad, f"the gradient of {name}")
+    same_everywhere(P, [p.grad.sum().item() for p in model.parameters()])
+
+
 def check_workers_that_call_different_functions_learn_it():
     if distdl.world().size == 1:
         return

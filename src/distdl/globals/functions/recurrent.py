@@ -9,12 +9,13 @@ import torch
 
 from distdl.geometry.boxes import Interval
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.entering import enter
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global
 from distdl.globals.functions.judging import judge
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import moved, taken
-from distdl.globals.replicas import enter, is_copy, plain_of
+from distdl.globals.replicas import is_copy, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
+from distdl.globals.entering import Entering, enter, settle
 from distdl.globals.models.drift import Drift
 from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, enter, is_copy, parameter_of
+from distdl.globals.replicas import Replica, is_copy, parameter_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -160,21 +161,21 @@ def replicated(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 class Replicas:
-    """Every worker has all parameters. They enter together at the begin of a forward, so their gradients leave so."""
+    """Every worker has all parameters. They enter together at the begin of a forward, in buckets if they are many."""
 
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
         self._drift = Drift(module)
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
+        self._entering: dict[int, _Bucket] = {}  # the same: those of which none has been read in it
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
         self._listed: list[torch.Tensor] = []  # these
-        self._buckets: list[list[int]] = []
-        self._which: tuple[int, ...] = ()  # their places among all
+        self._buckets: list[tuple[list[int], tuple[int, ...]]] = []  # their places among these, and among all
 
     def begin(self) -> None:
-        self._copies = {}
+        self._copies, self._entering = {}, {}
         if not torch.is_grad_enabled():
             return
         if self._held is None:
@@ -185,17 +186,24 @@ class Replicas:
         listed = [p for p in every if p.requires_grad]
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
-            self._described, self._listed, self._buckets = described, listed, list(_buckets(listed))
-            self._which = tuple(place for place, p in enumerate(every) if p.requires_grad)
+            self._described, self._listed = described, listed
+            among = [place for place, p in enumerate(every) if p.requires_grad]
+            self._buckets = [(places, tuple([among[place] for place in places])) for places in _buckets(listed)]
         alone = len(context.everyone) == 1
         look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
-        for bucket in self._buckets:
-            together = [listed[place] for place in bucket]
-            which = tuple([self._which[place] for place in bucket])
-            entering, look = enter(context, together, look, which), None  # (it goes with the first)
-            for parameter, copy in zip(together, entering, strict=True):
-                made = self._copies[id(parameter)] = Replica._of(copy, context)
-                made._variable = parameter
+        settle(context)
+        buckets = [([listed[place] for place in places], which) for places, which in self._buckets]
+        if alone or len(buckets) < 2:  # (one is full only when the backward has come to its end)
+            for bucket, which in buckets:
+                self._read(context, bucket, enter(context, bucket, look, which))
+            return
+        for (bucket, _), entering in zip(buckets, Entering.each(context, buckets, look), strict=True):
+            self._entering.update(dict.fromkeys(map(id, bucket), _Bucket(context, bucket, entering)))
+
+    def _read(self, context: Context, parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+        for parameter, copy in zip(parameters, copies, strict=True):
+            made = self._copies[id(parameter)] = Replica._of(copy, context)
+            made._variable = parameter
 
     def _buffers(self) -> list[tuple[dict[str, Any], str]]:
         """Where the buffers are that every worker has whole, and that belong to the state."""
@@ -211,7 +219,14 @@ class Replicas:
         """The copies stay: a checkpoint reads them in backward."""
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
-        return self._copies.get(id(parameter), parameter)
+        copy = self._copies.get(id(parameter))
+        if copy is not None:
+            return copy
+        bucket = self._entering.get(id(parameter))
+        if bucket is None:
+            return parameter
+        self._read(bucket.context, bucket.parameters, bucket.entering.use())
+        return self._copies[id(parameter)]
 
     def settled(self, value: Any) -> Any:
         if type(value) is not GlobalTensor:
@@ -229,6 +244,14 @@ class Replicas:
             return self
         made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
         return made
+
+
+class _Bucket(NamedTuple):
+    """Parameters whose gradients travel together, and how they enter."""
+
+    context: Context
+    parameters: list[torch.Tensor]
+    entering: Entering
 
 
 def _held(module: torch.nn.Module) -> Iterator[Parameters]:

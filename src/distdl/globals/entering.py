@@ -1,0 +1,354 @@
+r"""Entering: what every worker has whole becomes each worker's own copy, and the parts of its gradient add up.
+
+A plain tensor beside a global one is one variable, equal on all workers. Each worker computes with its own copy, so
+each gets a part of the gradient; the gradient of the variable is the sum of the parts:
+
+.. math:: w_t = w, \qquad \partial w = \sum_t \partial w_t
+
+*Entering* is the first map, and *leaving* the second, its adjoint. Each is the adjoint of the other, so entering moves
+nothing, and its backward is one all-sum of all tensors that entered together, packed as one message.
+
+Where there are several messages, tensors enter in two nodes. Autograd runs the nodes of a backward in the opposite
+order of that in which the forward made them, so a message is under way while the nodes between run::
+
+    w ----- enter -----> ... the forward goes on ... ----- use -----> copies, just before the first of them is read
+
+    dw <-- wait, add --- ... the backward goes on ... <-- send ------ parts, once all of them are there
+
+Nothing depends on where in its backward a worker sends (one may have read a weight before the others did): each message
+has a tag of its own, and is counted among the exchanges where it is waited for, which is in one order on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from distdl.exchange import Operator
+from distdl.exchange.packing import Packing
+from distdl.globals.context import Context
+from distdl.plan.planning import all_sum
+from distdl.tensors.derivatives import NONE, is_checkpointed
+from distdl.tensors.function import Function
+from distdl.tensors.memory import empty, readable
+from distdl.transport import Label
+from distdl.transport.calls import LAST_TAG
+from distdl.transport.communicator import Pending
+
+_SUM = "gradients of replicated tensors"
+_AHEAD = 64 << 20  # bytes of sums that are under way at most, before anybody waits for them
+
+
+class Compared(Protocol):
+    """What has to be the same on all workers.
+
+    Attributes:
+        bits: that follow from it, 0 or 1 each.
+    """
+
+    bits: torch.Tensor
+
+    def compare(self) -> None:
+        """Raise an error if it differs. Collective; called where the bits are not the same on all workers."""
+
+
+def enter(
+    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None, which: tuple[int, ...] = ()
+) -> tuple[torch.Tensor, ...]:
+    """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
+
+    Args:
+        compared: of which bits go with the gradients.
+        which: the places of these tensors among all of a model, growing. Where workers differ in which enter (as one
+            does that has frozen another layer), their messages never meet.
+    """
+    if len(context.everyone) == 1:
+        return tuple(tensors)
+    total = _Sum.of(context, tensors, compared, which)
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Way(total, compared, tensors[0].device), *tensors)
+    return copies
+
+
+def leave(
+    context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
+    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), tensors[0].device, *parts)
+    return totals
+
+
+class Entering:
+    """Tensors that enter now, and are used later: their gradients travel while the backward between goes on."""
+
+    def __init__(self, way: _Way, tensors: Sequence[torch.Tensor]) -> None:
+        self._way = way
+        self._entered = _Enter.apply(way, *tensors)
+
+    @classmethod
+    def each(
+        cls,
+        context: Context,
+        buckets: Sequence[tuple[Sequence[torch.Tensor], tuple[int, ...]]],
+        compared: Compared | None,
+    ) -> list[Entering]:
+        """Several times tensors that enter together, and their places among all: each has a message of its own.
+
+        Args:
+            compared: of which bits go with the first.
+        """
+        ways = []
+        for tensors, which in buckets:
+            ways.append(_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device))
+            compared = None
+        comm = context.comm
+        on_host = all(way.device.type == "cpu" for way in ways)  # (others would wait for the device in between)
+        if on_host and not comm.imagined and comm.watch is None:  # (which lets nothing be sent before all say what)
+            first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
+            for way in ways:
+                first = (first ^ way.total.operator.label.mark) * 5
+            for place, way in enumerate(ways):
+                way.tag = (first + place) & LAST_TAG
+        return [cls(way, tensors) for way, (tensors, _) in zip(ways, buckets, strict=True)]
+
+    def use(self) -> tuple[torch.Tensor, ...]:
+        """This worker's own copies. Called once."""
+        with torch.enable_grad():
+            copies: tuple[torch.Tensor, ...] = _Use.apply(self._way, *self._entered)
+        return copies
+
+
+def settle(context: Context) -> None:
+    """Wait for the messages of backwards that have failed on every worker."""
+    if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
+        while context.under_way:
+            context.under_way.pop().pending.wait()
+
+
+class _Sum:
+    """The sum of tensors over all workers, as one message."""
+
+    def __init__(
+        self,
+        context: Context,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        bits: int,
+        which: tuple[int, ...],
+    ) -> None:
+        # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
+        structure = (*map(tuple, shapes), (len(shapes),), (bits,))
+        count = sum(map(prod, structure))
+        plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
+        self.context, self.shapes, self._bits = context, structure[:-2], bits
+        self._packing = Packing(structure, (count,))
+        self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
+        self._no_bits: dict[torch.device, torch.Tensor] = {}
+        # (with what tells messages apart: some transports end the process where messages of two lengths meet)
+        named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
+        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
+        self.operator = Operator(plan, context.comm, context.everyone, label, dtype, NONE, [(count,)], [(count,)])
+
+    @classmethod
+    def of(
+        cls,
+        context: Context,
+        tensors: Sequence[torch.Tensor],
+        compared: Compared | None = None,
+        which: tuple[int, ...] = (),
+    ) -> _Sum:
+        shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
+        bits = 0 if compared is None else compared.bits.numel()
+        key = (shapes, dtype, bits, which)
+        return context.keep((cls, *key), lambda: cls(context, *key))
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
+    ) -> list[torch.Tensor | None]:
+        return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared)
+
+    def send(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
+    ) -> UnderWay:
+        """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
+        comm, group = self.context.comm, self.context.everyone
+        if comm.waiting is not None:
+            comm.refuse_thread(self.operator.label)
+        comm.where = self.operator.label
+        x = readable(self.packed(parts, device, compared))
+        y = empty(x.shape, x.dtype, x)
+        with _profiled(self.operator.label):
+            # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
+            return UnderWay(y, comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2))
+
+    def wait(self, begun: UnderWay) -> torch.Tensor:
+        """The sum that was begun, which is counted as an exchange here."""
+        self.operator.count()
+        with _profiled(self.operator.label):
+            begun.pending.wait()
+        return begun.moved
+
+    def packed(
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
+    ) -> torch.Tensor:
+        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits."""
+        dtype = self.operator.dtype
+        full = [
+            torch.zeros(shape, dtype=dtype, device=device) if part is None else part
+            for part, shape in zip(parts, self.shapes, strict=True)
+        ]
+        missing = [place for place, part in enumerate(parts) if part is None]
+        owned = self._all.get(device)
+        if owned is None:
+            owned = self._all[device] = torch.ones(len(parts), dtype=dtype, device=device)
+        if missing:
+            owned = owned.clone()
+            owned[missing] = 0
+        if compared is not None:
+            return self._packing.pack((*full, owned, compared.bits.to(device, dtype)))
+        bits = self._no_bits.get(device)
+        if bits is None:
+            bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
+        return self._packing.pack((*full, owned, bits))
+
+    def totals(self, moved: torch.Tensor, compared: Compared | None) -> list[torch.Tensor | None]:
+        """The sums that have arrived; none of which nobody has a part."""
+        *totals, owners, bits = self._packing.unpack(moved)
+        if moved.is_meta:
+            return [*totals]  # nobody knows which ones nobody has
+        found = [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
+        if compared is not None and any(0 < n < len(self.context.everyone) for n in bits.real.tolist()):
+            compared.compare()
+        return found
+
+
+def _listed(places: Sequence[int]) -> str:
+    """Numbers that grow, for people: ``0-3, 7``."""
+    starts = [n for n in places if n - 1 not in places]
+    stops = [n for n in places if n + 1 not in places]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, stops, strict=True))
+
+
+class UnderWay(NamedTuple):
+    """A sum that has begun: what it will be, and its messages."""
+
+    moved: torch.Tensor
+    pending: Pending
+
+
+class _Way:
+    """How the gradients of tensors that have entered together leave, in one graph.
+
+    Attributes:
+        began: of which recorded node their message is the backward.
+        device: of the tensors.
+        tag: of their message, where that may be sent before it is waited for.
+    """
+
+    def __init__(self, total: _Sum, compared: Compared | None, device: torch.device) -> None:
+        self.total, self.compared, self.device = total, compared, device
+        self.began = total.operator.pass_by()
+        self.tag: int | None = None
+        self._begun: list[UnderWay] = []  # (several, where one backward runs inside another)
+
+    def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
+        """Begin to add the parts up, unless too much is under way."""
+        under_way = self.total.context.under_way
+        if self.tag is None or sum(one.moved.nbytes for one in under_way) > _AHEAD:
+            return False
+        begun = self.total.send(parts, self.device, self.compared, self.tag)
+        self._begun.append(begun)
+        under_way.append(begun)  # (also if the backward fails before it waits: the transport writes to its memory)
+        return True
+
+    def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The sums: of what has been sent if anything has, else of the parts."""
+        total, under_way = self.total, self.total.context.under_way
+        total.operator.derive(self.began)
+        if self.tag is None:
+            return total(parts, self.device, self.compared)
+        begun = self._begun.pop() if self._begun else total.send(parts, self.device, self.compared, self.tag)
+        moved = total.wait(begun)
+        under_way[:] = [one for one in under_way if one is not begun]
+        return total.totals(moved, self.compared)
+
+
+def _profiled(label: Label) -> AbstractContextManager[object]:
+    return record_function(str(label)) if torch._C._autograd._profiler_enabled() else nullcontext()
+
+
+class _Enter(Function):
+    """Each worker's copies of tensors that are the same everywhere; or, before they are used, the tensors."""
+
+    @staticmethod
+    def entered_into(node: Any) -> Context:
+        context: Context = node.way.total.context
+        return context
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        ctx.checkpointed = is_checkpointed()
+        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
+            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.checkpointed and ctx.saved_tensors
+        way: _Way = ctx.way
+        if torch.is_grad_enabled():
+            way.total.operator.derive(way.began)
+            return None, *_Leave.apply(way.total, way.device, *parts)
+        return None, *way.totals(parts)
+
+
+class _Use(Function):
+    """The copies of tensors that have entered. Its backward sends the parts, and passes none on.
+
+    It passes them on where the backward is itself differentiated, or too much is under way.
+    """
+
+    @staticmethod
+    def entered_into(node: Any) -> Context:
+        return _Enter.entered_into(node)
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() or not ctx.way.sends(parts):
+            return None, *parts
+        return None, *[None for _ in parts]
+
+
+class _Leave(Function):
+    """The sums over workers of what each has a part of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, total: _Sum, device: torch.device, *parts: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.total = total
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)
+        return tuple(None if one is None else one.clone() for one in total(parts, device))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        there = [one for one in cotangents if one is not None]
+        copies = iter(enter(ctx.total.context, there) if there and torch.is_grad_enabled() else there)
+        return None, None, *(None if one is None else next(copies) for one in cotangents)
+
+
+_NOTHING = torch.empty(0)

@@ -1,0 +1,256 @@
+"""Gradients of weights that travel in several messages, each while the backward of the layers in front of it runs."""
+
+import copy
+import math
+
+import pytest
+import torch
+from nets import (
+    Checkpointed,
+    Net,
+    assert_close,
+    assert_identical,
+    assert_same_state,
+    assert_trains_alike,
+    backward_thrice,
+    batch,
+    network,
+    partition,
+    run,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+from distdl.globals.context import Context
+from distdl.globals.models import copies
+from distdl.transport.recording import Recording
+
+WEIGHTS = "gradients of replicated tensors"
+
+
+@pytest.fixture(autouse=True)
+def small_messages(monkeypatch):
+    """Gradients of some 50 numbers in each message."""
+    monkeypatch.setattr(copies, "_BUCKET", 400)
+
+
+def _events(model, x):
+    """What this worker begins and ends to exchange in a backward, in its order."""
+    comm, events = x.layout.partition.comm, []
+
+    def note(what):
+        return lambda call: events.append((what, str(call.where).partition(" (")[0]))
+
+    comm.recorder = Recording(comm, ended=note("ends"), begun=note("begins"))
+    loss = model(x).square().sum()
+    events.clear()
+    loss.backward()
+    comm.recorder = None
+    return events
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 2), (1, 1, 3)])
+def test_messages_are_under_way_while_the_backward_goes_on(grid):
+    def layers():
+        return nn.Sequential(*[nn.Conv1d(6, 6, 3, padding=1, bias=False) for _ in range(4)])
+
+    def work():
+        P = partition(grid)
+        x = distdl.distribute_tensor(torch.ones(2, 6, 13, dtype=torch.float64), P)
+        events = _events(distdl.distribute(network(layers), P), x)
+        backward = [(what, where) for what, where in events if where in ("conv1d", WEIGHTS)]
+        layer = [("begins", "conv1d"), ("ends", "conv1d"), ("begins", WEIGHTS)]
+        # (the first layer's input needs no gradient, so it moves no halos)
+        assert backward == layer * 3 + [("begins", WEIGHTS)] + [("ends", WEIGHTS)] * 4
+        assert not Context.of(P.comm).under_way
+
+    run(work, math.prod(grid))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_training_in_several_messages(workers):
+    def work():
+        sequential = network(Net)
+        grid = (1, 1, 2) if workers == 2 else (2, 1, 2)
+        model = distdl.distribute(copy.deepcopy(sequential), partition(grid))
+        assert_trains_alike(model, sequential, "adamw", (True, False, True))
+        assert_identical(model)
+
+    run(work, workers)
+
+
+def test_graphs_that_are_gone_through_again_and_differentiated():
+    def work():
+        sequential = network(Net)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)))
+        backward_thrice(model)
+        backward_thrice(sequential)
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+@pytest.mark.parametrize("by", ["module", "function", "nested"])
+def test_checkpoints(by):
+    def work():
+        sequential = network(lambda: Checkpointed(by))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+        for one in (model, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+class _Reentrant(nn.Module):
+    """Backwards inside of a backward, which go through the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(3, 6, 3, padding=1), nn.Conv1d(6, 6, 3, padding=1)
+        self.last = nn.Conv1d(6, 2, 3, padding=1)
+
+    def forward(self, x):
+        y = self.first(x)
+        y = checkpoint(lambda y: self.second(y).sin(), y, use_reentrant=True)
+        return self.last(checkpoint(lambda y: self.second(y).cos() + self.first.bias.sum(), y, use_reentrant=True))
+
+
+def test_a_backward_inside_a_backward():
+    def work():
+        sequential = network(_Reentrant)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+        for one in (model, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(model, sequential)
+        assert not Context.of(partition((1,)).comm).under_way
+
+    run(work)
+
+
+def test_gradients_of_some_weights():
+    def work():
+        sequential = network(Net)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+        found = []
+        for one in (model, sequential):
+            loss = (one(x) - target).square().mean()
+            found.append(
+                torch.autograd.grad(loss, [one.inner[0].bias, one.last.weight, one.unused.bias], allow_unused=True)
+            )
+        for ours, theirs in zip(*found, strict=True):
+            assert (ours is None) == (theirs is None)
+            if theirs is not None:
+                assert_close(ours, theirs)
+
+    run(work)
+
+
+class _ReadWithoutGradients(Net):
+    """The weights are first read where nothing is recorded."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.last.weight.abs().max() + self.first.weight.abs().max()
+        return super().forward(x) / scale
+
+
+def test_weights_that_are_read_without_gradients_first():
+    def work():
+        sequential = network(_ReadWithoutGradients)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+        for one in (model, sequential):
+            (one(x) - target).square().mean().backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_a_backward_that_fails_on_every_worker():
+    """What is under way then is kept until it is through, and later backwards are right."""
+
+    def work():
+        sequential = network(Net)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+
+        def fail(grad):
+            raise ZeroDivisionError
+
+        for _ in range(6):
+            loss = (model(x) - target).square().mean()
+            handle = model.first.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+        for one in (model, sequential):
+            one.zero_grad()
+            (one(x) - target).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                assert_close(ours.grad, theirs.grad)
+
+    run(work)
+
+
+def test_a_worker_that_leaves_out_the_backward_is_told_of():
+    told = {}
+
+    def work():
+        me = distdl.world().comm.rank
+        model = distdl.distribute(network(Net), partition((1, 1, 3)))
+        x, _ = batch(0)
+        loss = model(x).square().sum()
+        if me == 1:
+            return
+        try:
+            loss.backward()
+        except distdl.CommunicationError as error:
+            told[me] = str(error)
+            raise
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, 3)
+    assert told and all("backward of" in text for text in told.values())
+
+
+class _Reading(nn.Module):
+    """On one worker alone, weights are read that others read later."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv1d(3, 3, 3, padding=1, bias=False) for _ in range(3))
+        self.how, self.reads = how, False
+
+    def forward(self, x):
+        if self.reads and self.how == "values":
+            with torch.no_grad():
+                float(self.third.weight.abs().max())
+        elif self.reads and self.how == "shape":
+            assert self.third.weight.shape == (3, 3, 3)
+        elif self.reads:
+            assert "Conv1d(3, 3" in str(self.third)
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.parametrize("how", ["values", "shape", "text"])
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_that_reads_a_weight_before_the_others(how, workers):
+    def work():
+        sequential = network(lambda: _Reading(how))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, workers)))
+        model.reads = distdl.world().rank == 0
+        for step in range(3):
+            x, _ = batch(step)
+            for one in (model, sequential):
+                one(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad)
+
+    run(work, workers)
