@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distdl
+from distdl.globals.models import copies
 from distdl.globals.models.rehearsal import GRADIENTS, on_meta
 from distdl.globals.models.summary import Summary
 from distdl.testing import Silent
@@ -84,6 +85,14 @@ def test_messages_bytes_and_memory_are_those_of_a_real_run(grid, odd, weights):
             assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
         # (when a thread lets go of what another has sent depends on which is faster: real peaks differ from run to run)
         assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
+
+
+def test_messages_and_bytes_of_gradients_in_several_messages(monkeypatch):
+    monkeypatch.setattr(copies, "_BUCKET", 400)
+    model = UNet(odd=False)
+    for worker, real in enumerate(really(model, (1, 1, 2, 2), 5, "replicated")):
+        told = told_of(model, (1, 1, 2, 2), 5, worker, weights="replicated").totals
+        assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
 
 
 class Checkpointed(UNet):

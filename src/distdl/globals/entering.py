@@ -106,8 +106,8 @@ class Entering:
             ways.append(_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device))
             compared = None
         comm = context.comm
-        on_host = all(way.device.type == "cpu" for way in ways)  # (others would wait for the device in between)
-        if on_host and not comm.imagined and comm.watch is None:  # (which lets nothing be sent before all say what)
+        on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
+        if on_host and comm.watch is None:  # (which lets nothing be sent before all have said what)
             first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
             for way in ways:
                 first = (first ^ way.total.operator.label.mark) * 5
@@ -179,7 +179,8 @@ class _Sum:
         if comm.waiting is not None:
             comm.refuse_thread(self.operator.label)
         comm.where = self.operator.label
-        x = readable(self.packed(parts, device, compared))
+        x = self.packed(parts, device, compared)
+        x = x if x.is_meta else readable(x)
         y = empty(x.shape, x.dtype, x)
         with _profiled(self.operator.label):
             # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
