@@ -91,15 +91,20 @@ def test_graphs_that_are_gone_through_again_and_differentiated():
     run(work)
 
 
+def _assert_steps_alike(make):
+    """One backward of a distributed model leaves what that of the sequential one does."""
+    sequential = network(make)
+    model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+    x, target = batch(0)
+    for one in (model, sequential):
+        (one(x) - target).square().mean().backward()
+    assert_same_state(model, sequential)
+
+
 @pytest.mark.parametrize("by", ["module", "function", "nested"])
 def test_checkpoints(by):
     def work():
-        sequential = network(lambda: Checkpointed(by))
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
-        x, target = batch(0)
-        for one in (model, sequential):
-            (one(x) - target).square().mean().backward()
-        assert_same_state(model, sequential)
+        _assert_steps_alike(lambda: Checkpointed(by))
 
     run(work)
 
@@ -120,12 +125,7 @@ class _Reentrant(nn.Module):
 
 def test_a_backward_inside_a_backward():
     def work():
-        sequential = network(_Reentrant)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
-        x, target = batch(0)
-        for one in (model, sequential):
-            (one(x) - target).square().mean().backward()
-        assert_same_state(model, sequential)
+        _assert_steps_alike(_Reentrant)
         assert not Context.of(partition((1,)).comm).under_way
 
     run(work)
@@ -161,12 +161,7 @@ class _ReadWithoutGradients(Net):
 
 def test_weights_that_are_read_without_gradients_first():
     def work():
-        sequential = network(_ReadWithoutGradients)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
-        x, target = batch(0)
-        for one in (model, sequential):
-            (one(x) - target).square().mean().backward()
-        assert_same_state(model, sequential)
+        _assert_steps_alike(_ReadWithoutGradients)
 
     run(work)
 

@@ -5,8 +5,8 @@ has a graph, one parameter or buffer is looked at, each in its turn. Sixteen bit
 travel behind the gradients, so there is no message more. The sum of a bit over n workers is 0 or n if all have the
 same. Only if it is not, the workers compare what they have looked at, and all raise the same error.
 
-The same bits also follow from how often torch says that each parameter has been written, from some values of the plain
-tensors that stood beside global ones (see :mod:`distdl.globals.samples`), and from how many random numbers were drawn.
+The same bits also follow from how often torch says that each parameter has been written, and from some values of the
+plain tensors that stood beside global ones (see :mod:`distdl.globals.samples`).
 
 Differences of rounding are none: processors that are not of one kind round otherwise in the step of an optimiser.
 """
