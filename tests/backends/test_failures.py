@@ -1,6 +1,7 @@
 """No silent wait: a worker that fails, ends or makes another call is an error on the others, and soon."""
 
 import json
+import re
 import threading
 import time
 
@@ -13,6 +14,8 @@ from distdl.nn import AllSumReduce, Broadcast, Repartition
 from distdl.transport.communicator import CommunicationError
 
 SCENARIOS = FOLDER / "scenarios.py"
+DIFFERS = r"since exchange \d"
+MEETS = rf"another call \(MPI_ERR_TRUNCATE|{DIFFERS}"  # (waits are compared first on a slow machine)
 
 
 # -- threads
@@ -337,21 +340,20 @@ def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
 @pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("scenario", "words", "sides"), [
-    ("differs_in_moves", "the calls of workers 0, 1, 2, 3 differ since exchange 3",
-     ("backward of exchange 1", "backward of exchange 2")),
-    ("differs_in_shapes", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "backward of exchange 2")),
-    ("drops", "another call (MPI_ERR_TRUNCATE", ("backward of exchange 1", "worker 1 waits in AllSumReduce")),
-    ("asks_alone", "since exchange", ("the value of a global tensor", "distribute_tensor")),
+    ("differs_in_moves", DIFFERS, ("differ since exchange 3", "backward of exchange 1", "backward of exchange 2")),
+    ("differs_in_shapes", MEETS, ("backward of exchange 1", "backward of exchange 2")),
+    ("drops", MEETS, ("backward of exchange 1", "worker 1 waits in AllSumReduce")),
+    ("asks_alone", DIFFERS, ("the value of a global tensor", "distribute_tensor")),
     ("differentiates_alone", "which only one of them has called", ("in distribute_tensor",)),
-    ("freezes", "another call (MPI_ERR_TRUNCATE", ("parameters 2-3 of the model",)),
-    ("freezes_others", "since exchange", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
+    ("freezes", MEETS, ("parameters 2-3 of the model",)),
+    ("freezes_others", DIFFERS, ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip
 def test_mpi_ends_another_order_of_moves_or_shapes_long_before_the_limit_and_names_both(scenario, words, sides):
     """(For gloo, in test_opening.)"""
     status, output = outcome(JOBS["mpi"](scenario), DISTDL_TIMEOUT="300")
     texts = [text for one in told(output) for text in one]
     assert status != 0 and texts, output
-    assert any(words in text for text in texts), output
+    assert any(re.search(words, text) for text in texts), output
     assert any(all(side in text for side in sides) for text in texts), output
 
 
