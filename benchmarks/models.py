@@ -1,9 +1,9 @@
 """The page of models: steps of whole networks, forward, backward and optimiser, in different ways.
 
-The ways: ``global``, torch's network by ``distdl.distribute``; ``modules``, the same of distdl's modules; ``share``,
-torch's network on this worker's part of the data, which is the limit; ``in step``, the same where workers wait for each
-other after each layer with weights, by the transport's barrier; ``all``, on all of the data by worker 0 alone;
-``DTensor``, torch's tensor parallelism, over gloo.
+The ways: ``global``, torch's network by ``distdl.distribute``; ``by images``, the same with samples split, not rows;
+``modules``, the same of distdl's modules; ``share``, torch's network on this worker's part of the data, which is
+the limit; ``in step``, the same where workers wait for each other after each layer with weights, by the transport's
+barrier; ``all``, on all of the data by worker 0 alone; ``DTensor``, torch's tensor parallelism, over gloo.
 """
 
 import networks
@@ -55,6 +55,12 @@ def of_rows(case, P, barrier, build, criterion, x, truth, weights="replicated"):
     return rows, part, own
 
 
+def by_images(P, network, x, classes):
+    over = P.reshape(P.size, *[1] * (x.dim() - 1))
+    images = distdl.distribute_tensor(x, over)
+    return training(networks.distributed(network, over), nn.functional.cross_entropy, images, classes)
+
+
 def unet(P, barrier, sizes, channels):
     case = Case(f"UNet {len(sizes)}-d", "x".join(map(str, sizes)), repeats=7)
     x, truth = torch.randn(1, 1, *sizes), torch.randn(1, 2, *sizes)
@@ -70,6 +76,7 @@ def resnet(P, barrier):
     rows, part, _ = of_rows(
         case, P, barrier, lambda: networks.resnet18(Plain(2)), nn.functional.cross_entropy, x, classes
     )
+    case.steps["by images"] = by_images(P, networks.resnet18(Plain(2)), x, classes)
     criterion = DistributedCrossEntropyLoss(P[:1].reshape(1, 1))
     own = classes if P.rank == 0 else None
     case.steps["modules"] = training(networks.resnet18(Split(rows)), criterion, part, own)
@@ -84,6 +91,7 @@ def lenet(P, barrier):
     case.steps["global"] = training(
         networks.distributed(networks.lenet(), rows), criterion, distdl.distribute_tensor(x, rows), classes
     )
+    case.steps["by images"] = by_images(P, networks.lenet(), x, classes)
     case.steps["modules"] = training(
         networks.split_lenet(P), DistributedCrossEntropyLoss(P[:1].reshape(1, 1)), x.chunk(P.size, 2)[P.rank].clone(),
         classes if P.rank == 0 else None,
