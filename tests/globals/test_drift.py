@@ -13,6 +13,7 @@ from same import noise
 from torch import nn
 
 import distdl
+from distdl.globals.models import copies
 from distdl.globals.models.drift import Seen, _bits_of
 from distdl.globals.models.equality import _parts
 from distdl.globals.samples import Samples, difference
@@ -295,17 +296,21 @@ def test_one_weight_that_is_rounded_otherwise_hides_no_other():
     run(work)
 
 
-def test_a_graph_does_not_keep_the_model():
-    models = []
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("bucket", [64, 1 << 22])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), _net], ids=["without buffers", "with buffers"])
+def test_a_model_that_was_trained_is_freed(make, bucket, weights, monkeypatch):
+    monkeypatch.setattr(copies, "_BUCKET", bucket)
+    made = []
 
     def work():
-        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
-        _passed(model, 3)
-        models.append(weakref.ref(model))
+        model = distdl.distribute(network(make), partition((3, 1)), weights=weights)
+        _trained(model, 8) if make is _net else _passed(model, 8)
+        made.extend(map(weakref.ref, (model, *model.parameters())))
 
     run(work)
     gc.collect()
-    assert [one() for one in models] == [None] * 4
+    assert made and not any(one() is not None for one in made)
 
 
 def test_weights_whose_conjugate_is_there():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
 from distdl.globals.entering import Entering, enter, settle
-from distdl.globals.models.drift import Drift
+from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, is_copy, parameter_of
 from distdl.globals.standing import settled
@@ -205,11 +206,11 @@ class Replicas:
             made = self._copies[id(parameter)] = Replica._of(copy, context)
             made._variable = parameter
 
-    def _buffers(self) -> list[tuple[dict[str, Any], str]]:
+    def _buffers(self) -> Places:
         """Where the buffers are that every worker has whole, and that belong to the state."""
         found = {name for name, one in whole_of(self.module) if not isinstance(one, torch.nn.Parameter)}
         return [
-            (child._buffers, name)
+            (weakref.ref(child), name)
             for path, child in self.module.named_modules()
             for name in child._buffers
             if f"{path}.{name}".lstrip(".") in found and name not in child._non_persistent_buffers_set

@@ -38,6 +38,9 @@ _ROWS = 4096  # numbers that have a factor each
 _SHORTEST = 1021  # of a tensor with more numbers: how many are added up first, at least
 
 
+Places = list[tuple[weakref.ref[torch.nn.Module], str]]  # modules, and the names that their buffers have there
+
+
 class Seen(NamedTuple):
     """What the bits follow from beside a tensor.
 
@@ -62,7 +65,7 @@ class Drift:
         self._turn = 0  # how often it has looked
         self._looks = 0  # in how many forwards it could look
         self._place = 0  # what comes next: a parameter, or behind them a buffer
-        self._buffers: list[tuple[dict[str, Any], str]] = []  # the places of the buffers, at the last begin of a round
+        self._buffers: Places = []  # of the buffers, at the last begin of a round
         self._wait = 0  # for how many forwards it does not
         self._pause = 0  # for how many after each: for more, each time that there was rounding
         self._counted: list[torch.Tensor] = []  # the parameters whose writes are counted
@@ -75,7 +78,7 @@ class Drift:
         context: Context,
         parameters: Sequence[torch.Tensor],
         counted: list[torch.Tensor],
-        buffers: Callable[[], list[tuple[dict[str, Any], str]]],
+        buffers: Callable[[], Places],
     ) -> Look:
         """At the next of some parameters and buffers.
 
@@ -105,9 +108,7 @@ class Drift:
             return Look(self, context, None, seen, torch.tensor(_bits(seen.number)))
         return Look(self, context, one, seen, _bits_of(one.detach(), self._turn, seen.number))
 
-    def _next(
-        self, parameters: Sequence[torch.Tensor], buffers: Callable[[], list[tuple[dict[str, Any], str]]]
-    ) -> torch.Tensor | None:
+    def _next(self, parameters: Sequence[torch.Tensor], buffers: Callable[[], Places]) -> torch.Tensor | None:
         if self._place >= len(parameters) + len(self._buffers):
             self._place = 0
         place, self._place = self._place, self._place + 1
@@ -115,9 +116,9 @@ class Drift:
             if not place:
                 self._buffers = buffers()
             return parameters[place]
-        held, name = self._buffers[place - len(parameters)]
-        found: torch.Tensor | None = held.get(name)  # (the forward may have set another)
-        return found
+        owner, name = self._buffers[place - len(parameters)]
+        module = owner()
+        return None if module is None else module._buffers.get(name)  # (the forward may have set another)
 
     def _writes(self) -> tuple[int, ...]:
         """How often each parameter has been written since it was counted first; 0 of those that are trusted."""
