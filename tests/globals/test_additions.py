@@ -204,3 +204,18 @@ def test_additions_that_cannot_be_made_equal_are_one_error():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # (torch's, of lazy modules)
         distdl.run_workers(work, 4)
+
+
+def test_a_model_that_was_made_in_inference_mode():
+    """Torch does not count what is written into its weights."""
+
+    def work():
+        with torch.inference_mode():
+            sequential = _drawn(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 0).eval()
+            model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)))
+            x = noise(6, 3)
+            assert_close(model(x), sequential(x))
+        with torch.no_grad():
+            assert_close(copy.deepcopy(model)(noise(6, 3)), sequential(noise(6, 3)))
+
+    run(work)

@@ -16,7 +16,7 @@ from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, is_copy, parameter_of
 from distdl.globals.standing import settled
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
@@ -74,7 +74,7 @@ class Additions:
         """Take note that a model has been distributed."""
         self.settle(module)
         for _, one in whole_of(module):
-            self._begun[one] = one._version
+            self._begun[one] = writes_of(one)
         self.open = True
 
     def note(self, value: Any, copies: Copies) -> None:
@@ -87,7 +87,7 @@ class Additions:
         """The ids of the parameters and buffers of which nobody knows whether they are equal: all of new modules."""
         new = [child for child in module.modules() if child not in self._equal]
         inside = {id(one) for child in new for one in (*child.parameters(), *child.buffers())}
-        inside |= {id(one) for one, writes in self._begun.items() if one._version != writes}
+        inside |= {id(one) for one, writes in self._begun.items() if writes_of(one) != writes}
         return {id(one) for _, one in whole_of(module) if id(one) in inside or one not in self._equal}
 
     def settle(self, module: torch.nn.Module) -> None:
@@ -111,7 +111,7 @@ class Additions:
         for one, writes in self._begun.items():
             if id(one) in memo:
                 copy = memo[id(one)]
-                made._begun[copy] = copy._version - (one._version != writes)
+                made._begun[copy] = writes_of(copy) - (writes_of(one) != writes)
         return made
 
 
