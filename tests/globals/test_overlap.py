@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distdl
+from distdl.globals import entering
 from distdl.globals.context import Context
 from distdl.globals.models import copies
 from distdl.transport.recording import Recording
@@ -192,6 +193,60 @@ def test_a_backward_that_fails_on_every_worker():
                 assert_close(ours.grad, theirs.grad)
 
     run(work)
+
+
+def test_a_graph_whose_backward_has_failed_is_gone_through_again(monkeypatch):
+    """What the first backward has sent is no gradient of the second one, also where that may send nothing more."""
+    monkeypatch.setattr(entering, "_AHEAD", 900)
+
+    def work():
+        sequential = network(Net)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        x, target = batch(0)
+
+        def fail(grad):
+            raise ZeroDivisionError
+
+        for one in (model, sequential):
+            loss = (one(x) - target).square().mean()
+            handle = one.last.weight.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward(retain_graph=True)
+            handle.remove()
+            one.zero_grad()
+            (loss * 3).backward()
+        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                assert_close(ours.grad, theirs.grad)
+
+    run(work)
+
+
+def test_messages_of_a_failed_backward_that_workers_have_sent_in_another_order():
+    """Of three workers, each waits for two rounds of a message."""
+
+    def work():
+        sequential = network(lambda: nn.Sequential(_Reading("values"), nn.Conv1d(3, 6, 3, bias=False)))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model[0].reads = distdl.world().rank == 0
+
+        def fail(grad):
+            raise ZeroDivisionError
+
+        x, _ = batch(0)
+        loss = model(x).square().sum()
+        handle = model[1].weight.register_hook(fail)  # (the first one to be there)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+        for one in (model, sequential):
+            one.zero_grad()
+            one(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad)
+
+    run(work, 3)
 
 
 def test_a_worker_that_leaves_out_the_backward_is_told_of():

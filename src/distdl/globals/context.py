@@ -106,7 +106,7 @@ class Context:
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
-        under_way: sums of gradients that have begun, and that nobody has waited for yet.
+        under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -122,7 +122,7 @@ class Context:
         self.draws_plain = False
         self.samples = Samples()
         self.models: WeakSet[torch.nn.Module] = WeakSet()
-        self.under_way: list[Any] = []
+        self.under_way: dict[Any, Any] = {}
 
     @classmethod
     def of(cls, comm: Communicator) -> Context:

@@ -125,8 +125,11 @@ class Entering:
 def settle(context: Context) -> None:
     """Wait for the messages of backwards that have failed on every worker."""
     if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
-        while context.under_way:
-            context.under_way.pop().pending.wait()
+        # (messages of two rounds are waited for in one order on all workers, wherever each worker has sent them)
+        for way, backward in sorted(context.under_way, key=lambda key: key[0].tag):
+            context.comm.where = way.total.operator.label
+            context.under_way[way, backward].pending.wait()
+        context.under_way.clear()
 
 
 class _Sum:
@@ -254,27 +257,27 @@ class _Way:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
-        self._begun: list[UnderWay] = []  # (several, where one backward runs inside another)
 
     def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
         """Begin to add the parts up, unless too much is under way."""
         under_way = self.total.context.under_way
-        if self.tag is None or sum(one.moved.nbytes for one in under_way) > _AHEAD:
+        if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
+        # (it stays there if the backward fails before it waits, for the transport writes to its memory)
             return False
         begun = self.total.send(parts, self.device, self.compared, self.tag)
-        self._begun.append(begun)
-        under_way.append(begun)  # (also if the backward fails before it waits: the transport writes to its memory)
+        under_way[self, torch._C._current_graph_task_id()] = begun
         return True
 
     def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sums: of what has been sent if anything has, else of the parts."""
+        """The sums: of what this backward has sent if it has, else of the parts."""
         total, under_way = self.total, self.total.context.under_way
         total.operator.derive(self.began)
         if self.tag is None:
             return total(parts, self.device, self.compared)
-        begun = self._begun.pop() if self._begun else total.send(parts, self.device, self.compared, self.tag)
-        moved = total.wait(begun)
-        under_way[:] = [one for one in under_way if one is not begun]
+        # (not of another one, which has failed or in which this one runs)
+        own = self, torch._C._current_graph_task_id()
+        moved = total.wait(under_way.get(own) or total.send(parts, self.device, self.compared, self.tag))
+        under_way.pop(own, None)
         return total.totals(moved, self.compared)
 
 
