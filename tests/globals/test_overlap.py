@@ -1,7 +1,9 @@
 """Gradients of weights that travel in several messages, each while the backward of the layers in front of it runs."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -247,6 +249,40 @@ def test_messages_of_a_failed_backward_that_workers_have_sent_in_another_order()
             assert_close(ours.grad, theirs.grad)
 
     run(work, 3)
+
+
+@pytest.mark.parametrize("by", ["module", "function", "nested"])
+def test_a_forward_without_gradients_between_forward_and_backward(by):
+    """A checkpoint then reads the weights of the forward that had gradients."""
+
+    def work():
+        sequential = network(lambda: Checkpointed(by))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                loss = (one(x) - target).square().mean()
+                with torch.no_grad():
+                    one(target[:, :1].expand(4, 3, 11))
+                loss.backward()
+        assert_same_state(model, sequential)
+
+    run(work)
+
+
+def test_copies_of_weights_that_have_moved_are_let_go():
+    def work():
+        model = distdl.distribute(network(Net), partition((1, 1, 3)))
+        x, _ = batch(0)
+        model(x).square().sum().backward()
+        before = weakref.ref(model.first.weight.data.untyped_storage())
+        model.float()
+        with torch.no_grad():
+            model(x.float())
+        gc.collect()
+        assert before() is None
+
+    run(work)
 
 
 def test_a_worker_that_leaves_out_the_backward_is_told_of():

@@ -170,14 +170,18 @@ class Replicas:
         self._drift = Drift(module)
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._entering: dict[int, _Bucket] = {}  # the same: those of which none has been read in it
+        self._plain = False  # whether the forward that runs has no gradients, and reads the parameters themselves
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
         self._listed: list[torch.Tensor] = []  # these
         self._buckets: list[tuple[list[int], tuple[int, ...]]] = []  # their places among these, and among all
 
     def begin(self) -> None:
+        self._plain = not torch.is_grad_enabled()
+        if self._plain and self._share_memory():
+            return  # (a checkpoint reads the copies in the backward of an earlier forward)
         self._copies, self._entering = {}, {}
-        if not torch.is_grad_enabled():
+        if self._plain:
             return
         if self._held is None:
             self._held = list(_held(self.module))
@@ -201,6 +205,11 @@ class Replicas:
         for (bucket, _), entering in zip(buckets, Entering.each(context, buckets, look), strict=True):
             self._entering.update(dict.fromkeys(map(id, bucket), _Bucket(context, bucket, entering)))
 
+    def _share_memory(self) -> bool:
+        """Whether copies are there, in the memory of the parameters (``model.half()`` gives these another)."""
+        copy = next(iter(self._copies.values()), None)
+        return copy is not None and copy._plain.data_ptr() == copy._variable.data_ptr()
+
     def _read(self, context: Context, parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         for parameter, copy in zip(parameters, copies, strict=True):
             made = self._copies[id(parameter)] = Replica._of(copy, context)
@@ -220,6 +229,8 @@ class Replicas:
         """The copies stay: a checkpoint reads them in backward."""
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
+        if self._plain and self.running:
+            return parameter
         copy = self._copies.get(id(parameter))
         if copy is not None:
             return copy
