@@ -14,7 +14,7 @@ from torch import nn
 
 import distdl
 from distdl.globals.models import copies
-from distdl.globals.models.drift import Seen, _bits_of
+from distdl.globals.models.drift import Drift, Seen, _bits_of
 from distdl.globals.models.equality import _parts
 from distdl.globals.samples import Samples, difference
 
@@ -177,6 +177,79 @@ def test_plain_tensors_that_differ(loss):
 
     run(work)
     assert len(texts) == 4 and len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize("differs", ["weights", "input"])
+def test_a_model_whose_first_layers_have_no_gradients(differs, monkeypatch):
+    """Several messages, of which the first has none to send."""
+    monkeypatch.setattr(copies, "_BUCKET", 64)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.unused = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 3)
+
+        def forward(self, x):
+            with torch.no_grad():
+                y = self.body(x)
+            return self.head(y)
+
+    def work():
+        rank = distdl.world().rank
+        model = distdl.distribute(network(Net), partition((3, 1)))
+        _passed(model, 1)
+        if differs == "weights":
+            with torch.no_grad():
+                model.head.bias.add_(rank)
+        with pytest.raises(ValueError, match=r"the same (weights )?on every worker"):
+            for _ in range(8):
+                _input(model, rank if differs == "input" else 0).backward()
+        assert model.body.weight.grad is None
+
+    run(work)
+
+
+def test_other_parameters_between_a_forward_and_its_backward():
+    """Which weights have gradients changes from forward to forward, as in turns of two models."""
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), partition((3, 1)))
+        for _ in range(8):
+            model.requires_grad_(True)
+            model(noise(6, 3))
+            if distdl.world().rank == 1:
+                with torch.no_grad():
+                    model[1].bias.mul_(1)
+            first = model(noise(6, 3)).square().mean()
+            model[0].requires_grad_(False)
+            second = model(noise(6, 3)).square().mean()
+            (first + second).backward()
+
+    run(work)
+
+
+def test_each_kind_of_difference_that_is_none_is_looked_at_seldomer(monkeypatch):
+    """Rounding of weights, of plain tensors, and writes that leave weights equal, all at once and in each step."""
+    compared = []
+    compare = Drift.compare
+    monkeypatch.setattr(Drift, "compare", lambda *given: [compared.append(given), compare(*given)][1])
+
+    def work():
+        rank = distdl.world().rank
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        for step in range(120):
+            model(noise(6, 3, seed=step) * (1 + rank * 1e-12)).square().mean().backward()
+            with torch.no_grad():
+                model.bias.mul_(1 + rank * 1e-12)
+                if rank == 1:
+                    model.weight.mul_(1)
+        with torch.no_grad():
+            model.bias.add_(rank)
+        with pytest.raises(ValueError, match="bias of worker 3 differs"):
+            _passed(model, 400)
+
+    run(work)
+    assert len(compared) < 4 * 25
 
 
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():

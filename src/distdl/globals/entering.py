@@ -99,12 +99,11 @@ class Entering:
         """Several times tensors that enter together, and their places among all: each has a message of its own.
 
         Args:
-            compared: of which bits go with the first.
+            compared: of which bits go with each, for a backward may come to any of them, and to no other.
         """
-        ways = []
-        for tensors, which in buckets:
-            ways.append(_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device))
-            compared = None
+        ways = [
+            _Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device) for tensors, which in buckets
+        ]
         comm = context.comm
         on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
         if on_host and comm.watch is None:  # (which lets nothing be sent before all have said what)
@@ -262,8 +261,8 @@ class _Way:
         """Begin to add the parts up, unless too much is under way."""
         under_way = self.total.context.under_way
         if self.tag is None or sum(one.moved.nbytes for one in under_way.values()) > _AHEAD:
-        # (it stays there if the backward fails before it waits, for the transport writes to its memory)
             return False
+        # (it stays there if the backward fails before it waits, for the transport writes to its memory)
         begun = self.total.send(parts, self.device, self.compared, self.tag)
         under_way[self, torch._C._current_graph_task_id()] = begun
         return True

@@ -8,7 +8,8 @@ same. Only if it is not, the workers compare what they have looked at, and all r
 The same bits also follow from how often torch says that each parameter has been written, and from some values of the
 plain tensors that stood beside global ones (see :mod:`distdl.globals.samples`).
 
-Differences of rounding are none: processors that are not of one kind round otherwise in the step of an optimiser.
+Differences of rounding are none: processors that are not of one kind round otherwise in the step of an optimiser. What
+differed by that alone is left out for a while, and for twice as long the next time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BITS = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
 _MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
 _HALF = 1 << 63
-_WRITES = 4  # every so many forwards it is asked how often parameters have been written
+_WRITES = 3  # for how many forwards it is not asked how often parameters have been written, at first
 _LONGEST = 1023
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 4096  # numbers that have a factor each
@@ -57,21 +58,41 @@ class Seen(NamedTuple):
         return hash((tuple([one.number for one in self.samples]), self.writes))  # (of numbers: the same everywhere)
 
 
+class _Turns:
+    """When something is looked at that may be left out: the more seldom, the more often it came to nothing.
+
+    Args:
+        pause: how many times it is left out between two looks, at first.
+    """
+
+    def __init__(self, pause: int = 0) -> None:
+        self._pause = self._left = pause
+
+    def come(self) -> bool:
+        """Whether it is looked at this time."""
+        if self._left:
+            self._left -= 1
+            return False
+        self._left = self._pause
+        return True
+
+    def seldomer(self) -> None:
+        """The workers have compared it, and it differs by nothing that matters."""
+        self._pause = self._left = min(2 * self._pause + 1, _LONGEST)
+
+
 class Drift:
     """Looks at the parameters and buffers of a model, one in each forward."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = weakref.ref(module)  # (a graph keeps what is looked at, and a model the graph of its weights)
-        self._turn = 0  # how often it has looked
-        self._looks = 0  # in how many forwards it could look
+        self._values, self._writes, self._samples = _Turns(), _Turns(_WRITES), _Turns()
+        self._turn = 0  # how many values it has looked at
         self._place = 0  # what comes next: a parameter, or behind them a buffer
         self._buffers: Places = []  # of the buffers, at the last begin of a round
-        self._wait = 0  # for how many forwards it does not
-        self._pause = 0  # for how many after each: for more, each time that there was rounding
-        self._counted: list[torch.Tensor] = []  # the parameters whose writes are counted
+        self._counted: list[torch.Tensor] | None = None  # the parameters whose writes are counted
         self._before: list[int] = []  # how often each had been written then
-        self._trusted: set[int] = set()  # the places of those that are written otherwise on some workers, and are equal
-        self._deaf = 0  # for how many forwards plain tensors are not compared, as that led to nothing
+        self._most = 0  # of how many workers bits can be added up in their dtypes
 
     def look(
         self,
@@ -84,31 +105,29 @@ class Drift:
 
         Args:
             counted: those of which the writes are counted, the same list as long as they are the same. The bits travel
-                in the dtype of the first.
+                in their dtypes.
             buffers: where buffers are, asked for once in each round.
         """
         if counted is not self._counted:
-            self._counted, self._before, self._trusted = counted, _writes_of(counted), set()
-        one: Any = None
-        if self._wait:
-            self._wait -= 1
-        else:
-            one = self._next(parameters, buffers)
-            self._wait, self._turn = self._pause, self._turn + 1
-        there = type(one) in _PLAIN and one.layout is torch.strided and one.device.type != "meta" and one.numel()
+            self._counted, self._before = counted, _writes_of(counted)
+            self._most = int(2 / max([torch.finfo(dtype).eps for dtype in {one.dtype for one in counted}]))
         samples = context.samples.take()
-        if self._deaf:
-            self._deaf, samples = self._deaf - 1, ()
-        exact = len(context.everyone) * torch.finfo(counted[0].dtype).eps <= 2  # (else a sum of ones may be rounded)
-        if not exact or context.comm.imagined:
-            return Look(self, context, None, None, torch.zeros(_BITS, dtype=torch.int64))
-        self._looks += 1
-        seen = Seen(samples, () if self._looks % _WRITES else self._writes())
-        if not there:
-            return Look(self, context, None, seen, torch.tensor(_bits(seen.number)))
-        return Look(self, context, one, seen, _bits_of(one.detach(), self._turn, seen.number))
+        if len(context.everyone) > self._most or context.comm.imagined:
+            return Look(self, context, None, None, counted, torch.zeros(_BITS, dtype=torch.int64))
+        one: Any = self._next(parameters, buffers) if self._values.come() else None
+        if samples and not self._samples.come():
+            samples = ()
+        writes: tuple[int, ...] = ()
+        if self._writes.come():
+            writes = tuple([n - before for n, before in zip(_writes_of(counted), self._before, strict=True)])
+        seen = Seen(samples, writes)
+        number = seen.number if samples or writes else 0
+        if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
+            return Look(self, context, None, seen, counted, torch.tensor(_bits(number)))
+        return Look(self, context, one, seen, counted, _bits_of(one.detach(), self._turn, number))
 
     def _next(self, parameters: Sequence[torch.Tensor], buffers: Callable[[], Places]) -> torch.Tensor | None:
+        self._turn += 1
         if self._place >= len(parameters) + len(self._buffers):
             self._place = 0
         place, self._place = self._place, self._place + 1
@@ -120,14 +139,7 @@ class Drift:
         module = owner()
         return None if module is None else module._buffers.get(name)  # (the forward may have set another)
 
-    def _writes(self) -> tuple[int, ...]:
-        """How often each parameter has been written since it was counted first; 0 of those that are trusted."""
-        now = _writes_of(self._counted)
-        for place in self._trusted:
-            now[place] = self._before[place]
-        return tuple([n - before for n, before in zip(now, self._before, strict=True)])
-
-    def compare(self, context: Context, one: torch.Tensor | None, seen: Seen) -> None:
+    def compare(self, context: Context, one: torch.Tensor | None, seen: Seen, counted: Sequence[torch.Tensor]) -> None:
         """Compare what this worker has looked at with what the others have. Collective.
 
         Raises: ValueError, the same on every worker, if anything differs by more than rounding.
@@ -138,25 +150,25 @@ class Drift:
         mine = (tuple([tuple(sample) for sample in seen.samples]), seen.writes, described)
         gathered = gather_values(context.comm, context.everyone, "comparing weights", mine)
         told = [Seen(tuple([Sample(*sample) for sample in samples]), tuple(writes)) for samples, writes, _ in gathered]
-        alike = all(theirs[2] == gathered[0][2] for theirs in gathered)
-        first, same = told[0], True
+        first = told[0]
         for worker, theirs in enumerate(told):
-            same = same and [one.number for one in theirs.samples] == [one.number for one in first.samples]
             if len(theirs.samples) == len(first.samples):
                 for ours, sample in zip(first.samples, theirs.samples, strict=True):
                     _check_alike(ours, sample, worker)
-        if not alike:  # (a buffer that each has of its block, or that some have not)
-            self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
-        if not same:
-            self._deaf = _LONGEST
-        writes = zip(*[theirs.writes for theirs in told], strict=True)
-        differ = [place for place, counts in enumerate(writes) if len(set(counts)) > 1]
-        for place in differ:
-            self._compare_values(context, self._counted[place])
-        self._trusted.update(differ)
-        if one is not None and alike and same and not differ:
+        counts = zip(*[theirs.writes for theirs in told], strict=True)
+        written = [place for place, each in enumerate(counts) if len(set(each)) > 1]
+        for place in written:
+            self._compare_values(context, counted[place])
+        if any(theirs.number != first.number for theirs in told):
+            if written:
+                self._writes.seldomer()
+                self._counted = None  # (from the next forward on, writes are counted anew)
+            if len({tuple([one.number for one in theirs.samples]) for theirs in told}) > 1:
+                self._samples.seldomer()
+            return
+        if one is not None and all(theirs[2] == gathered[0][2] for theirs in gathered):
             self._compare_values(context, one)
-            self._wait = self._pause = min(2 * self._pause + 1, _LONGEST)
+        self._values.seldomer()  # (it may also be a buffer that each has of its block, or that some have not)
 
     def _listed(self) -> dict[torch.Tensor, str]:
         """All that is looked at, with the names."""
@@ -224,15 +236,22 @@ class Look:
     """
 
     def __init__(
-        self, drift: Drift, context: Context, one: torch.Tensor | None, seen: Seen | None, bits: torch.Tensor
+        self,
+        drift: Drift,
+        context: Context,
+        one: torch.Tensor | None,
+        seen: Seen | None,
+        counted: Sequence[torch.Tensor],
+        bits: torch.Tensor,
     ) -> None:
-        self._drift, self._context, self._one, self._seen = drift, context, one, seen
+        self._drift, self._context, self._one, self._seen, self._counted = drift, context, one, seen, counted
         self.bits = bits
 
     def compare(self) -> None:
-        """Compare what was looked at itself. Collective."""
-        if self._seen is not None:
-            self._drift.compare(self._context, self._one, self._seen)
+        """Compare what was looked at itself, once. Collective."""
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            self._drift.compare(self._context, self._one, seen, self._counted)
 
 
 def _bits(number: int) -> list[int]:
@@ -265,8 +284,8 @@ def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
     factors, shifts = _constants(numbers.numel(), one.device)
     if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
         numbers = numbers ^ (numbers >> 32)
-    total = (numbers.to(torch.int64) * factors).sum() + _mixed(number)
-    return (total >> shifts) & 1
+    total = (numbers.to(torch.int64) * factors).sum()
+    return ((total + _mixed(number) if number else total) >> shifts) & 1
 
 
 def _in_memory(x: torch.Tensor) -> torch.Tensor:
