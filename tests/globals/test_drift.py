@@ -209,6 +209,44 @@ def test_a_model_whose_first_layers_have_no_gradients(differs, monkeypatch):
     run(work)
 
 
+@pytest.mark.parametrize(("forwards", "differs"), [(1, 0), (2, 1), (3, 0), (4, 0), (4, 1), (4, 2), (4, 3), (6, 5)])
+def test_a_plain_tensor_in_one_of_several_forwards(forwards, differs):
+    """However many forwards a step has, and whichever of them it is."""
+
+    def work():
+        rank = distdl.world().rank
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+
+        def step(seed):
+            for place in range(forwards):
+                _target(model, seed if place == differs else 0).backward()
+
+        for _ in range(4):
+            step(0)
+        with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker"):
+            for _ in range(11):
+                step(rank)
+
+    run(work)
+
+
+def test_the_last_of_many_plain_tensors():
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+
+        def step(seed):
+            y = model(noise(6, 3))
+            return sum((y - noise(6, 2, seed=n + 1 + (seed if n == 10 else 0))).square().mean() for n in range(11))
+
+        for _ in range(4):
+            step(0).backward()
+        with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker"):
+            for _ in range(40):
+                step(distdl.world().rank).backward()
+
+    run(work)
+
+
 def test_other_parameters_between_a_forward_and_its_backward():
     """Which weights have gradients changes from forward to forward, as in turns of two models."""
 

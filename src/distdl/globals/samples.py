@@ -2,9 +2,9 @@
 
 A plain tensor has to be the same on every worker. Where each draws its own (a batch that is shuffled by a seed of its
 own, labels, noise), each takes its block of another tensor, and nobody sees it. So in the first steps, and then in one
-of four, some values of the first few are kept, those that models take or that stand beside global tensors outside of
-models, until they travel with gradients as a few bits. (What a model computes or draws in its forward is not looked
-at.)
+of five, some values of a few are kept, of others each time, those that models take or that stand beside global tensors
+outside of models, until they travel with gradients as a few bits. (What a model computes or draws in its forward is not
+looked at.) A step, here, is what lies between the forwards of any models.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 _VALUES = 256  # of a tensor, about
 _KEPT = 4  # tensors of a step
 _ROUNDING = 1e-3  # what a difference is at most, beside the largest value, that is none (other data differ by about 1)
-_FIRST, _EACH = 4, 4  # of the first steps, and then of one of so many
-_FAR = 16  # and of those of another device in one of so many of these, for to read them waits for the device
+# (primes: however many forwards come again and again, each of them has its turn)
+_FIRST, _EACH = 4, 5  # of the first steps, and then of one of so many
+_FAR = 13  # and of those of another device in one of so many of these, for to read them waits for the device
 
 
 class Sample(NamedTuple):
@@ -44,13 +45,15 @@ class Samples:
         self._kept: list[Sample] = []
         self._step = 0
         self._open, self._far = True, True  # whether any are kept in this step, and those of another device
+        self._first, self._passed = 0, 0  # which of the step's tensors are kept, and how many there were
 
     def keep(self, x: torch.Tensor) -> None:
-        """Keep some values of a plain tensor, if there are not enough."""
-        if not self._open or len(self._kept) >= _KEPT or x.layout is not torch.strided or not x.numel():
+        """Keep some values of a plain tensor, if it is one of those whose turn it is."""
+        if not self._open or x.layout is not torch.strided or not x.numel():
             return
+        place, self._passed = self._passed, self._passed + 1
         device = x.device.type
-        if device == "meta" or (device != "cpu" and not self._far):
+        if not 0 <= place - self._first < _KEPT or device == "meta" or (device != "cpu" and not self._far):
             return
         try:
             values = _some(x.detach())
@@ -63,6 +66,9 @@ class Samples:
     def take(self) -> tuple[Sample, ...]:
         """All of them. The next step begins."""
         self._step += 1
+        if self._open:
+            following = self._first + _KEPT
+            self._first, self._passed = following if following < self._passed else 0, 0
         self._open = self._step < _FIRST or not self._step % _EACH
         self._far = self._step < _FIRST or not self._step % (_EACH * _FAR)
         if not self._kept:
