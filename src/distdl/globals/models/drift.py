@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import sub
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,9 +118,7 @@ class Drift:
         one: Any = self._next(parameters, buffers) if self._values.come() else None
         if samples and not self._samples.come():
             samples = ()
-        writes: tuple[int, ...] = ()
-        if self._writes.come():
-            writes = tuple([n - before for n, before in zip(_writes_of(counted), self._before, strict=True)])
+        writes = tuple(map(sub, _writes_of(counted), self._before)) if self._writes.come() else ()
         seen = Seen(samples, writes)
         number = seen.number if samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
