@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import distdl
+from distdl.backends.threaded.communicator import ThreadCommunicator
 from distdl.globals import entering
 from distdl.globals.context import Context
 from distdl.globals.models import copies
@@ -323,6 +324,28 @@ class _Reading(nn.Module):
         elif self.reads:
             assert "Conv1d(3, 3" in str(self.third)
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def test_what_is_sent_ahead_has_no_tag_of_another_exchange(monkeypatch):
+    """Or the messages of both could meet, where a worker sends before the others do."""
+    tags = {True: set(), False: set()}
+    exchange = ThreadCommunicator.exchange
+
+    def noted(self, sends, receives, tag=0):
+        tags[str(self.where).startswith(WEIGHTS)].add(tag)
+        return exchange(self, sends, receives, tag)
+
+    monkeypatch.setattr(ThreadCommunicator, "exchange", noted)
+
+    def work():
+        model = distdl.distribute(network(Net), partition((1, 1, 2)))
+        for step in range(8):
+            x, target = batch(step)
+            (model(x) - target).square().mean().backward()
+
+    run(work, 2)
+    assert len(tags[True]) > 16 and len(tags[False]) > 16
+    assert max(tags[False]) < min(tags[True])
 
 
 @pytest.mark.parametrize("how", ["values", "shape", "text"])

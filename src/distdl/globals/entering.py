@@ -16,7 +16,8 @@ order of that in which the forward made them, so a message is under way while th
     dw <-- wait, add --- ... the backward goes on ... <-- send ------ parts, once all of them are there
 
 Nothing depends on where in its backward a worker sends (one may have read a weight before the others did): each message
-has a tag of its own, and is counted among the exchanges where it is waited for, which is in one order on all workers.
+has a tag of its own, which no exchange in between can have, and is counted among the exchanges where it is waited for,
+which is in one order on all workers.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Entering:
             for way in ways:
                 first = (first ^ way.total.operator.label.mark) * 5
             for place, way in enumerate(ways):
-                way.tag = (first + place) & LAST_TAG
+                way.tag = LAST_TAG + 1 + ((first + place) & LAST_TAG)
         return [cls(way, tensors) for way, (tensors, _) in zip(ways, buckets, strict=True)]
 
     def use(self) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from distdl.transport.label import MARKS, Label
 
 _REMEMBERED = 256  # exchanges that errors can name
-LARGEST, LAST_TAG = MARKS - 1, (1 << 15) - 1
+LARGEST = MARKS - 1
+LAST_TAG = (1 << 14) - 1  # of exchanges in their order; the tags behind it are those of what is sent ahead of it
 _FIFTH = pow(5, -1, MARKS)
 
 
