@@ -122,7 +122,7 @@ class Blocks:
     def as_global(self, P: Partition) -> GlobalTensor:
         """The global tensor of the batch. No message is sent: every worker knows the shape."""
         context = Context.of(P.comm)
-        layout = context.balanced(context.array(_workers_of(P.workers, len(self.shape))), self.shape)
+        layout = context.balanced(_workers_of(P.workers, len(self.shape)), self.shape)
         return GlobalTensor._of(self.block, layout)
 
     def pin_memory(self) -> Blocks:

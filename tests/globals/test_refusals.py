@@ -82,8 +82,8 @@ def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
         context = Context.of(distdl.world().comm)
         n = x.shape[dim]
         intervals = [((0, m),) if at != dim else ((0, 0), (0, 0), (0, n)) for at, m in enumerate(x.shape)]
-        grid = context.array(distdl.world().workers[:3].reshape((3, 1) if dim == 0 else (1, 3)))
-        return distdl.distribute_tensor(x, grid).redistribute(context.layout(grid, intervals))
+        grid = distdl.world()[:3].reshape((3, 1) if dim == 0 else (1, 3))
+        return distdl.distribute_tensor(x, grid).redistribute(context.layout(grid.workers, intervals))
 
     def work():
         return {

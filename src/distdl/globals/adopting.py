@@ -254,7 +254,7 @@ def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
                 like.intervals[dim] if n == like.extents[dim] else balanced(n, workers.shape[dim])
                 for dim, n in enumerate(extents)
             ]
-            return context.layout(like.partition, intervals)
+            return context.layout(like.partition.workers, intervals)
         pairs, first = [-1] * len(extents), 0  # for each dim, that of the other tensor with its extent, in their order
         for dim, n in enumerate(extents):
             match = next((k for k in range(first, dims) if like.extents[k] == n), None)
@@ -265,6 +265,6 @@ def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
         # (dims that it has not: their first place has it all)
         kept = workers[tuple(0 if k in rest else slice(None) for k in range(dims))]
         intervals = [like.intervals[k] if k >= 0 else ((0, n),) for k, n in zip(pairs, extents, strict=True)]
-        return context.layout(context.array(kept.reshape(places)), intervals)
+        return context.layout(kept.reshape(places), intervals)
 
     return like.context.keep(("adopted", like, extents), make)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
+import numpy as np
 import torch
 
 from distdl import environment
@@ -17,7 +18,8 @@ from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
 from distdl.globals import debug
 from distdl.globals.samples import Samples
 from distdl.ops import Site
-from distdl.partition import CartesianPartition, Layout, Partition
+from distdl.partition import CartesianPartition, Layout
+from distdl.partition.groups import IntArray
 from distdl.partition.layout import Ruler
 from distdl.plan.planning import copy
 from distdl.tensors.derivatives import Derivatives
@@ -81,13 +83,9 @@ class KnownLayout(Layout):
         found = self._lifted.get(dims)
         if found is None:
             more = dims - len(self.rulers)
-            partition = self.context.grid(self.partition, [1] * more + list(self.partition.workers.shape))
-            found = self._lifted[dims] = self.context.layout(partition, (((0, 1),),) * more + self.intervals)
+            workers = self.partition.workers.reshape((1,) * more + self.partition.workers.shape)
+            found = self._lifted[dims] = self.context.layout(workers, (((0, 1),),) * more + self.intervals)
         return found
-
-    def with_dims(self, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
-        """Another layout over the same worker's world."""
-        return self.context.layout(partition, intervals)
 
     def __repr__(self) -> str:
         return f"{'x'.join(map(str, self.extents))} over {self.partition}"
@@ -139,51 +137,53 @@ class Context:
         """All workers, along one axis."""
         return CartesianPartition(self.comm, list(self.everyone))
 
-    def grid(self, partition: Partition, extents: Sequence[int]) -> CartesianPartition:
-        """The workers of a partition over another topology; also one without axes."""
-        return CartesianPartition(self.comm, partition.workers.reshape(tuple(extents)))
-
-    def array(self, workers: Any) -> CartesianPartition:
-        """The partition of an array of workers."""
-        return CartesianPartition(self.comm, workers)
-
-    def layout(self, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
-        """The layout with these intervals along each dim: the same object for equal ones."""
-        # (by its workers: an unstructured partition and a grid of one axis are the same here)
-        key = (partition.workers.shape, partition.workers.tobytes(), tuple(map(tuple, intervals)))
+    def layout(self, workers: IntArray, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
+        """The layout over an array of workers with these intervals along each dim: the same object for equal ones."""
+        key = (workers.shape, workers.tobytes(), tuple(map(tuple, intervals)))
         found = self._layouts.get(key)
         if found is None:
-            if not partition.cartesian:
-                partition = self.grid(partition, partition.workers.shape)
-            found = self._layouts[key] = known(KnownLayout, partition, tuple(map(Ruler, key[2])), self)
+            grid = CartesianPartition(self.comm, workers)
+            found = self._layouts[key] = known(KnownLayout, grid, tuple(map(Ruler, key[2])), self)
         return found
 
     def known(self, layout: Layout) -> KnownLayout:
         """A layout as the one object that stands for it."""
-        return layout if isinstance(layout, KnownLayout) else self.layout(layout.partition, layout.intervals)
+        return layout if isinstance(layout, KnownLayout) else self.layout(layout.partition.workers, layout.intervals)
 
-    def balanced(self, partition: Partition, extents: Sequence[int]) -> KnownLayout:
-        """The layout that splits a tensor of the given global shape as evenly as possible over a partition.
+    def balanced(self, workers: IntArray, extents: Sequence[int]) -> KnownLayout:
+        """The layout that splits a tensor of the given global shape as evenly as possible over an array of workers.
 
-        Dims behind the last axis of the partition are not split.
+        Dims behind its last axis are not split.
         """
-        places = partition.workers.shape + (1,) * (len(extents) - partition.workers.ndim)
-        return self.layout(self.grid(partition, places), [balanced(n, p) for n, p in zip(extents, places, strict=True)])
+        places = workers.shape + (1,) * (len(extents) - workers.ndim)
+        return self.layout(workers.reshape(places), [balanced(n, p) for n, p in zip(extents, places, strict=True)])
+
+    def tiled(self, workers: IntArray, shapes: Sequence[Shape], what: str) -> KnownLayout:
+        """The layout of a tensor of which each worker of an array has a block; dims behind its last axis are not split.
+
+        Args:
+            shapes: of the blocks, by worker.
+            what: the tensor, in errors.
+        Raises: ValueError if the blocks form no grid.
+        """
+        blocks = np.array([shapes[worker] for worker in workers.ravel().tolist()], dtype=np.int64)
+        rank = blocks.shape[-1]
+        grid = CartesianPartition(self.comm, workers.reshape(workers.shape + (1,) * (rank - workers.ndim)))
+        return self.known(Layout.tiled(grid, blocks.reshape(*grid.workers.shape, rank), what))
 
     def whole(self, extents: Sequence[int], worker: int = 0) -> KnownLayout:
         """The layout of a tensor of which one worker has all."""
 
         def make() -> KnownLayout:
-            grid = CartesianPartition(self.comm, torch.full([1] * len(extents), worker).numpy())
-            return self.layout(grid, [((0, n),) for n in extents])
+            return self.layout(np.full((1,) * len(extents), worker), [((0, n),) for n in extents])
 
         return self.keep(("whole", tuple(extents), worker), make)
 
     def everywhere(self, extents: Sequence[int]) -> KnownLayout:
         """Where every worker needs all cells of a tensor of at least one dim: boxes that overlap."""
-        grid = self.grid(self.world, [len(self.everyone), *[1] * (len(extents) - 1)])
         first, *rest = extents
-        return self.layout(grid, [((0, first),) * len(self.everyone), *[((0, n),) for n in rest]])
+        workers = self.world.workers.reshape(-1, *[1] * len(rest))
+        return self.layout(workers, [((0, first),) * len(self.everyone), *[((0, n),) for n in rest]])
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made under a key; made now if it was not, or was long ago."""

@@ -16,7 +16,7 @@ from distdl.globals.functions.random import seed
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.partition import Layout, Partition, dims
+from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
@@ -115,9 +115,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
             f"GlobalTensor.from_local needs axes= to name an axis, or None, for each dim of the blocks; these have "
             f"{rank} dims, and the axes are {tuple(axes)}"
         )
-    grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
-    shapes = torch.tensor([told[worker][0] for worker in members], dtype=torch.int64)
-    layout = context.known(Layout.tiled(grid, shapes.reshape(*grid.workers.shape, rank).numpy(), "the tensor"))
+    layout = context.tiled(P.workers, [one[0] for one in told], "the tensor")
     if layout.active and any(told[worker][2] for worker in members) and not mine[2]:
         block = block.detach().requires_grad_()  # as that of another worker does
     if not layout.active:
@@ -177,7 +175,7 @@ def _split(
             f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is {dims(extents)} "
             f"and the partition {P}. Say with axes= along which axis of the partition each dim is split"
         )
-    return context.balanced(P, extents)
+    return context.balanced(P.workers, extents)
 
 
 def _check_axes(axes: Any, what: str) -> None:
@@ -204,7 +202,7 @@ def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str
     workers = np.asarray(P.workers[tuple(slice(None) if axis in named else 0 for axis in range(count))])
     workers = workers.transpose([sorted(named).index(axis) for axis in named])
     shape = iter(workers.shape)
-    return context.array(workers.reshape([1 if axis is None else next(shape) for axis in axes]))
+    return CartesianPartition(context.comm, workers.reshape([1 if axis is None else next(shape) for axis in axes]))
 
 
 def _begin(context: Context, what: str) -> None:

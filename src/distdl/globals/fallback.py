@@ -24,6 +24,7 @@ from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
+from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.memory import without_memory
@@ -53,10 +54,10 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return write(func, args, kwargs, args[0], (args, kwargs))
     map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
     first = found[0]
-    context, grid = first._context, first._layout.partition
+    context, workers = first._context, first._layout.partition.workers
     name = getattr(func, "__name__", str(func))
     _announce(context, name, found)
-    worker = int(grid.workers.flat[0])
+    worker = int(workers.flat[0])
     apart = Apart(context, worker, name)
     in_place = writes(func, kwargs)
     gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), one._block.is_leaf) for one in found}
@@ -100,7 +101,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     rest = iter(values)
 
     def spread(description: dict[str, Any]) -> GlobalTensor:
-        return _spread(description, next(rest), worker, found, grid, context, name)
+        return _spread(description, next(rest), worker, found, workers, context, name)
 
     y = _built(told["result"], spread)
     for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
@@ -216,18 +217,18 @@ def _spread(
     value: torch.Tensor,
     worker: int,
     found: list[GlobalTensor],
-    grid: Any,
+    workers: IntArray,
     context: Context,
     name: str,
 ) -> GlobalTensor:
-    """A result, which one worker has, split over the partition of the first argument."""
+    """A result, which one worker has, split over the workers of the first argument."""
     extents: Shape = tuple(description["shape"])
     owned = context.whole(extents, worker)
     x: GlobalTensor | None = found[description["same"]] if description["same"] >= 0 else None
     if x is not None and not description["written"]:
         return x
     resized = x is None or x.shape != extents
-    target = split_like(context, extents, grid) if x is None or resized else x._layout
+    target = split_like(context, extents, workers) if x is None or resized else x._layout
     if owned.rulers:
         block = moved_block(value, owned, target, name)
     else:
@@ -258,16 +259,14 @@ def _spread(
     return x
 
 
-def split_like(context: Context, extents: Shape, grid: Any) -> KnownLayout:
+def split_like(context: Context, extents: Shape, workers: IntArray) -> KnownLayout:
     """An even split of a new tensor over the workers of another: over the same axes if it has as many dims."""
-    if grid.workers.ndim == len(extents):
-        return context.balanced(grid, extents)
+    if workers.ndim == len(extents):
+        return context.balanced(workers, extents)
     if not extents:
-        return context.whole(extents, int(grid.workers.flat[0]))
+        return context.whole(extents, int(workers.flat[0]))
     longest = extents.index(max(extents))
-    places = [1] * len(extents)
-    places[longest] = grid.workers.size
-    return context.balanced(context.grid(grid, places), extents)
+    return context.balanced(workers.reshape([-1 if dim == longest else 1 for dim in range(len(extents))]), extents)
 
 
 def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:

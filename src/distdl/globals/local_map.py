@@ -133,14 +133,7 @@ def _token(place: Any) -> Any:
 
 
 def _tiled(context: Context, P: Partition, shapes: list[Any]) -> KnownLayout:
-    def make() -> KnownLayout:
-        members = P.workers.ravel().tolist()
-        rank = len(shapes[members[0]])
-        grid = context.grid(P, P.workers.shape + (1,) * (rank - P.workers.ndim))
-        blocks = torch.tensor([shapes[worker] for worker in members], dtype=torch.int64)
-        return context.known(Layout.tiled(grid, blocks.reshape(*grid.workers.shape, rank).numpy(), "a result"))
-
-    return context.keep(("tiled", _token(P), tuple(shapes)), make)
+    return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, shapes, "a result"))
 
 
 def _check(layout: KnownLayout, worker: int, shape: Shape | None, function: Any) -> None:

@@ -12,7 +12,7 @@ from distdl import nn
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.autograd import part_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.partition import Layout, Partition
+from distdl.partition import Partition
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
@@ -48,7 +48,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
         raise ValueError(f"{kind} needs a tensor with a dim for each axis of P_x ({P_x}); got {tuple(first.shape)}")
     layout = first._layout
     if layout.partition.workers.tolist() != P_x.workers.tolist():
-        layout = context.balanced(P_x, first.shape)
+        layout = context.balanced(P_x.workers, first.shape)
     places = [
         None if not isinstance(one, torch.Tensor) else layout if one is first else _place(module, one, layout)
         for one in args
@@ -64,8 +64,8 @@ def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> Kn
     context, workers = first.context, first.partition.workers
     batch, _, *space = first.intervals
     if one.dim() == len(first.rulers) - 1:
-        return context.layout(context.array(workers[:, 0]), [batch, *space])
-    return context.layout(context.array(workers[:, :1]), [batch, ((0, first.extents[1]),), *space])
+        return context.layout(workers[:, 0], [batch, *space])
+    return context.layout(workers[:, :1], [batch, ((0, first.extents[1]),), *space])
 
 
 def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: torch.Tensor) -> Any:
@@ -88,6 +88,4 @@ def _result(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
     if not rank:
         return context.whole((), worker)
     workers = P.workers[:, 0] if rank == P.workers.ndim - 1 and isinstance(module, _OF_CLASSES) else P.workers
-    grid = context.array(workers)
-    blocks = torch.tensor([shapes[one] for one in workers.ravel().tolist()], dtype=torch.int64)
-    return context.known(Layout.tiled(grid, blocks.reshape(*workers.shape, rank).numpy(), "the result"))
+    return context.tiled(workers, shapes, "the result")

@@ -174,7 +174,7 @@ def _align(
             target.intervals[dim] if lifted.extents[dim] == extents[dim] else ((0, 1),) * places[dim]
             for dim in range(len(extents))
         ]
-        need = context.layout(target.partition, intervals)
+        need = context.layout(target.partition.workers, intervals)
         needs.append(one if lifted is need and one.rulers else need)
     return target, tuple(needs)
 
@@ -196,7 +196,7 @@ def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) 
         lifted.intervals[dim] if lifted.extents[dim] == extents[dim] else balanced(extents[dim], places[dim])
         for dim in range(len(extents))
     ]
-    return lifted.context.layout(lifted.partition, intervals)
+    return lifted.context.layout(lifted.partition.workers, intervals)
 
 
 def own_box(layout: KnownLayout) -> tuple[slice, ...]:

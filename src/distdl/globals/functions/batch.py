@@ -59,8 +59,8 @@ class Moments:
             for worker in layout.partition.workers.ravel()
         }
         filled = [cells.get(worker, 0) > 0 for worker in context.everyone]
-        grid = context.grid(context.world, [len(context.everyone), 1, 1])
-        owned = context.layout(grid, [runs(filled), ((0, 2),), ((0, channels),)])
+        everyone = context.world.workers.reshape(-1, 1, 1)
+        owned = context.layout(everyone, [runs(filled), ((0, 2),), ((0, channels),)])
         entries = context.everywhere(owned.extents)
         self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)

@@ -92,8 +92,7 @@ def _added(layout: KnownLayout, counts: torch.Tensor) -> Any:
     context, workers, count = layout.context, layout.partition.workers, counts.numel()
 
     def make() -> KnownLayout:
-        grid = context.array(workers.reshape(-1, 1))
-        return context.layout(grid, [tuple((n, n + 1) for n in range(workers.size)), ((0, count),)])
+        return context.layout(workers.reshape(-1, 1), [tuple((n, n + 1) for n in range(workers.size)), ((0, count),)])
 
     counted = context.keep(("counted", layout, count), make)
     total: Any = GlobalTensor._of(counts.reshape(1, -1)[: counted.local[0]], counted).sum(0)
@@ -157,6 +156,6 @@ def unique(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _split(whole: torch.Tensor, like: GlobalTensor, name: str) -> GlobalTensor:
     """What a function has found in a tensor, which every worker has, split evenly over the workers of that."""
-    layout = split_like(like._context, tuple(whole.shape), like._layout.partition)
+    layout = split_like(like._context, tuple(whole.shape), like._layout.partition.workers)
     own = whole[own_box(layout)].reshape(layout.local)
     return GlobalTensor._of(_without_derivative(own, name, block_of(like)), layout)

@@ -61,7 +61,7 @@ def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTens
                 start, stop = stop, last if last > first else stop
                 along.append((start, stop))
         workers = workers.reshape((*workers.shape[:-2], -1))
-        return context.layout(context.array(workers), [*(layout.intervals[dim] for dim in rest), tuple(along)])
+        return context.layout(workers, [*(layout.intervals[dim] for dim in rest), tuple(along)])
 
     target = context.keep(("diagonal", layout, offset, row, column), make)
     own = offset + layout.box[row][0] - layout.box[column][0]

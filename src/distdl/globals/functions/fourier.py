@@ -39,7 +39,7 @@ def along_dims(
     target = context.keep(
         ("along", layout, tuple(after.items())),
         lambda: context.layout(
-            layout.partition,
+            layout.partition.workers,
             [((0, after[dim]),) if dim in after else along for dim, along in enumerate(layout.intervals)],
         ),
     )

@@ -86,7 +86,7 @@ def _plan_part(layout: KnownLayout, index: tuple[Any, ...]) -> _Part:
             if own:
                 local.append(cell - along[place][0])
         dim += 1
-    target = context.layout(context.array(layout.partition.workers[tuple(picked)]), intervals)
+    target = context.layout(layout.partition.workers[tuple(picked)], intervals)
     return _Part(tuple(local) if here else None, target)
 
 
@@ -119,9 +119,7 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
             *(layout.intervals[dim] for dim in before), *(((0, n),) for n in shape),
             *(layout.intervals[dim] for dim in behind),
         ]  # fmt: skip
-        return context.layout(
-            context.array(layout.partition.workers.reshape([len(one) for one in intervals])), intervals
-        )
+        return context.layout(layout.partition.workers.reshape([len(one) for one in intervals]), intervals)
 
     target = context.keep(("picked", layout, tuple(dims), shape), make)
     block = block_of(y)

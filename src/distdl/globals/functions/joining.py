@@ -38,14 +38,14 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
         total = sum(shape[dim] for shape in shapes)
         intervals = list(layout.intervals)
         intervals[dim] = balanced(total, len(intervals[dim])) if along is None else along
-        target = context.layout(layout.partition, intervals)
+        target = context.layout(layout.partition.workers, intervals)
         needs, start = [], 0
         for shape in shapes:
             n = shape[dim]
             intervals[dim] = tuple(
                 (min(max(i - start, 0), n), min(max(j - start, 0), n)) for i, j in target.intervals[dim]
             )
-            needs.append(context.layout(layout.partition, intervals))
+            needs.append(context.layout(layout.partition.workers, intervals))
             start += n
         return target, needs
 
@@ -172,7 +172,7 @@ def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         intervals = [
             ((0, along[0][1] * n),) if n > 1 else along for along, n in zip(layout.intervals, times, strict=True)
         ]
-        return context.layout(layout.partition, intervals)
+        return context.layout(layout.partition.workers, intervals)
 
     target = context.keep(("repeat", layout, tuple(times)), make)
     block = block_of(x)
@@ -215,7 +215,7 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         def make() -> KnownLayout:
             intervals = list(layout.intervals)
             intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
-            return context.layout(layout.partition, intervals)
+            return context.layout(layout.partition.workers, intervals)
 
         target = context.keep(("repeat_interleave", layout, dim, repeats), make)
         return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
@@ -268,7 +268,7 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             n = intervals[dim][-1][1]
             intervals[dim] = tuple((n - j, n - i) for i, j in reversed(intervals[dim]))
         turned = workers[tuple(slice(None, None, -1 if dim in dims else None) for dim in range(workers.ndim))]
-        return context.layout(context.array(turned), intervals)
+        return context.layout(turned, intervals)
 
     return GlobalTensor._of(block_of(x).flip(dims), context.keep(("flip", layout, dims), make))
 
@@ -297,7 +297,7 @@ def layout_like(layout: KnownLayout, shape: Sequence[int]) -> KnownLayout | None
             along if along[-1][1] == n else balanced(n, len(along))
             for along, n in zip(layout.intervals, shape, strict=True)
         ]
-        return layout.context.layout(layout.partition, intervals)
+        return layout.context.layout(layout.partition.workers, intervals)
 
     return layout.context.keep(("like", layout, shape), make)
 
@@ -351,9 +351,7 @@ def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         layout, context = _of(tensor)
 
         def make() -> KnownLayout:
-            return context.layout(
-                context.array(layout.partition.workers[..., None]), [*layout.intervals, ((0, num_classes),)]
-            )
+            return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
 
         target = context.keep(("one_hot", layout, num_classes), make)
         block = block_of(tensor)

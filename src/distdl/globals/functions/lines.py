@@ -55,7 +55,7 @@ def _along(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
             ((0, n),) if one == dim else tuple((min(i, n), min(j, n)) for i, j in layout.intervals[one])
             for one, n in enumerate(shape)
         ]
-        return context.layout(layout.partition, intervals)
+        return context.layout(layout.partition.workers, intervals)
 
     return context.keep(("along", layout, dim, shape), make)
 

@@ -46,10 +46,9 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, table.detach()[:, :1]))
         y = functional.embedding(block_of(input), table, padding_idx)
         columns = int(table.shape[1])
-        grid = layout.partition.workers.shape
 
         def result() -> Any:
-            return context.layout(context.grid(layout.partition, (*grid, 1)), [*layout.intervals, ((0, columns),)])
+            return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
 
         return as_global(y, context.keep(("embedding", layout, columns), result))
 

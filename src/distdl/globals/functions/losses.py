@@ -207,10 +207,10 @@ def _places(layout: KnownLayout, probabilities: bool) -> tuple[KnownLayout, Know
     """Where targets lie, at the first place of the classes, and the layout by which the op knows them."""
     context, workers, (batch, _, *space) = layout.context, layout.partition.workers, layout.intervals
     classes = layout.extents[1] if probabilities else 1
-    first = context.layout(context.array(workers[:, :1]), [batch, ((0, classes),), *space])
+    first = context.layout(workers[:, :1], [batch, ((0, classes),), *space])
     if probabilities:
         return first, first
-    return context.layout(context.array(workers[:, 0]), [batch, *space]), first
+    return context.layout(workers[:, 0], [batch, *space]), first
 
 
 @handles("ctc_loss", "torch functional")
@@ -240,7 +240,7 @@ def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = (rows, read[start:stop], written[start:stop])
         if stop == start:  # (no label, of one sequence)
             own = (labels.new_zeros(1, 1), [steps], [0])
-        target = layout.context.layout(layout.context.array(layout.partition.workers[0, :, 0]), [layout.intervals[1]])
+        target = layout.context.layout(layout.partition.workers[0, :, 0], [layout.intervals[1]])
         losses: Any = GlobalTensor._of(
             local(
                 lambda block: functional.ctc_loss(block, *own, blank, "none", zero_infinity),  # type: ignore[arg-type]

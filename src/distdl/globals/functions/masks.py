@@ -46,7 +46,7 @@ def _rows(x: GlobalTensor, mask: GlobalTensor, name: str) -> _Rows:
     first = layout.context.keep(
         ("first dim", layout),
         lambda: layout.context.layout(
-            layout.context.array(layout.partition.workers.reshape(layout.partition.workers.shape[0], -1)),
+            layout.partition.workers.reshape(layout.partition.workers.shape[0], -1),
             [layout.intervals[0], ((0, 1),) * prod(layout.partition.workers.shape[1:])],
         ),
     )
@@ -66,7 +66,7 @@ def _chosen(layout: KnownLayout, mask: torch.Tensor) -> KnownLayout:
     for worker in workers.reshape(workers.shape[0], -1)[:, 0].tolist():
         start, stop = stop, stop + told[worker]
         along.append((start, stop))
-    return context.layout(layout.partition, [along, *layout.intervals[1:]])
+    return context.layout(layout.partition.workers, [along, *layout.intervals[1:]])
 
 
 def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
@@ -234,5 +234,5 @@ def where_true(x: GlobalTensor) -> GlobalTensor:
     places = torch.stack(torch.unravel_index(numbers, shape), 1)
     chosen = _chosen(layout, own)
     workers = layout.partition.workers[:, None]
-    target = context.layout(context.array(workers), [chosen.intervals[0], ((0, len(shape)),)])
+    target = context.layout(workers, [chosen.intervals[0], ((0, len(shape)),)])
     return GlobalTensor._of(places.reshape(target.local), target)

@@ -108,7 +108,7 @@ def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
     def make() -> KnownLayout:
         workers = layout.partition.workers[..., 0, 0]
         workers = workers.reshape(workers.shape + (1,) * len(shape))
-        return context.layout(context.array(workers), [*layout.intervals[:-2], *(((0, n),) for n in shape)])
+        return context.layout(workers, [*layout.intervals[:-2], *(((0, n),) for n in shape)])
 
     return context.keep(("of matrices", layout, shape), make)
 

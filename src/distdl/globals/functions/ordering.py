@@ -48,7 +48,7 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     def make() -> KnownLayout:
         intervals = list(layout.intervals)
         intervals[dim] = ((0, count),)
-        return context.layout(layout.partition, intervals)
+        return context.layout(layout.partition.workers, intervals)
 
     target = context.keep(("sorted", layout, dim, count), make)
     block = block_of(z)

@@ -55,7 +55,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 checked(func, [input, weight] if bias is None else [input, weight, bias])
                 target = context.keep(
                     ("linear", layout, weight.shape[0]),
-                    lambda: context.layout(layout.partition, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
+                    lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
                 )
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from distdl.geometry.boxes import Interval
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entering import enter
 from distdl.globals.fallback import fall_back
@@ -83,10 +82,10 @@ def _over_samples(
 
     def split(extents: Sequence[int], dim: int) -> KnownLayout:
         """The layout of a tensor whose samples lie as those of the input."""
-        places = [1] * len(extents)
-        along: list[tuple[Interval, ...]] = [((0, n),) for n in extents]
-        places[dim], along[dim] = layout.partition.workers.size, layout.intervals[batch]
-        return context.layout(context.grid(layout.partition, places), along)
+        workers = layout.partition.workers.reshape([-1 if one == dim else 1 for one in range(len(extents))])
+        return context.layout(
+            workers, [layout.intervals[batch] if one == dim else ((0, n),) for one, n in enumerate(extents)]
+        )
 
     block = moved(input, layout, name)
     held = [split(one.shape, states_batch) for one in states]

@@ -54,7 +54,7 @@ def reduced_layout(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
         workers = layout.partition.workers
         kept = workers[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(workers.ndim))]
         intervals = [((0, 1),) if dim in dims else along for dim, along in enumerate(layout.intervals)]
-        return context.layout(context.array(kept), intervals)
+        return context.layout(kept, intervals)
 
     return context.keep(("reduced", layout, tuple(dims)), make)
 
@@ -69,7 +69,7 @@ def without_dims(x: GlobalTensor, dims: Sequence[int]) -> GlobalTensor:
         kept = [dim for dim in range(len(layout.rulers)) if dim not in dims]
         workers = layout.partition.workers
         owner = [place(layout, dim) if dim in dims else slice(None) for dim in range(workers.ndim)]
-        return context.layout(context.array(workers[tuple(owner)]), [layout.intervals[dim] for dim in kept])
+        return context.layout(workers[tuple(owner)], [layout.intervals[dim] for dim in kept])
 
     target = context.keep(("without", layout, tuple(dims)), make)
     return GlobalTensor._of(block_of(x).reshape(target.local), target)
@@ -211,8 +211,8 @@ def gathered(
             if len(places) < workers.shape[dim]:
                 filled.append((dim + len(front), torch.tensor(places)))
         return (
-            context.layout(context.array(workers.reshape(more + workers.shape)), [*front, *owned]),
-            context.layout(context.array(targets.reshape(more + targets.shape)), [*front, *needed]),
+            context.layout(workers.reshape(more + workers.shape), [*front, *owned]),
+            context.layout(targets.reshape(more + targets.shape), [*front, *needed]),
             filled,
         )
 

@@ -55,7 +55,8 @@ def _in_front(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:
     owned, needed = list(layout.intervals), list(layout.intervals)
     owned[dim] = tuple((at, at + 1) for at in range(places))
     needed[dim] = tuple((0, at) for at in range(places))
-    return layout.with_dims(layout.partition, owned), layout.with_dims(layout.partition, needed)
+    workers = layout.partition.workers
+    return layout.context.layout(workers, owned), layout.context.layout(workers, needed)
 
 
 @handles("cummax cummin logcumsumexp", "torch Tensor")

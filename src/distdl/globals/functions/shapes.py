@@ -101,7 +101,7 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         probe = torch.empty([2 + dim for dim in range(len(layout.rulers))], device="meta")
         order = [n - 2 for n in func(probe, *rest, **kwargs).shape]
         workers = layout.partition.workers.transpose(order)
-        return context.layout(context.array(workers), [layout.intervals[dim] for dim in order])
+        return context.layout(workers, [layout.intervals[dim] for dim in order])
 
     key = (func, frozen(rest), frozen(kwargs))
     target = context.keep(("permute", layout, key), make)
@@ -212,8 +212,8 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
         found[at] = fit
     fits = [_Fit([outer[at]], [outer[at]]) if at in kept else found[at] for at in range(len(groups))]
     before_, after_ = [one for fit in fits for one in fit.before], [one for fit in fits for one in fit.after]
-    needed = context.layout(context.array(grid.reshape([len(one) for one in before_])), before_)
-    owned = context.layout(context.array(workers), given)
+    needed = context.layout(grid.reshape([len(one) for one in before_]), before_)
+    owned = context.layout(workers, given)
     target = _with_units(context, grid, after_, shape)
     return Reshape(None if needed is owned else _with_units(context, grid, before_, extents), target)
 
@@ -222,7 +222,7 @@ def _with_units(context: Context, grid: Any, intervals: list[Intervals], shape: 
     """The layout of a shape, of which the splits of the dims of more than one element are given."""
     rest = iter(intervals)
     full = [((0, 1),) if n == 1 else next(rest) for n in shape]
-    return context.layout(context.array(grid.reshape([len(one) for one in full])), full)
+    return context.layout(grid.reshape([len(one) for one in full]), full)
 
 
 def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
@@ -352,7 +352,7 @@ def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     layout, context = _at(x)
 
     def make() -> KnownLayout:
-        return context.layout(context.array(layout.partition.workers[..., None]), [*layout.intervals, ((0, 2),)])
+        return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, 2),)])
 
     target = context.keep(("view_as_real", layout), make)
     return view_of(x, func(block_of(x)).reshape(target.local), target, False, _of_numbers(func))
@@ -394,7 +394,7 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     layout, context = _at(y)
 
     def make() -> KnownLayout:
-        return context.layout(context.array(layout.partition.workers[..., 0]), layout.intervals[:-1])
+        return context.layout(layout.partition.workers[..., 0], layout.intervals[:-1])
 
     target = context.keep(("view_as_complex", layout), make)
     block = block_of(y)
@@ -426,7 +426,7 @@ def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
             along if along[-1][1] == n else tuple((start * n, stop * n) for start, stop in along)
             for along, n in zip(lifted.intervals, shape, strict=True)
         ]
-        return context.layout(lifted.partition, intervals)
+        return context.layout(lifted.partition.workers, intervals)
 
     target = context.keep(("expand", layout, shape), make)
     block = block_of(x).reshape(lifted.local).expand(target.local)

@@ -81,7 +81,7 @@ class Spread:
         order = [self.labels.index(label) for label in labels]
         rest = [axis for axis in range(len(self.labels)) if axis not in order]
         workers = self.workers.transpose(order + rest).reshape([self.workers.shape[axis] for axis in order])
-        return context.layout(context.array(workers), [self.intervals[axis] for axis in order])
+        return context.layout(workers, [self.intervals[axis] for axis in order])
 
 
 def spread_of(layout: KnownLayout, labels: Sequence[Hashable], order: Labels, extents: dict[Hashable, int]) -> Spread:
@@ -125,8 +125,8 @@ class Need:
         order = [label for label in spread.labels if label not in labels] + list(labels)
         axes = [spread.labels.index(label) for label in order]
         behind = len(order) - len(labels)
-        workers = context.array(spread.workers.transpose(axes))
-        along: list[tuple[Interval, ...]] = [((0, 1),) * places for places in workers.workers.shape]
+        workers = spread.workers.transpose(axes)
+        along: list[tuple[Interval, ...]] = [((0, 1),) * places for places in workers.shape]
         for axis, (label, extent) in enumerate(zip(labels, shape, strict=True), behind):
             whole = extent != extents[label]
             along[axis] = ((0, extent),) * len(along[axis]) if whole else spread.intervals[axes[axis]]
@@ -141,7 +141,7 @@ class Need:
             return
         own = spread_of(described, labels, spread.labels, {**extents, **dict(zip(labels, shape, strict=True))})
         owned = context.layout(
-            context.array(own.workers.transpose(axes)),
+            own.workers.transpose(axes),
             [own.intervals[axis] if label in labels else ((0, 1),) for axis, label in zip(axes, order, strict=True)],
         )
         self.cells = max((prod(map(_length, box)) for box in needed.values()), default=0) if owned is not needed else 0

@@ -185,7 +185,7 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
     def make() -> KnownLayout:
         more = table.dim() - 1
         workers = layout.partition.workers.reshape(layout.partition.workers.shape + (1,) * more)
-        return context.layout(context.array(workers), [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
+        return context.layout(workers, [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
 
     n = table.shape[0]
     check_range(cells, -n, n, lambda wrong: torch.empty(n)[wrong])
@@ -265,7 +265,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
         workers = layout.partition.workers.transpose([*dims, *rest])
         workers = workers.reshape((-1, *workers.shape[len(dims) :]))
         along = [layout.intervals[dim] for dim in rest]
-        return context.layout(context.array(workers), [((0, count),) * workers.shape[0], *along])
+        return context.layout(workers, [((0, count),) * workers.shape[0], *along])
 
     needed = context.keep(("cells", layout, tuple(dims), count), make)
     given = brought(rows, needed, "an assignment")

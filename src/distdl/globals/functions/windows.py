@@ -64,7 +64,7 @@ def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         def make() -> KnownLayout:
             intervals = [*layout.intervals, ((0, size),)]
             intervals[dim] = ((0, count),)
-            return context.layout(context.array(layout.partition.workers[..., None]), intervals)
+            return context.layout(layout.partition.workers[..., None], intervals)
 
         target = context.keep(("windows", layout, dim, size, step), make)
         block = block_of(x)
@@ -229,7 +229,7 @@ def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         def make() -> KnownLayout:
             along = tuple((i * cells, j * cells) for i, j in layout.intervals[1])
             grid = layout.partition.workers[..., 0]
-            return context.layout(context.array(grid), [layout.intervals[0], along, ((0, shape[2]),)])
+            return context.layout(grid, [layout.intervals[0], along, ((0, shape[2]),)])
 
         target = context.keep(("im2col", layout, shape, cells), make)
         block = block_of(x)
@@ -258,7 +258,7 @@ def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         layout, context = x._layout, x._context
 
         def make() -> KnownLayout:
-            return context.layout(layout.partition, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
+            return context.layout(layout.partition.workers, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
 
         target = context.keep(("col2im", layout, shape), make)
         block = block_of(x)

@@ -193,5 +193,5 @@ class Forward:
                 debug.note_plain("a distributed model with", x)
         if x.dim() < self.P.workers.ndim:
             return x
-        layout = Context.of(self.P.comm).balanced(self.P, x.shape)
+        layout = Context.of(self.P.comm).balanced(self.P.workers, x.shape)
         return know(GlobalTensor._of(taken(x, layout).clone(), layout), Bounds.of(x))

@@ -50,7 +50,7 @@ class Gathering:
             self._counts.append(slice(stop, stop + len(layouts)))
             stop += len(layouts)
             intervals.append((first, stop))
-        self._own = context.layout(context.world, [intervals])
+        self._own = context.layout(context.world.workers, [intervals])
         self._whole = context.everywhere((stop,))
         self.context = context
         self.operator: Operator = context.moving(self._own, self._whole, dtype, NONE, "weights")

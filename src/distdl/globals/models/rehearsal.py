@@ -135,7 +135,7 @@ def rehearse(
     def split(x: torch.Tensor) -> torch.Tensor:
         if x.dim() < workers.ndim:
             return x.to("meta")
-        layout = context.balanced(P, x.shape)
+        layout = context.balanced(workers, x.shape)
         return GlobalTensor._of(torch.empty(layout.local, dtype=x.dtype, device="meta"), layout)
 
     return _Watch(own, comm).run([split(one) for one in inputs], backward)

@@ -313,7 +313,7 @@ def share_layout(context: Context, extents: Shape, loads: dict[int, int]) -> Kno
         sizes *= lengths.reshape([-1 if axis == dim else 1 for axis in range(len(places))])
     array = np.empty(sizes.size, dtype=np.int64)
     array[np.argsort(-sizes.ravel(), kind="stable")] = workers
-    return context.layout(context.array(array.reshape(places)), intervals)
+    return context.layout(array.reshape(places), intervals)
 
 
 def _grids(count: int, dims: int) -> Iterator[Shape]:
