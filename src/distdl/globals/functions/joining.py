@@ -11,7 +11,7 @@ from torch.nn import functional
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.adopting import split_beside
 from distdl.globals.bounds import check_range
-from distdl.globals.context import Context, KnownLayout
+from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
@@ -166,15 +166,15 @@ def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         elif n > 1 and len(x._layout.intervals[dim]) > 1:
             x = side_by_side([x] * n, dim, name="repeat")
             times[dim] = 1
-    layout, context = _of(x)
+    layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:
         intervals = [
             ((0, along[0][1] * n),) if n > 1 else along for along, n in zip(layout.intervals, times, strict=True)
         ]
-        return context.layout(layout.partition.workers, intervals)
+        return layout.context.layout(layout.partition.workers, intervals)
 
-    target = context.keep(("repeat", layout, tuple(times)), make)
+    target = layout.context.keep(("repeat", layout, tuple(times)), make)
     block = block_of(x)
     if layout.active and times:
         block = block.repeat([max(n, 1) for n in times])
@@ -210,14 +210,14 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
                 return input.index_select(dim, cells)
             repeats = int(repeats)
         shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # (for torch's error)
-        layout, context = _of(input)
+        layout: KnownLayout = input._layout
 
         def make() -> KnownLayout:
             intervals = list(layout.intervals)
             intervals[dim] = tuple((i * repeats, j * repeats) for i, j in intervals[dim])
-            return context.layout(layout.partition.workers, intervals)
+            return layout.context.layout(layout.partition.workers, intervals)
 
-        target = context.keep(("repeat_interleave", layout, dim, repeats), make)
+        target = layout.context.keep(("repeat_interleave", layout, dim, repeats), make)
         return GlobalTensor._of(block_of(input).repeat_interleave(repeats, dim), target)
 
     return run(*args, **kwargs)
@@ -260,7 +260,7 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = list(given[0])
     dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
-    layout, context = _of(x)
+    layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:
         workers, intervals = layout.partition.workers, list(layout.intervals)
@@ -268,19 +268,15 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             n = intervals[dim][-1][1]
             intervals[dim] = tuple((n - j, n - i) for i, j in reversed(intervals[dim]))
         turned = workers[tuple(slice(None, None, -1 if dim in dims else None) for dim in range(workers.ndim))]
-        return context.layout(turned, intervals)
+        return layout.context.layout(turned, intervals)
 
-    return GlobalTensor._of(block_of(x).flip(dims), context.keep(("flip", layout, dims), make))
+    return GlobalTensor._of(block_of(x).flip(dims), layout.context.keep(("flip", layout, dims), make))
 
 
 @handles("__reversed__", "Tensor")
 def backwards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     return x.flip(0) if x.dim() else x
-
-
-def _of(x: GlobalTensor) -> tuple[KnownLayout, Context]:
-    return x._layout, x._context
 
 
 # -- new ones
@@ -348,12 +344,12 @@ def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if num_classes < 1:
             num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
         check_range(tensor, 0, num_classes, lambda wrong: func(wrong, num_classes))
-        layout, context = _of(tensor)
+        layout: KnownLayout = tensor._layout
 
         def make() -> KnownLayout:
-            return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
+            return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
 
-        target = context.keep(("one_hot", layout, num_classes), make)
+        target = layout.context.keep(("one_hot", layout, num_classes), make)
         block = block_of(tensor)
         return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)
 

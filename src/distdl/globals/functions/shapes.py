@@ -82,10 +82,6 @@ def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor
     return x if needed is x._layout else GlobalTensor._of(moved(x, needed, name), needed)
 
 
-def _at(x: GlobalTensor) -> tuple[KnownLayout, Context]:
-    return x._layout, x._context
-
-
 # -- the order of dims
 
 
@@ -94,17 +90,17 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Another order of dims; the partition's axes go with them. Nothing moves."""
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
-    layout, context = _at(x)
+    layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:
         # (extents that tell the dims apart)
         probe = torch.empty([2 + dim for dim in range(len(layout.rulers))], device="meta")
         order = [n - 2 for n in func(probe, *rest, **kwargs).shape]
         workers = layout.partition.workers.transpose(order)
-        return context.layout(workers, [layout.intervals[dim] for dim in order])
+        return layout.context.layout(workers, [layout.intervals[dim] for dim in order])
 
     key = (func, frozen(rest), frozen(kwargs))
-    target = context.keep(("permute", layout, key), make)
+    target = layout.context.keep(("permute", layout, key), make)
     block = block_of(x)
     if layout.rulers:
         block = func(block, *rest, **kwargs)
@@ -349,12 +345,12 @@ def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def view_as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """Real and imaginary part along a last dim, which is not split."""
     (x,) = (*args, *kwargs.values())
-    layout, context = _at(x)
+    layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:
-        return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, 2),)])
+        return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, 2),)])
 
-    target = context.keep(("view_as_real", layout), make)
+    target = layout.context.keep(("view_as_real", layout), make)
     return view_of(x, func(block_of(x)).reshape(target.local), target, False, _of_numbers(func))
 
 
@@ -391,12 +387,12 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         raise RuntimeError("Tensor must have a storage_offset divisible by 2")
     dims = x.dim()
     y: GlobalTensor = whole_along(x, [dims - 1], "view_as_complex")
-    layout, context = _at(y)
+    layout: KnownLayout = y._layout
 
     def make() -> KnownLayout:
-        return context.layout(layout.partition.workers[..., 0], layout.intervals[:-1])
+        return layout.context.layout(layout.partition.workers[..., 0], layout.intervals[:-1])
 
-    target = context.keep(("view_as_complex", layout), make)
+    target = layout.context.keep(("view_as_complex", layout), make)
     block = block_of(y)
     if not layout.active:  # (whose last dim is empty, too)
         block = block.reshape((*target.local, 2))
@@ -418,7 +414,7 @@ def expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    layout, context = _at(x)
+    layout: KnownLayout = x._layout
     lifted = layout.lifted(len(shape))
 
     def make() -> KnownLayout:
@@ -426,9 +422,9 @@ def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
             along if along[-1][1] == n else tuple((start * n, stop * n) for start, stop in along)
             for along, n in zip(lifted.intervals, shape, strict=True)
         ]
-        return context.layout(lifted.partition.workers, intervals)
+        return layout.context.layout(lifted.partition.workers, intervals)
 
-    target = context.keep(("expand", layout, shape), make)
+    target = layout.context.keep(("expand", layout, shape), make)
     block = block_of(x).reshape(lifted.local).expand(target.local)
     return view_of(x, block, target, False, _expansion(shape))
 
