@@ -172,7 +172,7 @@ if hasattr(functional, "linear_cross_entropy"):
 def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     shape = tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
-    return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in tensors)
+    return tuple(expanded(one, shape) for one in tensors)
 
 
 @handles("local_response_norm", "functional")

@@ -180,7 +180,7 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             order[:2] = [1, 0]
         shape = tuple(axes[place].numel() for place in order)
         lines = [one.reshape([-1 if place == at else 1 for place in order]) for at, one in enumerate(axes)]
-        return tuple(expanded(one, shape) if type(one) is GlobalTensor else one.expand(shape) for one in lines)
+        return tuple(expanded(one, shape) for one in lines)
 
     return run(*args, **kwargs)
 

@@ -127,14 +127,10 @@ def take_along_dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         dim %= input.dim()
         indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # (they may count from the end)
         shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
-        full = [_expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
+        full = [expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
         return torch.gather(full[0], dim, full[1])
 
     return run(*args, **kwargs)
-
-
-def _expanded(x: Any, shape: Sequence[int]) -> Any:
-    return expanded(x, tuple(shape)) if type(x) is GlobalTensor else x.expand(shape)
 
 
 @handles("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", "torch Tensor")

@@ -128,8 +128,7 @@ def _replaced(rows: _Rows, value: Any) -> GlobalTensor:
     """Rows with other values, one for each that is chosen."""
     shape = rows.chosen.extents
     check_value(rows.x, value, shape)
-    value = expanded(value, shape) if type(value) is GlobalTensor else value.expand(shape)
-    given = brought(value, rows.chosen, "an assignment")
+    given = brought(expanded(value, shape), rows.chosen, "an assignment")
     block = block_of(rows.x).index_put((rows.mask,), given)
     return GlobalTensor._of(block, rows.x._layout)
 

@@ -406,15 +406,18 @@ def view_as_complex(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
 
 @handles("expand broadcast_to", "torch Tensor")
-def expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copies along dims of extent 1, on the workers that hold them: without memory of their own, as in torch."""
     x, *rest = args
     kwargs.pop("implicit", None)
     return expanded(x, shape_of(func, x, rest, kwargs))
 
 
-def expanded(x: GlobalTensor, shape: Shape) -> GlobalTensor:
-    layout: KnownLayout = x._layout
+def expanded(x: Any, shape: Shape) -> Any:
+    """The same to a known shape; of a tensor that every worker has, too."""
+    if type(x) is not GlobalTensor:
+        return x.expand(shape)
+    layout = x._layout
     lifted = layout.lifted(len(shape))
 
     def make() -> KnownLayout:

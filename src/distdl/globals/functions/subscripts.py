@@ -257,9 +257,9 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     check_value(x, value, shape)
     while value.dim() > len(shape):
         value = value.squeeze(0)
-    rows = expanded(value, shape) if type(value) is GlobalTensor else value.expand(shape)
     picked = list(range(len(before), len(before) + tensors[0].dim()))
-    rows = rows.movedim(picked, list(range(len(picked)))).reshape((count, *(x.shape[dim] for dim in rest)))
+    rows = expanded(value, shape).movedim(picked, list(range(len(picked))))
+    rows = rows.reshape((count, *(x.shape[dim] for dim in rest)))
 
     def make() -> KnownLayout:
         workers = layout.partition.workers.transpose([*dims, *rest])
