@@ -15,7 +15,7 @@ import pytest
 import torch
 from same import Global, assert_same, outcome
 
-from distdl.globals.replicas import map_tensors
+from distdl.globals.nested import map_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # (operators that torch deprecates say so)
 PARTS = 36

@@ -12,8 +12,9 @@ from torch.utils import swap_tensors
 
 from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import taken
-from distdl.globals.replicas import Replica, assigned, entered, map_tensors, mark, plain_of
+from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
@@ -109,13 +110,9 @@ def _is_global(value: Any) -> bool:
 
 def _are_numbers(values: Any) -> bool:
     """Whether all global tensors in a structure are without dims and a gradient: every worker can have them whole."""
-    found: list[bool] = []
     recorded = torch.is_grad_enabled()
-    map_tensors(
-        values, lambda one: found.append(not one.dim() and not (recorded and one.requires_grad))
-        if _is_global(one) else None
-    )  # fmt: skip
-    return all(found)
+    found = [one for one in tensors_in(values) if type(one) is GlobalTensor]
+    return all(not one.dim() and not (recorded and one.requires_grad) for one in found)
 
 
 def _assigns_item() -> bool:
@@ -150,8 +147,7 @@ def split_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
 
 
 def _largest(beside: Any) -> GlobalTensor:
-    found: list[GlobalTensor] = []
-    map_tensors(beside, lambda one: found.append(one) if type(one) is GlobalTensor else None)
+    found = (one for one in tensors_in(beside) if type(one) is GlobalTensor)
     return max(found, key=lambda one: one.numel())
 
 

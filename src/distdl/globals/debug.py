@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 
 from distdl.exchange import watching
+from distdl.globals.nested import tensors_in
 from distdl.globals.paths import current_path
 from distdl.partition import dims
 from distdl.transport import Communicator
@@ -93,7 +94,10 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
             they may be blocks.)
     """
-    found = [_plain(one, whole) if layout is None else _split(one, layout) for one, layout in _tensors((args, kwargs))]
+    found = [
+        _split(one, one.__dict__["_layout"]) if "_layout" in one.__dict__ else _plain(one, whole)
+        for one in tensors_in((args, kwargs))
+    ]
     if whole:
         numbers = ", ".join(_numbers((args, kwargs)))
         if numbers:
@@ -116,17 +120,6 @@ def _numbers(value: Any) -> Iterator[str]:
 
 def _checksum(cells: Any) -> str:
     return f"{crc32(cells):08x}"
-
-
-def _tensors(value: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """The tensors in nested arguments, with their layouts."""
-    if isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, torch.Tensor):
-        yield value, value.__dict__.get("_layout")
 
 
 def _plain(x: torch.Tensor, whole: bool) -> str:

@@ -17,9 +17,10 @@ from distdl.globals.apart import Apart, error_of, report
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entry import value_of
 from distdl.globals.functions.pointwise import writes
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
-from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
+from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
@@ -49,10 +50,9 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     Raises: NotImplementedError, under ``fallback="error"``; and on every worker what torch raises on that one.
     """
-    found: list[GlobalTensor] = []
     if args and isinstance(args[0], torch.Tensor) and type(args[0]) is not GlobalTensor and writes(func, kwargs):
         return write(func, args, kwargs, args[0], (args, kwargs))
-    map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
+    found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
     first = found[0]
     context, workers = first._context, first._layout.partition.workers
     name = getattr(func, "__name__", str(func))
@@ -92,7 +92,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         _share(beside[place], context, worker, name)
     described = [*_descriptions(told["result"]), *(description for _, description in told["written"])]
     if context.me == worker:
-        values = [*_tensors(result), *(inputs[place] for place, _ in told["written"])]
+        values = [*tensors_in(result), *(inputs[place] for place, _ in told["written"])]
     else:
         values = [_nothing(description, context, worker, inputs[0].device) for description in described]
     curved = [place for place, description in enumerate(described) if description["gradient"]]
@@ -175,7 +175,7 @@ def _nothing(description: dict[str, Any], context: Context, worker: int, device:
 
 
 def _describe(result: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> dict[str, Any]:
-    returned = set(map(id, _tensors(result)))
+    returned = set(map(id, tensors_in(result)))
     written = [
         (place, _described(one, inputs, writes_seen))
         for place, one in enumerate(inputs)
@@ -204,12 +204,6 @@ def _described(value: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> A
         named = type(value).__module__ == "torch.return_types"
         return {"type": type(value).__name__, "items": items} if named else items
     return value
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(tuple(result) if isinstance(result, tuple) else result, found.append)
-    return found
 
 
 def _spread(

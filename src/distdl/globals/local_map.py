@@ -11,9 +11,10 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.autograd import connected
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.paths import on_blocks
-from distdl.globals.replicas import Replica, entered, map_tensors, tied_of
+from distdl.globals.replicas import Replica, entered, tied_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments
@@ -65,7 +66,7 @@ def local_map(function: Callable[..., Any], out: Out = "same") -> Callable[..., 
                 inputs.append(own)
             return own
 
-        found_context = _context(args, kwargs)
+        found_context = next((one._context for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor), None)
         given, named = map_tensors((args, kwargs), plain)
         with on_blocks():
             y = map_tensors(function(*given, **named), tied_of)
@@ -94,12 +95,6 @@ def _block(x: GlobalTensor) -> torch.Tensor:
         return block
     _, *rest = layout.shapes[int(layout.partition.workers.flat[0])]
     return zeros_on(block, (0, *rest))
-
-
-def _context(args: Any, kwargs: Any) -> Context | None:
-    contexts: list[Context] = []
-    map_tensors((args, kwargs), lambda one: contexts.append(one._context) if type(one) is GlobalTensor else None)
-    return contexts[0] if contexts else None
 
 
 def _layouts(

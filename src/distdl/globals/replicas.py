@@ -7,7 +7,6 @@ with its own copy, which has entered (see ``globals.entering``).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from distdl.globals.context import Context
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.paths import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
 from distdl.nn.compiling import leave_uncompiled
@@ -78,8 +78,7 @@ class Replica(torch.Tensor):
             handler = REPLICATED[OPERATOR] if _is_own(func) else None
         if handler is not None:
             return handler(func, args, kwargs or {})
-        every: list[torch.Tensor] = []
-        map_tensors((args, kwargs or {}), every.append)
+        every = tensors_in((args, kwargs or {}))
         for value in every:
             if type(value).__name__ == "GlobalTensor":  # (of which torch has not told us)
                 return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
@@ -142,40 +141,6 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 leave_uncompiled(Replica.__dict__["__torch_function__"].__func__)
 Replica.__module__ = "torch"
-
-
-_NO_TENSORS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure of tuples, lists and dicts, with each tensor in it changed."""
-    kind = type(value)
-    if kind in _NO_TENSORS:  # (most arguments, at a glance)
-        return value
-    if kind is tuple:
-        return tuple([map_tensors(item, change) for item in value]) if value else value
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        changed = [map_tensors(item, change) for item in value]
-        return kind._make(changed) if hasattr(value, "_fields") else kind(changed)
-    if isinstance(value, dict):
-        found = {name: map_tensors(item, change) for name, item in value.items()}
-        return found if kind is dict else _of_kind(value, found)
-    return value
-
-
-def _of_kind(value: dict[Any, Any], found: dict[Any, Any]) -> dict[Any, Any]:
-    """A dict of a class of its own with other values: it may have attributes, or more ways to read it."""
-    if all(found[name] is item for name, item in value.items()):
-        return value
-    try:
-        made = copy(value)
-        for name, item in found.items():
-            made[name] = item
-    except Exception:  # (some classes may not be written)
-        return found
-    return made
 
 
 def copy_of(replica: Replica) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from distdl.globals.context import Context
+from distdl.globals.nested import tensors_in
 from distdl.globals.operands import taken
-from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.tensors.memory import parts_of
 
@@ -52,10 +53,7 @@ def check_gradient(values: Any, name: str) -> None:
         name: of the function that writes.
     Raises: RuntimeError.
     """
-    found: list[torch.Tensor] = []
-    if torch.is_grad_enabled():
-        map_tensors(values, lambda one: found.append(one) if one.requires_grad else None)
-    if found:
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors_in(values)):
         raise RuntimeError(
             f"{name} would write what a global tensor says into a parameter or a buffer of the model, and the gradient "
             "of what is written would be lost; write under torch.no_grad(), or what has been detached"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.replicas import map_tensors, plain_of
+from distdl.globals.nested import map_tensors
+from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
 
 

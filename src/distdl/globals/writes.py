@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distdl.globals.replicas import map_tensors
+from distdl.globals.nested import tensors_in
 
 
 class Writes:
@@ -71,9 +71,6 @@ class _Operators(TorchDispatchMode):
             return y
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                map_tensors(args[place] if place < len(args) else kwargs.get(argument.name), self._note)
+                written = tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
+                self.written.update(one.untyped_storage()._cdata for one in written if one.layout is torch.strided)
         return func(*args, **kwargs)
-
-    def _note(self, one: torch.Tensor) -> None:
-        if one.layout is torch.strided:
-            self.written.add(one.untyped_storage()._cdata)

@@ -15,7 +15,7 @@ from distdl.globals.adopting import write
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.replicas import map_tensors
+from distdl.globals.nested import map_tensors
 from distdl.globals.table import TABLE, Handler, composite, handles
 from distdl.globals.tensor import GlobalTensor
 

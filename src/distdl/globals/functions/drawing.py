@@ -7,7 +7,6 @@ tensors draw by: the seed on which the workers have agreed, and how many calls t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from distdl.globals.context import Context
 from distdl.globals.functions import random
 from distdl.globals.functions.random import next_draw, of_copies
-from distdl.globals.replicas import Replica, map_tensors
+from distdl.globals.nested import tensors_in
+from distdl.globals.replicas import Replica
 from distdl.globals.table import TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -80,6 +80,5 @@ def generator(context: Context, device: torch.device) -> torch.Generator:
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
-    found: list[torch.Tensor] = []
-    map_tensors((args, kwargs), found.append)
-    return next(itertools.chain((one.device for one in found), [torch.get_default_device()]))
+    found = tensors_in((args, kwargs))
+    return found[0].device if found else torch.get_default_device()

@@ -13,8 +13,8 @@ from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import Intervals, view_of, whole_along
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import map_tensors
 from distdl.globals.strides import View, note_picked
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor

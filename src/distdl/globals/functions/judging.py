@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context
-from distdl.globals.replicas import map_tensors
+from distdl.globals.nested import map_tensors
 from distdl.globals.tensor import GlobalTensor
 
 

@@ -13,8 +13,9 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.judging import frozen, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, moved, taken
-from distdl.globals.replicas import entered, map_tensors
+from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import refuses, zeros_on

@@ -15,8 +15,9 @@ from distdl.globals.functions.applying import as_global, autocast_dtype, weight_
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.spreading import work_on
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import Replica, entered, map_tensors, plain_of
+from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import REPLICATED, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import refuses

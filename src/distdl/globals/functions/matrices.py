@@ -13,8 +13,9 @@ from distdl.globals.apart import LinAlgError
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import frozen, judge
 from distdl.globals.functions.spreading import Work, pencils, work_on
+from distdl.globals.nested import tensors_in
 from distdl.globals.operands import moved
-from distdl.globals.replicas import map_tensors, plain_of
+from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
@@ -29,7 +30,7 @@ from distdl.tensors.connection import zeros_on
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of each matrix by itself; these are whole, and the dims in front of them are split. A single one falls back."""
     x, *rest = args if args else (None,)
-    if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or _tensors((rest, kwargs)):
+    if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or tensors_in((rest, kwargs)):
         return TABLE[None](func, args, kwargs)
     if func is torch.linalg.qr and "r" in (*rest, *kwargs.values()):
         return TABLE[None](func, args, kwargs)  # (of which Q has no dims in front)
@@ -93,12 +94,6 @@ _REFUSING = {
     "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "cholesky_inverse", "lu_factor",
     "lu_factor_ex",
 }  # fmt: skip
-
-
-def _tensors(given: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(given, found.append)
-    return found
 
 
 def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:

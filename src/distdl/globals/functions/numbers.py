@@ -21,7 +21,8 @@ from distdl.globals.functions import (
     shapes,
     windows,
 )
-from distdl.globals.replicas import map_tensors, plain_of
+from distdl.globals.nested import map_tensors, tensors_in
+from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
 
@@ -61,9 +62,8 @@ def _with_numbers(handler: Handler) -> Handler:
             args = (args[0], *map_tensors(args[1:], number))
         if kwargs:
             kwargs = {name: value if name in _TENSORS else map_tensors(value, number) for name, value in kwargs.items()}
-        found: list[torch.Tensor] = []
-        map_tensors((args[:1], kwargs), lambda one: found.append(one) if type(one) is GlobalTensor else None)
-        return handler(func, args, kwargs) if found else func(*args, **kwargs)
+        is_split = GlobalTensor in map(type, tensors_in((args[:1], kwargs)))
+        return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
 
     return run
 

@@ -9,8 +9,9 @@ import torch
 
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, numbers_of
-from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, same_strides
 from distdl.globals.table import TABLE, handles, named
 from distdl.globals.tensor import GlobalTensor, check_written, note_view, note_written

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of
-from distdl.globals.replicas import Replica, copy_of, map_tensors
+from distdl.globals.replicas import Replica, copy_of
 from distdl.globals.table import REPLICATED, TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.ops.dropout import masked
@@ -351,9 +352,8 @@ def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A random function of tensors that every worker has whole: each draws all of it, so they draw the same."""
-    found: list[Replica] = []
-    map_tensors((args, kwargs), lambda one: found.append(one) if type(one) is Replica else None)
-    return of_copies(func, args, kwargs, found[0]._context)
+    context = next(one._context for one in tensors_in((args, kwargs)) if type(one) is Replica)
+    return of_copies(func, args, kwargs, context)
 
 
 def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:

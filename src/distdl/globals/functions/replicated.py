@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.parts import apply_to_variables, part_of_all, summed
-from distdl.globals.replicas import Replica, map_tensors, parameter_of, plain_of
+from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.table import OPERATOR, REPLICATED
 
 
@@ -66,15 +67,13 @@ def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator of a user's (``torch.library``), whose derivative need not be linear in the gradient."""
-    tensors: list[torch.Tensor] = []
-    map_tensors((args, kwargs), tensors.append)
 
     def call(*variables: torch.Tensor) -> Any:
         rest = iter(variables)
         given, named = map_tensors((args, kwargs), lambda one: next(rest))
         return func(*given, **named)
 
-    return apply_to_variables(call, tuple(tensors), {}, f"the operator {func}")
+    return apply_to_variables(call, tuple(tensors_in((args, kwargs))), {}, f"the operator {func}")
 
 
 def _of_graph(replica: Any) -> torch.Tensor:

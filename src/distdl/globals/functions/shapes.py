@@ -15,8 +15,8 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, moved
-from distdl.globals.replicas import map_tensors
 from distdl.globals.strides import View, is_copied, note_strides, of_memory, offset_of, same_strides, strides_of
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view

@@ -18,9 +18,10 @@ from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import taken
 from distdl.globals.paths import Place, running
-from distdl.globals.replicas import map_tensors, mark_copies
+from distdl.globals.replicas import mark_copies
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition

@@ -8,8 +8,8 @@ import torch
 
 from distdl.globals.adopting import split_beside
 from distdl.globals.entry import full_tensor
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import taken
-from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.arguments import checks_arguments
 

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.paths import Place, current_path, put
-from distdl.globals.replicas import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import next_node
@@ -226,10 +226,8 @@ class _Watch(TorchFunctionMode):
         def note(module: torch.nn.Module, inputs: Any, result: Any) -> None:
             part = self._part(path)
             part.calls += 1
-            found: list[torch.Tensor] = []
-            map_tensors(result, found.append)
-            layouts = [one._layout for one in found if type(one) is GlobalTensor]
-            part.layout = layouts[0] if layouts else None
+            split = (one._layout for one in tensors_in(result) if type(one) is GlobalTensor)
+            part.layout = next(split, None)
 
         return note
 
@@ -240,8 +238,7 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             return func(*args, **kwargs)
-        found: list[torch.Tensor] = []
-        map_tensors((args, kwargs), found.append)
+        found = tensors_in((args, kwargs))
         first = next((one for one in found if type(one) is GlobalTensor), None)
         if any(one.is_meta for one in found):  # a table that the model made on the way
             args, kwargs = map_tensors((args, kwargs), _on_meta if first is None else _on_meta_if_dense)

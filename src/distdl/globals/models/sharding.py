@@ -28,8 +28,9 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.states import whole_state
+from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import Replica, map_tensors, plain_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor, writes_of
 from distdl.nn.compiling import leave_uncompiled
@@ -339,8 +340,7 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
             one.wholes()
 
     nodes: set[Any] = set()
-
-    def note(one: torch.Tensor) -> None:
+    for one in tensors_in(result):
         block = one._block if type(one) is GlobalTensor else one._plain if type(one) is Replica else one
         node: Any = block.grad_fn
         base: Any = block._base
@@ -350,8 +350,6 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
         if node is not None and node not in nodes:
             nodes.add(node)
             node.register_prehook(gather)
-
-    map_tensors(result, note)
 
 
 # -- what is loaded
