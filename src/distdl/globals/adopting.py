@@ -13,7 +13,7 @@ from torch.utils import swap_tensors
 from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import taken
+from distdl.globals.operands import entire, taken
 from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE
@@ -47,7 +47,7 @@ def write(
         if not why:
             return handler(func, args, kwargs)
         if _are_numbers((args, kwargs)):
-            given, named = map_tensors((args, kwargs), lambda one: _whole(one) if _is_global(one) else one)
+            given, named = map_tensors((args, kwargs), entire)
             return func(*given, **named)
         # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
         raise (TypeError if _assigns_item() else RuntimeError)(
@@ -98,14 +98,6 @@ def _adopt(target: Any, beside: Any) -> str:
     except RuntimeError:
         return "others refer to it"
     return ""
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor()
-
-
-def _is_global(value: Any) -> bool:
-    return type(value) is GlobalTensor
 
 
 def _are_numbers(values: Any) -> bool:

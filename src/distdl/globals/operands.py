@@ -77,6 +77,11 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     return plain[index]
 
 
+def entire(value: Any) -> Any:
+    """What every worker has whole: of a global tensor, all of it, as a plain one. Other values as they are."""
+    return value.full_tensor() if type(value) is GlobalTensor else value
+
+
 def sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
     if type(plain) is torch.Tensor and not is_running():

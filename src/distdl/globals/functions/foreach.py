@@ -8,7 +8,7 @@ import torch
 
 from distdl.globals.adopting import adopt
 from distdl.globals.functions.pointwise import result_of
-from distdl.globals.operands import aligned, block_of, moved, numbers_of
+from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.partition.sharing import reduce_values
@@ -99,8 +99,8 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 blocks[place] = moved(one, x._layout, name).contiguous()
                 if order != 1 or kwargs.get("grad_scale") is not None:  # (gradients are written if they are unscaled)
                     written.append((one, blocks[place], x))
-    steps = [[_whole(one) for one in tensors] for tensors in args[len(like) :]]
-    func(*given, *steps, **{key: _whole(one) for key, one in kwargs.items()})
+    steps = [[entire(one) for one in tensors] for tensors in args[len(like) :]]
+    func(*given, *steps, **{key: entire(one) for key, one in kwargs.items()})
     for one, block, x in written:
         if block is not one._block:
             one._block.copy_(moved(GlobalTensor._of(block, x._layout), one._layout, name))
@@ -120,7 +120,3 @@ def _check_fused(name: str, x: Any, one: Any) -> None:
         )
     if torch.is_grad_enabled() and one.requires_grad and type(one) is GlobalTensor:
         raise RuntimeError(f"{name} writes in place into a tensor that requires a gradient; call it in torch.no_grad()")
-
-
-def _whole(one: Any) -> Any:
-    return one.full_tensor() if type(one) is GlobalTensor else one

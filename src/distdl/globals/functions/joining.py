@@ -16,7 +16,7 @@ from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.shapes import Intervals
-from distdl.globals.operands import block_of
+from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -204,7 +204,7 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             input, dim = input.reshape(-1), 0
         dim %= input.dim()
         if isinstance(repeats, torch.Tensor):
-            repeats = repeats.full_tensor() if type(repeats) is GlobalTensor else repeats
+            repeats = entire(repeats)
             if repeats.numel() > 1:
                 cells = torch.repeat_interleave(torch.arange(input.shape[dim]), repeats, output_size=output_size)
                 return input.index_select(dim, cells)

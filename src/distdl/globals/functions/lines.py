@@ -14,17 +14,11 @@ from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.judging import frozen, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.nested import map_tensors
-from distdl.globals.operands import block_of, moved, taken
+from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import refuses, zeros_on
-
-
-def whole_index(index: Any) -> torch.Tensor:
-    """An index of which every worker needs all."""
-    whole: torch.Tensor = index.full_tensor() if type(index) is GlobalTensor else index
-    return whole
 
 
 @handles("index_select", "torch Tensor")
@@ -34,7 +28,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return input.index_select(dim, index.full_tensor())
         if not input.dim():
             return TABLE[None](func, args, kwargs)
-        plain = whole_index(index)
+        plain = entire(index)
         shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
         check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
         cells: list[Any] = [None] * input.dim()
@@ -213,7 +207,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             if func.__name__.startswith("index_copy") and input.dim() == 1 and not source.dim():
                 source = source.reshape(1)
             _check_slices(input, dim, source)
-        index, dim = whole_index(index), dim % input.dim()
+        index, dim = entire(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):
             return _filled(func, input, dim, index, source)
         name, n = func.__name__.removesuffix("_"), input.shape[dim]

@@ -16,7 +16,7 @@ from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.spreading import work_on
 from distdl.globals.nested import map_tensors
-from distdl.globals.operands import block_of, taken
+from distdl.globals.operands import block_of, entire, taken
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import REPLICATED, handles
 from distdl.globals.tensor import GlobalTensor
@@ -101,7 +101,7 @@ def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: flo
 
     Raises: IndexError, on every worker, for an index that is out of range.
     """
-    whole = plain_of(indices.full_tensor() if type(indices) is GlobalTensor else indices)
+    whole = plain_of(entire(indices))
     if whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) < weight.shape[0]:
         raise IndexError("index out of range in self")
     parameter = weight.__dict__.get("_variable", weight)

@@ -13,11 +13,10 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of
 from distdl.globals.functions.judging import judge
-from distdl.globals.functions.lines import whole_index
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.functions.shapes import whole_along
-from distdl.globals.operands import aligned, block_of, moved, sample, taken
+from distdl.globals.operands import aligned, block_of, entire, moved, sample, taken
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
@@ -230,7 +229,7 @@ def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(log_probs) is not GlobalTensor or wanted not in ("none", "mean", "sum"):
             return fall_back(func, args, kwargs)
         x: Any = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
-        labels, read, written = whole_index(targets), _numbers(input_lengths), _numbers(target_lengths)
+        labels, read, written = entire(targets), _numbers(input_lengths), _numbers(target_lengths)
         if not _are_labels(x, labels, read, written, blank):
             return fall_back(func, args, kwargs)  # (for torch's error)
         x = whole_along(x, [0, 2], "ctc_loss")
@@ -259,7 +258,7 @@ def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _numbers(lengths: Any) -> list[int]:
-    return whole_index(lengths).reshape(-1).tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
+    return entire(lengths).reshape(-1).tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
 
 
 def _are_labels(x: GlobalTensor, labels: torch.Tensor, read: list[int], written: list[int], blank: int) -> bool:

@@ -13,7 +13,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global
 from distdl.globals.functions.judging import judge
 from distdl.globals.functions.spreading import pencils
-from distdl.globals.operands import moved, taken
+from distdl.globals.operands import entire, moved, taken
 from distdl.globals.replicas import is_copy, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -125,7 +125,7 @@ def _together(weights: Sequence[Any], context: Context) -> list[Any]:
 
 
 def _copies(weights: Sequence[Any], context: Context) -> list[torch.Tensor]:
-    whole = [one.full_tensor() if type(one) is GlobalTensor else one for one in weights]
+    whole = [entire(one) for one in weights]
     outside = [one.requires_grad and torch.is_grad_enabled() and not is_copy(one) for one in whole]
     entering = [one for one, apart in zip(whole, outside, strict=True) if apart]
     copies = iter(enter(context, entering)) if entering else iter(())

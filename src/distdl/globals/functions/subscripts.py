@@ -16,7 +16,7 @@ from distdl.globals.functions.indexing import check_cells, part, picked, togethe
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.operands import block_of
+from distdl.globals.operands import block_of, entire
 from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor, check_written, note_written
@@ -106,7 +106,7 @@ def _chosen(index: tuple[Any, ...], shape: Sequence[int]) -> _Chosen:
         if _is_mask(step):
             check_mask(shape, step, dim)
         dim += step.dim() if _is_mask(step) else 1
-        whole = step.full_tensor() if type(step) is GlobalTensor else step
+        whole = entire(step)
         found = list(whole.nonzero(as_tuple=True)) if _is_mask(whole) else [whole]
         basic.extend([slice(None)] * len(found) if whole.dim() or not _is_mask(whole) else [None])
         cells.extend(found)
