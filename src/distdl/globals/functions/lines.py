@@ -11,9 +11,8 @@ from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.judging import frozen, judged, shape_of
+from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
-from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
 from distdl.globals.table import TABLE, handles
@@ -75,7 +74,8 @@ def _first_cells(x: Any, shape: Sequence[int]) -> Any:
 def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     def run(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> GlobalTensor:
         known = input if type(input) is GlobalTensor else index
-        _meta(func, input, dim, index)
+        if input.dim() and index.dim():
+            judged(func, (input, dim, index), {})
         if not known.dim() or (not index.numel() and index.dim() != input.dim()):
             result: GlobalTensor = TABLE[None](func, args, kwargs)
             return result
@@ -103,15 +103,6 @@ def _check_lines(x: Any, dim: int, index: Any) -> None:
 def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
     """A tensor of which torch says the same as of another, if an index is beyond that along a dim."""
     return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())])
-
-
-def _meta(func: Any, x: Any, dim: int, index: Any) -> None:
-    """Let torch check the shapes."""
-    if tuple(x.shape) and tuple(index.shape):
-        blank = [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in (x, index)]
-        known = x if type(x) is GlobalTensor else index
-        key = ("checked", func, *(one.shape for one in (x, index)), x.dtype, index.dtype, dim)
-        known._context.keep(key, lambda: blank[0].gather(dim, blank[1]) is not None or True)
 
 
 @handles("take_along_dim", "torch Tensor")
@@ -144,7 +135,7 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if not input.dim():
             return TABLE[None](func, args, kwargs)
         name = func.__name__.removesuffix("_")
-        _check_scattered(getattr(torch.Tensor, name), input, dim, index, src, *rest, **more)
+        judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
         _check_lines(input, dim, index)
         y = whole_along(input, [dim % input.dim()], name)
         lines = _along(y._layout, dim % input.dim(), index.shape)
@@ -174,18 +165,6 @@ def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, 
         cell, dim, torch.zeros_like(cell, dtype=torch.int64), source, *rest, **more
     )
     return y
-
-
-def _check_scattered(func: Any, x: GlobalTensor, dim: int, *rest: Any, **more: Any) -> None:
-    """Let torch check shapes and dtypes. Raises on every worker what torch raises."""
-    described = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else frozen(one) for one in rest]
-
-    def check() -> bool:
-        blank = map_tensors(rest, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
-        func(torch.empty(x.shape, dtype=x.dtype, device="meta"), dim, *blank, **more)
-        return True
-
-    x._context.keep(("scattered", func, x.shape, x.dtype, dim, *described, frozen(more)), check)
 
 
 @handles("index_add index_add_ index_copy index_copy_ index_fill index_fill_", "torch Tensor")

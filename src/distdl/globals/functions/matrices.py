@@ -11,7 +11,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import split_beside
 from distdl.globals.apart import LinAlgError
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.judging import frozen, judge
+from distdl.globals.functions.judging import frozen, judged
 from distdl.globals.functions.spreading import Work, pencils, work_on
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import moved
@@ -128,11 +128,9 @@ def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str, Any]) -> Any:
-    context = (A if type(A) is GlobalTensor else B)._context
     if B.dim() < A.dim():  # (as many dims as A, or torch takes it for vectors where the shapes of blocks fit)
         B = B.reshape((1,) * (A.dim() - B.dim()) + tuple(B.shape))
-    key = ("judged", func, A.shape, A.dtype, B.shape, B.dtype, frozen(options))
-    context.keep(key, lambda: judge(func, (A, B), options))
+    judged(func, (A, B), options)
     left = options.get("left", True)
     # (A is square; what it meets of B is whole, and so is what it makes of it)
     pair = [(*_batch(A), "met", "made"), (*_batch(B), "met", "free") if left else (*_batch(B), "free", "met")]
