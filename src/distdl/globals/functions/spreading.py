@@ -115,7 +115,12 @@ def pencils(layout: KnownLayout, dims: Sequence[int]) -> KnownLayout:
 
 
 class Need:
-    """How one operand comes to where the work is: its part, in its own order of dims."""
+    """How one operand comes to where the work is: its part, in its own order of dims.
+
+    Attributes:
+        moves: from and to which layout, if it moves.
+        cells: how many come to one worker then, at most.
+    """
 
     def __init__(
         self, context: Context, described: Any, labels: Sequence[Hashable], spread: Spread, extents: dict[Hashable, int]
@@ -137,6 +142,7 @@ class Need:
         self.whole = self.local == shape
         self.least = (1,) * len(shape)
         self.moves: tuple[KnownLayout, KnownLayout] | None = None
+        self.cells = 0
         if not isinstance(described, KnownLayout):
             return
         own = spread_of(described, labels, spread.labels, {**extents, **dict(zip(labels, shape, strict=True))})
@@ -144,11 +150,9 @@ class Need:
             own.workers.transpose(axes),
             [own.intervals[axis] if label in labels else ((0, 1),) for axis, label in zip(axes, order, strict=True)],
         )
-        self.cells = max((prod(map(_length, box)) for box in needed.values()), default=0) if owned is not needed else 0
         if owned is not needed:
+            self.cells = max((prod(map(_length, box)) for box in needed.values()), default=0)
             self.moves = (owned, needed) if order else (owned.lifted(1), needed.lifted(1))
-
-    cells = 0
 
     def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
         if type(operand) is not GlobalTensor:
@@ -190,11 +194,10 @@ class Work:
         adds: bool,
         lead: int | None = None,
         whole: Sequence[Hashable] = (),
-        extents: dict[Hashable, int] | None = None,
     ) -> None:
         self.context = context
         self._dtypes: dict[Hashable, torch.dtype] = {}
-        extents = dict(extents or {})
+        extents: dict[Hashable, int] = {}
         for one, own in zip(described, labels, strict=True):
             shape = one.extents if isinstance(one, KnownLayout) else one
             for label, extent in zip(own, shape, strict=True):
@@ -240,25 +243,14 @@ class Work:
         for label in summed:
             entries = entries.whole_along(label, list(out))
         self.gathered = entries.layout(context, [*summed, *out])
-        for axis in range(self.summed):
-            entries = replace(
-                entries,
-                intervals=tuple(
-                    ((0, 1),) if label == summed[axis] else along
-                    for label, along in zip(entries.labels, entries.intervals, strict=True)
-                ),
-            )
         self.result = entries.layout(context, out)
-        self.partial = self.entries.local[self.summed :] if self.entries.active else self.result_blank
+        blank = (0,) * max(len(out), 1)
+        self.partial = self.entries.local[self.summed :] if self.entries.active else blank
         if not self.summed and not out:
             self.partial = self.result.local
         # (of single cells, and of none, torch makes products by other functions)
         idle = 0 in self.partial or any(0 in need.local for need in self.needs)
         self.tries = idle or any(len(along) > 1 and min(map(_length, along)) < 2 for along in spread.intervals)
-
-    @property
-    def result_blank(self) -> Shape:
-        return (0,) * max(len(self.result.rulers), 1)
 
     def mine(self, label: Hashable) -> Interval:
         """Which cells along a label of the result this worker computes; none where it computes nothing."""
@@ -310,12 +302,7 @@ class Work:
         return GlobalTensor._of(y, self.result)
 
 
-def described(operands: Sequence[Any]) -> tuple[Any, ...]:
-    """Of each operand, what its work depends on."""
-    return tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
-
-
-def context_of(operands: Sequence[Any]) -> Context:
+def _context_of(operands: Sequence[Any]) -> Context:
     return next(one._context for one in operands if type(one) is GlobalTensor)
 
 
@@ -324,23 +311,14 @@ def work_on(
     labels: Sequence[Sequence[Hashable]],
     out: Sequence[Hashable],
     adds: bool = True,
-    **options: Any,
+    lead: int | None = None,
+    whole: Sequence[Hashable] = (),
 ) -> Work:
-    """The work of a function of these operands."""
-    context, kinds = context_of(operands), described(operands)
-    key = (
-        "work",
-        kinds,
-        tuple(map(tuple, labels)),
-        tuple(out),
-        adds,
-        tuple((k, _frozen(v)) for k, v in options.items()),
-    )
-    return context.keep(key, lambda: Work(context, kinds, labels, out, adds, **options))
-
-
-def _frozen(value: Any) -> Hashable:
-    return tuple(value.items()) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+    """The work of a function of these operands: see :class:`Work`."""
+    context = _context_of(operands)
+    described = tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
+    key = ("work", described, tuple(map(tuple, labels)), tuple(out), adds, lead, tuple(whole))
+    return context.keep(key, lambda: Work(context, described, labels, out, adds, lead, whole))
 
 
 def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any) -> None:
@@ -351,4 +329,4 @@ def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any) -> No
         func(*(torch.empty(shape, device="meta") for shape in shapes), *rest)
         return True
 
-    context_of(operands).keep(("checked", func, shapes, rest), check)
+    _context_of(operands).keep(("checked", func, shapes, rest), check)
