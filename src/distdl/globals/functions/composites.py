@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.functions.judging import judged, shape_of
+from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.nested import map_tensors
@@ -227,11 +228,7 @@ for _dims, _unpool in ((1, functional.max_unpool1d), (2, functional.max_unpool2d
 
 
 def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:
-    if average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    return {"none": lambda: losses, "mean": losses.mean, "sum": losses.sum}[reduction]()
+    return {"none": lambda: losses, "mean": losses.mean, "sum": losses.sum}[reduction_of(average, reduce, reduction)]()
 
 
 @handles("triplet_margin_loss", "functional")

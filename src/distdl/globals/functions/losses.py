@@ -33,12 +33,8 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Each worker adds up the losses of its elements; the sum over the workers is divided once."""
     names = _POSITIONS[func.__name__]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    average, reduce = given.pop("size_average", None), given.pop("reduce", None)
-    reduction = given.pop("reduction", "mean")
-    if average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
-    if reduction not in ("none", "mean", "sum") and not (reduction == "batchmean" and func is functional.kl_div):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
+    old = given.pop("size_average", None), given.pop("reduce", None)
+    reduction = reduction_of(*old, given.pop("reduction", "mean"), func is functional.kl_div)
     _check_shapes(func, given)
     tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
     if reduction == "none":
@@ -108,7 +104,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reduce: Any = None,
         reduction: str = "mean",
     ) -> Any:
-        reduction = _reduction(size_average, reduce, reduction)
+        reduction = reduction_of(size_average, reduce, reduction)
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         if not _fit(input, target):
@@ -130,7 +126,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Any:
-        reduction = _reduction(size_average, reduce, reduction)
+        reduction = reduction_of(size_average, reduce, reduction)
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         probabilities = target.shape == input.shape and target.is_floating_point()
@@ -142,10 +138,16 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return run(*args, **kwargs)
 
 
-def _reduction(average: Any, reduce: Any, reduction: str) -> str:
+def reduction_of(average: Any, reduce: Any, reduction: str, over_batch: bool = False) -> str:
+    """The reduction that a loss is asked for, also by torch's older options.
+
+    Args:
+        over_batch: whether it may be "batchmean".
+    Raises: ValueError for another one.
+    """
     if average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(average, reduce, emit_warning=False)
-    if reduction not in ("none", "mean", "sum"):
+    if reduction not in ("none", "mean", "sum") and not (reduction == "batchmean" and over_batch):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     return reduction
 
