@@ -233,14 +233,19 @@ handles("randint_like", "torch")(_like(_range))
 # -- in place
 
 
+def refuse_generator(given: Any, name: str) -> None:
+    """Raises: ValueError if a random function of a global tensor is given a generator."""
+    if given is not None:
+        raise ValueError(f"{name} of a global tensor takes no generator; it draws by torch.manual_seed")
+
+
 def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
     """A handler of a function that fills a tensor with what is drawn."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
         x: GlobalTensor = args[0]
         numbers = args[1:]
-        if kwargs.pop("generator", None) is not None:
-            raise ValueError(f"{func.__name__} of a global tensor takes no generator; it draws by torch.manual_seed")
+        refuse_generator(kwargs.pop("generator", None), func.__name__)
         how = value(x.dtype, *numbers, **{"low" if key == "from" else key: one for key, one in kwargs.items()})
         block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
         note_written(x, func.__name__)
@@ -284,8 +289,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
     x, *rest = args
     _check_options(func, kwargs, "p", "generator")
-    if kwargs.get("generator") is not None:
-        raise ValueError(f"{func.__name__} of a global tensor takes no generator; it draws by torch.manual_seed")
+    refuse_generator(kwargs.get("generator"), func.__name__)
     writes = func.__name__.endswith("_")
     p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
     if type(x) is not GlobalTensor:

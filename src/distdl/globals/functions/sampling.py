@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.judging import judged
+from distdl.globals.functions.random import refuse_generator
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 
@@ -17,8 +18,7 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Numbers around a mean for each element, with a deviation for each."""
 
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-        if generator is not None:
-            raise ValueError("normal of a global tensor takes no generator; it draws by torch.manual_seed")
+        refuse_generator(generator, "normal")
         judged(func, (mean, std), {})
         if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
             raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
@@ -45,8 +45,7 @@ def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
 
     def run(input: Any, generator: Any = None) -> Any:
-        if generator is not None:
-            raise ValueError("poisson of a global tensor takes no generator; it draws by torch.manual_seed")
+        refuse_generator(generator, "poisson")
         func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
         rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
         if known and not rates.amin() >= 0:
@@ -69,8 +68,7 @@ def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
 
     def run(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-        if generator is not None:
-            raise ValueError("multinomial of a global tensor takes no generator; it draws by torch.manual_seed")
+        refuse_generator(generator, "multinomial")
         judged(func, (input, num_samples, replacement), {})
         if num_samples <= 0:
             raise RuntimeError("cannot sample n_sample <= 0 samples")
