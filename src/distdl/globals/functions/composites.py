@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.adopting import write
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
@@ -153,7 +154,7 @@ def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, p: float = 2.0) -> Any:
         judged(func, args, kwargs)
         if input._context.comm.imagined:  # (where nobody knows how many elements a mask chooses)
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         distances = torch.cdist(input, input, p, "donot_use_mm_for_euclid_dist")
         return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
 
@@ -310,9 +311,9 @@ def covariance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
         if input.dim() != 2 or input.shape[0] < 2 or input.shape[1] <= correction:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()):
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         centred = input - input.mean(1, keepdim=True)
         products = centred @ centred.mH / (input.shape[1] - correction)
         if func.__name__ == "cov":

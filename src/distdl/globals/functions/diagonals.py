@@ -10,11 +10,12 @@ from torch.nn import functional
 
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor, note_written
 
 
@@ -73,7 +74,7 @@ def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTens
 def fill_diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(self: Any, fill_value: Any, wrap: bool = False) -> Any:
         if wrap or self.dim() != 2:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         _diagonal(self, 0, 0, 1).fill_(fill_value)
         note_written(self, func.__name__)
         return self

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, handles
@@ -42,7 +43,7 @@ def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
         judged(func, args, kwargs)
         if not y.shape[dim]:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         first, second = _sides(y, dim)
         added = torch.cumsum if func is torch.cumulative_trapezoid else torch.sum
         if x is None:
@@ -70,9 +71,9 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         steps = list(spacing) if isinstance(spacing, (tuple, list)) else [spacing] * len(dims)
         if len(steps) != len(dims) or not all(map(_is_spacing, steps)) or edge_order not in (1, 2):
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         if not dims or any(input.shape[place] <= edge_order for place in dims):
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         judged(func, args, kwargs)
         return tuple(_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True))
 
@@ -131,7 +132,7 @@ def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alike = input.dim() == other.dim() and (func is torch.linalg.cross or input.shape == other.shape)
         alike = alike and input.dtype == other.dtype
         if not alike or input.shape[dim] != 3 or other.shape[dim] != 3:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         a, b = input.unbind(dim), other.unbind(dim)
         return torch.stack([a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)], dim)
 
@@ -173,7 +174,7 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(*tensors: Any, indexing: str | None = None) -> Any:
         axes = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else list(tensors)
         if any(one.dim() > 1 for one in axes):
-            return TABLE[None](func, args, kwargs)  # (for torch's error, which prints them)
+            return fall_back(func, args, kwargs)  # (for torch's error, which prints them)
         judged(func, args, kwargs)
         order = list(range(len(axes)))
         if indexing == "xy" and len(axes) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged
 from distdl.globals.functions.spreading import checked, pencils
 from distdl.globals.operands import moved
@@ -135,7 +136,7 @@ def stft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         **options: Any,
     ) -> Any:
         if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
         length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
         weights = torch.ones(max(length, 0), device=input.device) if window is None else window
@@ -175,7 +176,7 @@ def istft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return_complex: bool = False,
     ) -> Any:
         if type(input) is not GlobalTensor or type(window) is GlobalTensor:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         options = (center, normalized, onesided, length, return_complex)
         _check_inverse(input, n_fft, hop_length, win_length, window, *options)
         width, step = win_length or n_fft, hop_length or n_fft // 4

@@ -12,6 +12,7 @@ from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.adopting import split_beside
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
@@ -318,7 +319,7 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     x, *rest = args
     if type(x) is not GlobalTensor or any(type(one) is GlobalTensor for one in (*rest, *kwargs.values())):
-        plain: torch.Tensor = TABLE[None](func, args, kwargs)
+        plain: torch.Tensor = fall_back(func, args, kwargs)
         return plain
     made: torch.Tensor = x._block.detach().new_tensor(*rest, **kwargs)
     return made
@@ -335,7 +336,7 @@ def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             return new(torch.Tensor.new_empty, (x, size), {})
         if isinstance(first, (list, tuple)):
             return new_tensor(torch.Tensor.new_tensor, args, {})
-    return TABLE[None](func, args, kwargs)
+    return fall_back(func, args, kwargs)
 
 
 @handles("one_hot", "functional")

@@ -10,12 +10,13 @@ import torch
 from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor, note_written
 from distdl.tensors.connection import refuses, zeros_on
 
@@ -26,7 +27,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if type(input) is not GlobalTensor:
             return input.index_select(dim, index.full_tensor())
         if not input.dim():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         plain = entire(index)
         shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
         check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
@@ -77,7 +78,7 @@ def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if input.dim() and index.dim():
             judged(func, (input, dim, index), {})
         if not known.dim() or (not index.numel() and index.dim() != input.dim()):
-            result: GlobalTensor = TABLE[None](func, args, kwargs)
+            result: GlobalTensor = fall_back(func, args, kwargs)
             return result
         dim %= known.dim()
         _check_lines(input, dim, index)
@@ -133,7 +134,7 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if src is None:
             src = value.item() if isinstance(value, torch.Tensor) else value
         if not input.dim():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         name = func.__name__.removesuffix("_")
         judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
         _check_lines(input, dim, index)
@@ -179,7 +180,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 return write(func, args, kwargs, input, others)
             input = split_beside(input, others)
         if not input.dim():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         source = value if source is None else source
         if not func.__name__.startswith("index_fill"):
             judged(func, args, kwargs)

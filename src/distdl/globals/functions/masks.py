@@ -14,12 +14,13 @@ import torch
 
 from distdl.globals.adopting import split_beside, write
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.operands import block_of, moved
 from distdl.globals.strides import note_picked
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 
@@ -140,7 +141,7 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             raise RuntimeError("masked_select: expected BoolTensor for mask")
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         x, chosen = _both(input, mask, shape)
-        return chosen_by(x, chosen, 0) if shape and not x._context.comm.imagined else TABLE[None](func, args, kwargs)
+        return chosen_by(x, chosen, 0) if shape and not x._context.comm.imagined else fall_back(func, args, kwargs)
 
     return run(*args, **kwargs)
 
@@ -186,7 +187,7 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
             torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # (for torch's error)
         shape = torch.broadcast_shapes(input.shape, mask.shape)
         if not shape or known._context.comm.imagined:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         if type(input) is not GlobalTensor and type(mask) is not GlobalTensor:
             input = split_beside(input, (source,))
         x, chosen = _both(input, mask, shape)
@@ -206,7 +207,7 @@ def nonzero(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run(input: Any, *, as_tuple: bool = False) -> Any:
         if not input.dim() or input._context.comm.imagined:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         places = where_true(input)
         return places.unbind(1) if as_tuple else places
 

@@ -11,12 +11,13 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import split_beside
 from distdl.globals.apart import LinAlgError
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import frozen, judged
 from distdl.globals.functions.spreading import Work, pencils, work_on
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import moved
 from distdl.globals.replicas import plain_of
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
@@ -31,9 +32,9 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """Of each matrix by itself; these are whole, and the dims in front of them are split. A single one falls back."""
     x, *rest = args if args else (None,)
     if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or tensors_in((rest, kwargs)):
-        return TABLE[None](func, args, kwargs)
+        return fall_back(func, args, kwargs)
     if func is torch.linalg.qr and "r" in (*rest, *kwargs.values()):
-        return TABLE[None](func, args, kwargs)  # (of which Q has no dims in front)
+        return fall_back(func, args, kwargs)  # (of which Q has no dims in front)
     layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
     context, name = layout.context, func.__name__
     rows, columns = x.shape[-2:]
@@ -119,7 +120,7 @@ def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     def run(A: Any, B: Any, **options: Any) -> Any:
         vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
         if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel() or options.get("out") is not None:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         if vectors:
             return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
         return _solve(func, A, B, options)
@@ -146,7 +147,7 @@ def triangular_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
     def run(input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
         if input.dim() < 2 or A.dim() < 2 or not input.numel() or not A.numel():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         matrices, upper = (A.mT, not upper) if transpose else (A, upper)
         y = torch.linalg.solve_triangular(matrices, input, upper=upper, unitriangular=unitriangular)
         like = A if type(A) is GlobalTensor else split_beside(plain_of(A), y)
@@ -163,7 +164,7 @@ def cholesky_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return solve(_of_triangles, (input2, input), {"upper": upper})
 
     if max(one.dim() for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)) < 2:
-        return TABLE[None](func, args, kwargs)
+        return fall_back(func, args, kwargs)
     return run(*args, **kwargs)
 
 

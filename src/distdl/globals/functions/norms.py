@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.reductions import (
@@ -22,7 +23,7 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.operands import block_of, derivatives_of
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
 from distdl.tensors.derivatives import NONE
@@ -244,7 +245,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if p == "nuc" and (dim is not None or input.dim() == 2):
             return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
         if p == "nuc":
-            return TABLE[None](func, args, kwargs)  # (for torch's error)
+            return fall_back(func, args, kwargs)  # (for torch's error)
         return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
 
     return run(*args, **kwargs)
@@ -263,7 +264,7 @@ def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if ord == "fro":
             return norm_over(A, 2, dim, keepdim, dtype)
         if not A.numel():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         return _matrix_norm(A if dtype is None else A.to(dtype), ord, _pair_of(A, dim), keepdim)
 
     return run(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.extremes import Instead
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import frozen
@@ -18,7 +19,7 @@ from distdl.globals.functions.scans import wrapped
 from distdl.globals.functions.shapes import reshaped, whole_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import aligned, block_of, moved
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values, reduce_values
 from distdl.tensors.connection import local, refuses, zeros_on
@@ -30,7 +31,7 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
     if not x.dim():
-        return TABLE[None](func, args, kwargs)
+        return fall_back(func, args, kwargs)
 
     def describe() -> tuple[int, int, Any]:
         name = func.__name__
@@ -75,7 +76,7 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     level = args[1] if first == 2 and len(args) > 1 else kwargs.get("q")
     if type(level) is torch.Tensor and type(x) is GlobalTensor and dim is not None:
         if level.requires_grad or not level.numel():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         func(torch.zeros(1, dtype=x.dtype), _levels(level))  # (for torch's error)
         named = {key: value for key, value in kwargs.items() if key != "q"}
         found = [func(x, one, *args[2:], **named) for one in _levels(level).reshape(-1).tolist()]
@@ -88,7 +89,7 @@ def order_statistic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         last = x.numel() - 1 if name == "median" else max(x.numel() - missing, 1) - 1
         return _shared(x, _at_rank(known, last if missing and name == "median" else last // 2))
     if type(x) is not GlobalTensor or dim is None or not x.dim() or isinstance(level, torch.Tensor):
-        return TABLE[None](func, args, kwargs)
+        return fall_back(func, args, kwargs)
     if name.endswith("quantile") and not x.numel():
         raise RuntimeError(f"{name}() input tensor must be non-empty")
     dims = dims_of(x, dim)
@@ -187,7 +188,7 @@ def _quantile(
 ) -> Any:
     """Between the two elements at the places around a part of the way through all of them."""
     if type(q) is GlobalTensor or (isinstance(q, torch.Tensor) and (q.requires_grad or not q.numel())):
-        return TABLE[None](func, (input, q), {"keepdim": keepdim, "interpolation": interpolation})
+        return fall_back(func, (input, q), {"keepdim": keepdim, "interpolation": interpolation})
     q = _levels(q) if isinstance(q, torch.Tensor) else q
     func(torch.zeros(1, dtype=input.dtype), q, interpolation=interpolation)  # (for torch's error)
     exact = input.dtype if input.numel() < 2**24 else torch.float64  # (of places; torch takes no more elements)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.spreading import checked, work_on
 from distdl.globals.operands import block_of
@@ -37,7 +38,7 @@ def contract(
             return func(*factors)
 
         product.__name__ = name
-        y: GlobalTensor = TABLE[None](product, tuple(operands), {})
+        y: GlobalTensor = fall_back(product, tuple(operands), {})
         return y
     return work_on(operands, labels, out)(func, operands, name)
 
@@ -146,7 +147,7 @@ def _times_sparse(
     at = 0 if _is_sparse(factors[0]) else 1
     dense, name = factors[1 - at], operator.__name__
     if factors[at].requires_grad or type(dense) is not GlobalTensor:
-        return TABLE[None](operator, tuple(factors), {})
+        return fall_back(operator, tuple(factors), {})
     whole = [label for label in labels[at] if label in out]
     work = work_on(factors, labels, out, adds=False, whole=whole)
     parts = [entered(factors[at], work.context)] * 2
@@ -161,7 +162,7 @@ def _times_sparse(
 
 
 def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return TABLE[None](func, args, kwargs) if len(args) != 2 or kwargs else torch.mm(*args)
+    return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else torch.mm(*args)
 
 
 TABLE[torch.sparse.mm] = _sparse_mm

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local
 
@@ -66,7 +67,7 @@ def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def run(input: Any, dim: Any) -> Any:
         dims = dims_of(input, dim)
         if not dims:
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         layout = pencils(input._layout, dims)
         block, name = moved(input, layout, func.__name__), func.__name__
         least = (1,) * input.dim()

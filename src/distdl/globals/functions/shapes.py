@@ -12,13 +12,14 @@ import torch
 from distdl.geometry.boxes import Interval, Shape, balanced
 from distdl.globals.bounds import same_values, share_bounds
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, moved
 from distdl.globals.strides import View, is_copied, note_strides, of_memory, offset_of, same_strides, strides_of
-from distdl.globals.table import TABLE, handles, handles_property
+from distdl.globals.table import handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
 Intervals = tuple[Interval, ...]
@@ -303,7 +304,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if dtype is not None:
         if dtype.itemsize != x.dtype.itemsize:
             of_memory(x, "view", dtype)  # (for torch's error)
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         y = GlobalTensor._of(block_of(x).view(dtype), x._layout)  # (the bits of each element)
         note_view(x, y)
         same_strides(x, y)

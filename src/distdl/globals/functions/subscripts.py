@@ -12,13 +12,14 @@ import torch
 from distdl.globals.adopting import split_beside, write
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import check_cells, part, picked, together
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.operands import block_of, entire
 from distdl.globals.replicas import entered
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor, check_written, note_written
 from distdl.tensors.connection import zeros_on
 
@@ -176,7 +177,7 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
     """Rows of a tensor that is the same everywhere, at indices that are split; numbers, slices and None come first."""
     tensors = [step for step in index if not _is_basic(step)]
     if len(tensors) != 1 or type(tensors[0]) is not GlobalTensor:
-        return TABLE[None](func, (x, index), {})
+        return fall_back(func, (x, index), {})
     basic, dim = _around(index, tensors[0], x.dim())
     table = x[basic].movedim(dim, 0) if len(index) > 1 else x
     cells = tensors[0]

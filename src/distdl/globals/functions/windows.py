@@ -11,13 +11,14 @@ import torch
 
 from distdl.geometry.borders import Border
 from distdl.globals.context import KnownLayout
+from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View, offset_of, strides_of
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
 from distdl.tensors.connection import refuses, zeros_on
@@ -52,7 +53,7 @@ def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def run(self: Any, dimension: int, size: int, step: int) -> Any:
         shape = shape_of(func, self, (dimension, size, step), {})
         if not self.dim():
-            return TABLE[None](func, args, kwargs)
+            return fall_back(func, args, kwargs)
         dim = dimension % self.dim()
         count = shape[dim]
         if size == step and len(self._layout.intervals[dim]) > 1:
@@ -163,7 +164,7 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
                     f"{stride}, offset {storage_offset}; take it of the tensor that this one is a view of, or call "
                     ".contiguous() first"
                 )
-            return TABLE[None](func, (input, size, stride, offset), {})
+            return fall_back(func, (input, size, stride, offset), {})
         extents, cells = found
         y: Any = part(input.permute(order).reshape(extents), cells)
         places = [line.dim for line in lines or ()]
