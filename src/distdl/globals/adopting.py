@@ -16,7 +16,7 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import entire, taken
 from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
-from distdl.globals.table import TABLE
+from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
 
@@ -40,7 +40,7 @@ def write(
     Raises: RuntimeError if others would not see what is written: if it shares its memory with another tensor, or has a
         gradient; and for a parameter or buffer, if what is written has one.
     """
-    called = str(name or getattr(func, "__name__", func))
+    called = name or name_of(func)
     handler = TABLE.get(func, TABLE[None])
     if not is_of_model(target, _largest(beside)._context):
         why = _adopt(target, beside)
@@ -149,7 +149,7 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises: RuntimeError, what torch raises if it does not write into such a tensor.
     """
     out = kwargs["out"]
-    name = getattr(func, "__name__", str(func))
+    name = name_of(func)
     of_any_dtype = _judge_out(func, args, kwargs)
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     if name in _SUMMED_THERE and rest.get("dtype") is None:

@@ -16,13 +16,12 @@ from distdl.globals.adopting import write
 from distdl.globals.apart import Apart, error_of, report
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entry import value_of
-from distdl.globals.functions.pointwise import writes
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
-from distdl.globals.table import TABLE
+from distdl.globals.table import TABLE, name_of, writes
 from distdl.globals.tensor import GlobalTensor, note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.groups import IntArray
@@ -55,7 +54,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
     first = found[0]
     context, workers = first._context, first._layout.partition.workers
-    name = getattr(func, "__name__", str(func))
+    name = name_of(func)
     _announce(context, name, found)
     worker = int(workers.flat[0])
     apart = Apart(context, worker, name)

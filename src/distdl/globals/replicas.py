@@ -17,7 +17,7 @@ from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.paths import is_on_blocks
-from distdl.globals.table import OPERATOR, REPLICATED
+from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 
 
@@ -84,7 +84,7 @@ class Replica(torch.Tensor):
                 return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
         found = [value for value in every if type(value) is Replica]
         context = found[0]._context
-        target = args[0] if args and type(args[0]) is torch.Tensor and _writes(func) else None
+        target = args[0] if args and type(args[0]) is torch.Tensor and writes(func, kwargs or {}) else None
         if target is not None and target.requires_grad and not is_copy(target):
             if torch.is_grad_enabled():
                 raise RuntimeError(_REFUSED.format(func.__name__))
@@ -129,14 +129,6 @@ def _is_own(operator: Any) -> bool:
     single = isinstance(operator, torch._ops.OpOverload)
     each = [operator] if single else [getattr(operator, name) for name in operator.overloads()]
     return not any(one._schema.is_mutable for one in each)
-
-
-def _writes(func: Callable[..., Any]) -> bool:
-    """Whether a function writes into its first argument."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.endswith("_") and name != "requires_grad_"
 
 
 leave_uncompiled(Replica.__dict__["__torch_function__"].__func__)

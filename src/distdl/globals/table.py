@@ -65,6 +65,18 @@ def handles_property(*names: str) -> Callable[[Handler], Handler]:
     return enter
 
 
+def name_of(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes into its first argument, as its name or an option says."""
+    name = name_of(func)
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return (name.endswith("_") and name != "requires_grad_") or bool(kwargs.get("inplace"))
+
+
 def composite(func: Any) -> Callable[..., Any]:
     """A function that torch has written in Python, rebuilt so that the functions that it calls are handled, not it."""
     asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]

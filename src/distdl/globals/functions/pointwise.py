@@ -13,7 +13,7 @@ from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, same_strides
-from distdl.globals.table import TABLE, handles, named
+from distdl.globals.table import TABLE, handles, name_of, named, writes
 from distdl.globals.tensor import GlobalTensor, check_written, note_view, note_written
 
 _NAMES = """
@@ -162,18 +162,6 @@ def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], k
     made = GlobalTensor._of(y, x._layout)
     note_format(x, made, wanted)
     return made
-
-
-def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes into its first argument."""
-    name = name_of(func)
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") or bool(kwargs.get("inplace"))
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
 
 
 def _enter_names() -> None:

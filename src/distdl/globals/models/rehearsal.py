@@ -23,6 +23,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.paths import Place, current_path, put
+from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import next_node
@@ -235,7 +236,7 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        name = name_of(func)
         if name == "__get__":
             return func(*args, **kwargs)
         found = tensors_in((args, kwargs))
