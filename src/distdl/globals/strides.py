@@ -16,7 +16,7 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import plain_of
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, note_view
 
 
 class View(NamedTuple):
@@ -65,6 +65,14 @@ def same_strides(x: GlobalTensor, y: GlobalTensor) -> None:
         y._strides = x._strides
     if "_offset" in x.__dict__:
         y._offset = x._offset
+
+
+def whole_view(x: GlobalTensor, block: torch.Tensor) -> GlobalTensor:
+    """A view of all of x, whose block is given."""
+    y = GlobalTensor._of(block, x._layout)
+    note_view(x, y)
+    same_strides(x, y)
+    return y
 
 
 def keep_strides(x: GlobalTensor, y: Any, function: Callable[..., Any]) -> None:

@@ -272,14 +272,10 @@ class GlobalTensor(torch.Tensor):
         )
 
     def __copy__(self) -> GlobalTensor:
+        from distdl.globals.strides import whole_view
+
         check_usable(self)
-        y = GlobalTensor._of(self._block.detach().requires_grad_(self._block.requires_grad), self._layout)
-        note_view(self, y)
-        if "_strides" in self.__dict__:
-            y._strides = self._strides
-        if "_offset" in self.__dict__:
-            y._offset = self._offset
-        return y
+        return whole_view(self, self._block.detach().requires_grad_(self._block.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -14,9 +14,9 @@ from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, taken
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
-from distdl.globals.strides import of_memory, same_strides, strides_of
+from distdl.globals.strides import of_memory, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, base_of, note_requires, note_view
+from distdl.globals.tensor import GlobalTensor, base_of, note_requires
 from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)
@@ -305,11 +305,7 @@ TABLE[_gradient.__delete__] = delete_gradient
 
 @handles_property("data")
 def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    x = args[0]
-    y = GlobalTensor._of(x._block.data, x._layout)
-    note_view(x, y)
-    same_strides(x, y)
-    return y
+    return whole_view(args[0], args[0]._block.data)
 
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

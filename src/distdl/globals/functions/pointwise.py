@@ -12,9 +12,9 @@ from distdl.globals.bounds import same_values
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, same_strides
+from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, whole_view
 from distdl.globals.table import TABLE, handles, name_of, named, writes
-from distdl.globals.tensor import GlobalTensor, check_written, note_view, note_written
+from distdl.globals.tensor import GlobalTensor, check_written, note_written
 
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
@@ -188,10 +188,7 @@ def contiguous(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """The same memory, without a graph."""
     (x,) = args
-    y = GlobalTensor._of(block_of(x).detach(), x._layout)
-    note_view(x, y)
-    same_strides(x, y)
-    return y
+    return whole_view(x, block_of(x).detach())
 
 
 @handles("to type_as long int")

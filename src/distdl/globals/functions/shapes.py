@@ -18,7 +18,16 @@ from distdl.globals.functions.reductions import place
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, moved
-from distdl.globals.strides import View, is_copied, note_strides, of_memory, offset_of, same_strides, strides_of
+from distdl.globals.strides import (
+    View,
+    is_copied,
+    note_strides,
+    of_memory,
+    offset_of,
+    same_strides,
+    strides_of,
+    whole_view,
+)
 from distdl.globals.table import handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
 
@@ -305,10 +314,7 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         if dtype.itemsize != x.dtype.itemsize:
             of_memory(x, "view", dtype)  # (for torch's error)
             return fall_back(func, args, kwargs)
-        y = GlobalTensor._of(block_of(x).view(dtype), x._layout)  # (the bits of each element)
-        note_view(x, y)
-        same_strides(x, y)
-        return y
+        return whole_view(x, block_of(x).view(dtype))  # (the bits of each element)
     return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
 
 
