@@ -12,7 +12,8 @@ from distdl.geometry.boxes import Interval
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
-from distdl.globals.functions.shapes import Intervals, view_of, whole_along
+from distdl.globals.functions.regrouping import Intervals
+from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View, note_picked

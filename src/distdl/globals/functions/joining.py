@@ -16,7 +16,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
-from distdl.globals.functions.shapes import Intervals
+from distdl.globals.functions.regrouping import Intervals
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import Shape
 from distdl.globals.bounds import same_values, share_bounds
-from distdl.globals.context import Context, KnownLayout
+from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import frozen, shape_of
-from distdl.globals.functions.reductions import place
+from distdl.globals.functions.regrouping import plan_reshape
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, moved
@@ -30,9 +28,6 @@ from distdl.globals.strides import (
 )
 from distdl.globals.table import handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_copied, note_view
-
-Intervals = tuple[Interval, ...]
-
 
 # -- what other families use, too
 
@@ -56,34 +51,6 @@ def view_of(
     else:
         note_view(x, y)
     return y
-
-
-def _relocate(workers: Any, intervals: list[Intervals], dim: int, others: Sequence[int]) -> tuple[Any, list[Intervals]]:
-    """Give the places of a dim to one of the others, the one with the most room; the dim becomes whole."""
-    extents = [along[-1][1] for along in intervals]
-    places = workers.shape[dim]
-    best = max(others, key=lambda one: extents[one] / workers.shape[one], default=None)
-    used = 1 if best is None else min(places, max(extents[best] // workers.shape[best], 1))
-    changed = list(intervals)
-    changed[dim] = ((0, extents[dim]),)
-    kept = np.moveaxis(workers, dim, -1)[..., :used]  # (the others hold nothing)
-    if best is not None and used > 1:
-        at = best - (best > dim)
-        kept = np.moveaxis(kept, -1, at + 1)
-        kept = kept.reshape((*kept.shape[:at], -1, *kept.shape[at + 2 :]))
-        changed[best] = subdivided(intervals[best], used)
-    else:
-        kept = kept[..., 0]
-    return np.expand_dims(kept, dim), changed
-
-
-def subdivided(intervals: Intervals, parts: int) -> Intervals:
-    """Each interval in parts; an even split of the whole if they are too uneven."""
-    extent = intervals[-1][1]
-    longest = max(stop - start for start, stop in intervals)
-    if longest > 2 * -(-extent // len(intervals)):
-        return balanced(extent, len(intervals) * parts)
-    return tuple((start + i, start + j) for start, stop in intervals for i, j in balanced(stop - start, parts))
 
 
 def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor:
@@ -123,25 +90,6 @@ handles_property("T", "mT", "H", "mH")(permute)
 # -- reshapes
 
 
-class Reshape(NamedTuple):
-    """How a tensor is reshaped.
-
-    Attributes:
-        needed: where its cells have to be first; None if they are.
-        target: the layout of the result.
-    """
-
-    needed: KnownLayout | None
-    target: KnownLayout
-
-
-class _Fit(NamedTuple):
-    """Splits of dims, before and after a reshape, under which each worker's box is one of the other shape, too."""
-
-    before: list[Intervals]
-    after: list[Intervals]
-
-
 def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> GlobalTensor:
     """The tensor in another shape of as many elements. Cells move where a worker's would form no box."""
     layout, shape = x._layout, tuple(shape)
@@ -173,133 +121,6 @@ _MAY_COPY = ("reshape", "flatten", "ravel")
 
 def _shares(y: torch.Tensor, x: torch.Tensor) -> bool:
     return bool(y.untyped_storage()._cdata == x.untyped_storage()._cdata)
-
-
-def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
-    """How to reshape a tensor of that layout.
-
-    Dims before and after fall into groups of equal volume. A group of one dim on either side stays as it is split. In
-    another, the workers' boxes have to be boxes of both shapes. If they are not, the group is split anew over as many
-    places; if that cannot be, these places go to a dim that stays; and if there is none, some workers are left out.
-    """
-    context, extents = layout.context, layout.extents
-    workers = layout.partition.workers
-    if not prod(extents):
-        return Reshape(None, context.whole(shape, int(workers.flat[0])))
-    dims = [dim for dim, n in enumerate(extents) if n != 1]
-    workers = workers[tuple(slice(None) if n != 1 else place(layout, dim) for dim, n in enumerate(extents))]
-    given = [layout.intervals[dim] for dim in dims]
-    groups = _groups([extents[dim] for dim in dims], [n for n in shape if n != 1])
-    fits: list[_Fit] = []
-    grid = workers.reshape([prod(workers.shape[i:j]) for (i, j), _ in groups])  # one axis for each group
-    kept = [at for at, ((i, j), after) in enumerate(groups) if j - i == 1 == len(after)]
-    outer: list[Intervals] = [given[groups[at][0][0]] if at in kept else () for at in range(len(groups))]
-    found: dict[int, _Fit] = {}
-    for at, ((i, j), after) in enumerate(groups):
-        if at in kept:
-            continue
-        before = [extents[dim] for dim in dims[i:j]]
-        own = given[i:j]
-        fit = _as_it_is(before, after, own)
-        places = grid.shape[at]
-        if fit is None:
-            fit = _fit(before, after, places)
-        if fit is None:
-            rooms = [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
-            if rooms:
-                volumes = [outer[one] if one in kept else ((0, 1),) for one in range(len(groups))]
-                grid, changed = _relocate(grid, volumes, at, rooms)
-                outer = [changed[one] if one in kept else () for one in range(len(groups))]
-            else:
-                used = next(n for n in range(places, 0, -1) if _fit(before, after, n) is not None)
-                grid = grid.take(range(used), axis=at)
-            fit = _fit(before, after, grid.shape[at])
-        assert fit is not None
-        found[at] = fit
-    fits = [_Fit([outer[at]], [outer[at]]) if at in kept else found[at] for at in range(len(groups))]
-    before_, after_ = [one for fit in fits for one in fit.before], [one for fit in fits for one in fit.after]
-    needed = context.layout(grid.reshape([len(one) for one in before_]), before_)
-    owned = context.layout(workers, given)
-    target = _with_units(context, grid, after_, shape)
-    return Reshape(None if needed is owned else _with_units(context, grid, before_, extents), target)
-
-
-def _with_units(context: Context, grid: Any, intervals: list[Intervals], shape: Shape) -> KnownLayout:
-    """The layout of a shape, of which the splits of the dims of more than one element are given."""
-    rest = iter(intervals)
-    full = [((0, 1),) if n == 1 else next(rest) for n in shape]
-    return context.layout(grid.reshape([len(one) for one in full]), full)
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int, int], list[int]]]:
-    """Runs of dims of equal volume, of two shapes without extents of 1: which dims before, and the extents after."""
-    found, i, k = [], 0, 0
-    while i < len(before):
-        j, m = i + 1, k + 1
-        a, b = before[i], after[k]
-        while a != b:
-            if a < b:
-                a, j = a * before[j], j + 1
-            else:
-                b, m = b * after[m], m + 1
-        found.append(((i, j), list(after[k:m])))
-        i, k = j, m
-    return found
-
-
-def _scaled(intervals: Sequence[Interval], by: int, unit: int = 1) -> Intervals:
-    return tuple((start // unit * by, stop // unit * by) for start, stop in intervals)
-
-
-def _whole(extents: Sequence[int]) -> list[Intervals]:
-    return [((0, n),) for n in extents]
-
-
-def _as_it_is(before: Sequence[int], after: Sequence[int], intervals: Sequence[Intervals]) -> _Fit | None:
-    """The splits as they are, if only the outermost dim is split, and so that the others stay whole."""
-    units = gcd(before[0], after[0])
-    unit = before[0] // units
-    if any(len(along) > 1 for along in intervals[1:]) or any(stop % unit for _, stop in intervals[0]):
-        return None
-    return _Fit(list(intervals), [_scaled(intervals[0], after[0] // units, unit), *_whole(after[1:])])
-
-
-def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | None:
-    """Splits over so many places, as even as possible. None if there are none."""
-    if places == 1:
-        return _Fit(_whole(before), _whole(after))
-    if not before or not after:
-        return None
-    if before[0] == 1:
-        inner = _fit(before[1:], after, places)
-        return inner and _Fit([((0, 1),), *inner.before], inner.after)
-    if after[0] == 1:
-        inner = _fit(before, after[1:], places)
-        return inner and _Fit(inner.before, [((0, 1),), *inner.after])
-    units = gcd(before[0], after[0])
-    if units >= places:
-        split = balanced(units, places)
-        return _Fit(
-            [_scaled(split, before[0] // units), *_whole(before[1:])],
-            [_scaled(split, after[0] // units), *_whole(after[1:])],
-        )
-    # single cells of the outermost dim of one side, and each of them split further
-    if units == 1 or places % units:
-        return None
-    if before[0] == units:
-        inner = _fit(before[1:], [after[0] // units, *after[1:]], places // units)
-        return inner and _Fit([balanced(units, units), *inner.before], _repeated(inner.after, units))
-    if after[0] == units:
-        inner = _fit([before[0] // units, *before[1:]], after[1:], places // units)
-        return inner and _Fit(_repeated(inner.before, units), [balanced(units, units), *inner.after])
-    return None
-
-
-def _repeated(splits: list[Intervals], times: int) -> list[Intervals]:
-    """The same split of an outermost dim, once for each of so many runs of it."""
-    first, *rest = splits
-    extent = first[-1][1]
-    return [tuple((start + n * extent, stop + n * extent) for n in range(times) for start, stop in first), *rest]
 
 
 @handles("reshape view flatten unflatten ravel squeeze unsqueeze", "torch Tensor")
