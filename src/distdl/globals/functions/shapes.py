@@ -39,10 +39,12 @@ def view_of(
 
     Args:
         came: whether cells had to move, so that what is written into the result does not reach x.
-        view: how it is taken; None of what has another dtype, whose strides are not followed.
+        view: how it is taken; None of a view of all of x.
     """
     y = GlobalTensor._of(block, layout, x._block)
-    if view is not None:
+    if view is None:
+        same_strides(x, y)
+    else:
         note_strides(x, y, view)
     if "_known" in x.__dict__:
         share_bounds(x, y, came)
@@ -95,9 +97,7 @@ def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> Gl
     layout, shape = x._layout, tuple(shape)
     copied = "_strides" in x.__dict__ and _is_copied(x, shape, name)
     if layout.extents == shape and not copied:
-        alike = view_of(x, block_of(x).view_as(x._block), layout, False)
-        same_strides(x, alike)
-        return alike
+        return view_of(x, block_of(x).view_as(x._block), layout, False)
     needed, target = x._context.keep(("reshape", layout, shape), lambda: plan_reshape(layout, shape))
     block = block_of(x) if needed is None else moved(x, needed, name)
     y = block.reshape(target.local)
