@@ -22,7 +22,8 @@ from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
-from distdl.globals.tensor import GlobalTensor, note_copied, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value

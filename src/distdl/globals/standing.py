@@ -13,7 +13,8 @@ from distdl.globals.context import Context
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import taken
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.tensor import GlobalTensor, writes_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import writes_of
 from distdl.tensors.memory import parts_of
 
 

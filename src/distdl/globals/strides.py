@@ -16,7 +16,8 @@ import torch
 from distdl.geometry.boxes import Shape
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import plain_of
-from distdl.globals.tensor import GlobalTensor, note_view
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_view
 
 
 class View(NamedTuple):

@@ -16,7 +16,8 @@ from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.strides import of_memory, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
-from distdl.globals.tensor import GlobalTensor, base_of, note_requires
+from distdl.globals.tensor import GlobalTensor, note_requires
+from distdl.globals.ties import base_of
 from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)

@@ -16,7 +16,8 @@ from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View
 from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_written
 
 
 @handles("tril triu", "torch Tensor")

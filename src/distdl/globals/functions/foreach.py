@@ -10,7 +10,8 @@ from distdl.globals.adopting import adopt
 from distdl.globals.functions.pointwise import result_of
 from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
 from distdl.globals.table import TABLE, handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_written
 from distdl.partition.sharing import reduce_values
 
 

@@ -17,7 +17,8 @@ from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_written
 from distdl.tensors.connection import refuses, zeros_on
 
 

@@ -14,7 +14,8 @@ from distdl.globals.operands import aligned, block_of, numbers_of
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, whole_view
 from distdl.globals.table import TABLE, handles, name_of, named, writes
-from distdl.globals.tensor import GlobalTensor, check_written, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import check_written, note_written
 
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh

@@ -20,7 +20,8 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of
 from distdl.globals.table import REPLICATED, TABLE, handles
-from distdl.globals.tensor import GlobalTensor, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_written
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw

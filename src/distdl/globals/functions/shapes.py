@@ -27,7 +27,8 @@ from distdl.globals.strides import (
     whole_view,
 )
 from distdl.globals.table import handles, handles_property
-from distdl.globals.tensor import GlobalTensor, note_copied, note_view
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import note_copied, note_view
 
 # -- what other families use, too
 

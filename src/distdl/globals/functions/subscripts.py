@@ -20,7 +20,8 @@ from distdl.globals.functions.shapes import expanded
 from distdl.globals.operands import block_of, entire
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
-from distdl.globals.tensor import GlobalTensor, check_written, note_written
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import check_written, note_written
 from distdl.tensors.connection import zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])

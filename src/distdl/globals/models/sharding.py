@@ -32,7 +32,8 @@ from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import REPLICATED
-from distdl.globals.tensor import GlobalTensor, writes_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition

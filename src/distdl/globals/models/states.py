@@ -10,7 +10,8 @@ import torch
 
 from distdl.globals.entry import full_tensor
 from distdl.globals.operands import taken
-from distdl.globals.tensor import GlobalTensor, writes_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import writes_of
 
 _OUTDATED = (
     "a tensor that state_dict() gave was written after its parameter had changed, and has the values of before; with "
