@@ -98,7 +98,7 @@ def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _several(input, kind, s, dims, norm) if dims else input + 0
 
     run = along_one if kind == name else along_several
-    return run(*args, **{key: value for key, value in kwargs.items() if key != "out"})
+    return run(*args, **kwargs)
 
 
 def _shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -76,10 +76,7 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
 
 @handles("cat concat concatenate", "torch")
 def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(tensors: Any, dim: int = 0, *, axis: int | None = None, out: Any = None) -> Any:
-        if out is not None:
-            raise TypeError("cat of global tensors has no out=; assign its result")
-        dim = dim if axis is None else axis
+    def run(tensors: Any, dim: int = 0) -> Any:
         known = next(one for one in tensors if type(one) is GlobalTensor)
         for place, one in enumerate(tensors):
             if not one.dim():

@@ -119,7 +119,7 @@ def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     def run(A: Any, B: Any, **options: Any) -> Any:
         vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
-        if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel() or options.get("out") is not None:
+        if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel():
             return fall_back(func, args, kwargs)
         if vectors:
             return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)

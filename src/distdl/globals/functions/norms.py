@@ -239,9 +239,7 @@ def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 @handles("norm", "torch Tensor")
 def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(
-        input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
-    ) -> Any:
+    def run(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
         if p == "nuc" and (dim is not None or input.dim() == 2):
             return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
         if p == "nuc":
@@ -292,7 +290,7 @@ def _pair_of(x: Any, dims: Any) -> tuple[int, int]:
 
 @handles("normalize", "functional")
 def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
+    def run(input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
         judged(func, (input, p, dim, eps), {})
         return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
 

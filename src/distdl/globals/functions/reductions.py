@@ -121,16 +121,16 @@ def _adding(
 
 @handles("sum", "torch Tensor")
 def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-        return total(input, axis if dim is None else dim, keepdim, dtype)
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        return total(input, dim, keepdim, dtype)
 
     return run(*_positional(args), **kwargs)
 
 
 @handles("mean", "torch Tensor")
 def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, axis: Any = None) -> Any:
-        dims = dims_of(input, axis if dim is None else dim)
+    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        dims = dims_of(input, dim)
         wanted = dtype or input.dtype
         if not (wanted.is_floating_point or wanted.is_complex):
             raise RuntimeError(
