@@ -155,12 +155,6 @@ class Buffers(dict[str, Any]):
         super().__setitem__(name, settled(value))
 
 
-def replicated(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters that every worker has whole: all but those of modules of ``distdl.nn``, which live on some."""
-    own = {id(p) for child in module.modules() if isinstance(child, Module) for p in child.parameters()}
-    return (p for p in module.parameters() if p.requires_grad and id(p) not in own)
-
-
 class Replicas:
     """Every worker has all parameters. They enter together at the begin of a forward, in buckets if they are many."""
 
