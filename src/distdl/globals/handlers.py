@@ -1,5 +1,7 @@
 """All families of functions: to import them fills the table from torch functions to handlers."""
 
+# ruff: noqa: F401  (nobody names them)
+
 from distdl.globals.functions import (
     attention,
     autograd,
@@ -39,43 +41,3 @@ from distdl.globals.functions import (
     values,
     windows,
 )
-
-__all__ = [
-    "attention",
-    "autograd",
-    "composites",
-    "convolutions",
-    "counting",
-    "diagonals",
-    "differences",
-    "drawing",
-    "exponentials",
-    "extremes",
-    "foreach",
-    "fourier",
-    "indexing",
-    "initial",
-    "joining",
-    "lines",
-    "lookups",
-    "losses",
-    "masks",
-    "matrices",
-    "normalising",
-    "norms",
-    "numbers",
-    "ordering",
-    "pointwise",
-    "products",
-    "random",
-    "recurrent",
-    "reductions",
-    "replicated",
-    "resizing",
-    "sampling",
-    "scans",
-    "shapes",
-    "subscripts",
-    "values",
-    "windows",
-]
