@@ -21,11 +21,9 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
-Out = Any
-
 
 @checks_arguments
-def local_map(function: Callable[..., Any], out: Out = "same") -> Callable[..., Any]:
+def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., Any]:
     """The function of global tensors that applies a function to each worker's blocks. Differentiable.
 
     Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds

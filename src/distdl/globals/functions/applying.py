@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,15 +19,11 @@ from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.transport import Label
 
 
-class Ready:
-    """An op that is set up for tensors of given signatures: its steps on this worker.
+class Ready(NamedTuple):
+    """An op that is set up for tensors of given signatures: its steps on this worker, and where its results lie."""
 
-    Args:
-        results: the layouts of its results.
-    """
-
-    def __init__(self, setup: Setup, results: tuple[KnownLayout, ...]) -> None:
-        self.setup, self.results = setup, results
+    setup: Setup
+    results: tuple[KnownLayout, ...]
 
 
 def ready(
