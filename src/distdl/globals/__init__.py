@@ -2,7 +2,7 @@
 
 from distdl.globals import following, handlers, own_functions
 from distdl.globals.entry import distribute_tensor
-from distdl.globals.functions import initial
+from distdl.globals.functions import initial, numbers
 from distdl.globals.local_map import local_map
 from distdl.globals.models import (
     distribute,
@@ -15,6 +15,7 @@ from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
 
 own_functions.install()
+numbers.install()
 following.install()
 initial.install()
 

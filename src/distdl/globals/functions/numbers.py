@@ -8,28 +8,10 @@ from typing import Any
 
 import torch
 
-from distdl.globals.functions import (
-    diagonals,
-    differences,
-    exponentials,
-    indexing,
-    joining,
-    norms,
-    ordering,
-    reductions,
-    resizing,
-    shapes,
-    windows,
-)
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
-
-# (whose handlers are there)
-_FAMILIES = (
-    diagonals, differences, exponentials, indexing, joining, norms, ordering, reductions, resizing, shapes, windows,
-)  # fmt: skip
 
 # functions of one tensor, or of one list of tensors: what else they get are numbers
 _OF_ONE = """
@@ -76,7 +58,9 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return plain
 
 
-for _function in named(_OF_ONE, "torch Tensor functional special linalg"):
-    TABLE[_function] = _with_numbers(TABLE[_function])
-for _function in named(_OF_NONE, "torch"):
-    TABLE[_function] = _of_numbers
+def install() -> None:
+    """Let the handlers of these functions get numbers, and those of numbers alone have one."""
+    for function in named(_OF_ONE):
+        TABLE[function] = _with_numbers(TABLE[function])
+    for function in named(_OF_NONE, "torch"):
+        TABLE[function] = _of_numbers
