@@ -119,10 +119,10 @@ def single(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
-def numbers(value: Any) -> Any:
+def hashable(value: Any) -> Any:
     """An option as a value that can be a key: lists as tuples."""
     try:
         hash(value)
     except TypeError:
-        return tuple(map(numbers, value)) if isinstance(value, (list, tuple)) else value
+        return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
     return value

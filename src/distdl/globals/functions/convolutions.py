@@ -10,7 +10,7 @@ from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, autocast_dtype, numbers, single
+from distdl.globals.functions.applying import apply, autocast_dtype, hashable, single
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.convolution import Convolution
@@ -54,7 +54,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
                 f"have {taken} channels, but got {input.shape[1]} channels instead"
             )
-        key = (numbers(stride), numbers(padding), numbers(dilation), groups, autocast_dtype(input))
+        key = (hashable(stride), hashable(padding), hashable(dilation), groups, autocast_dtype(input))
 
         def op() -> Convolution:
             name = func.__name__
@@ -95,7 +95,7 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
                 f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
                 f"{weight.shape[0]} channels, but got {input.shape[1]} channels instead"
             )
-        key = (*map(numbers, (stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
+        key = (*map(hashable, (stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
 
         def op() -> TransposedConvolution:
             geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))

@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, numbers, single
+from distdl.globals.functions.applying import apply, hashable, single
 from distdl.globals.functions.judging import frozen, judge, judged
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -50,11 +50,11 @@ def _pooled(
     if bool in map(type, (kernel, stride, padding, dilation)):
         raise TypeError(f"{name}(): kernel_size, stride, padding and dilation must be ints or tuples of them, not bool")
     stride = kernel if stride is None or stride == [] or stride == () else stride
-    key = (reduction, *map(numbers, (kernel, stride, padding, dilation)), bool(ceil_mode))
+    key = (reduction, *map(hashable, (kernel, stride, padding, dilation)), bool(ceil_mode))
 
     def op() -> Pooling:
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        sliding = PoolSliding.of(name, space, *map(single, map(numbers, given.values())))
+        sliding = PoolSliding.of(name, space, *map(single, map(hashable, given.values())))
         made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
         made.check(name)
         accepted: Pooling = _accepting(made, made.least, input)
@@ -197,7 +197,7 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             listed = factors if isinstance(factors, (list, tuple)) else [factors] * space
             size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
             factors = None
-        key = (size, numbers(factors), mode, align_corners)
+        key = (size, hashable(factors), mode, align_corners)
 
         def op() -> Interpolation:
             options = Mode.of("interpolate", space, mode, align_corners, factors)
