@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from distdl.nn.module import Option
 from distdl.nn.normalisation.state import Agreed, NormalisationLayer, Weights
 from distdl.ops.normalisation import GroupNorm
@@ -51,6 +49,3 @@ class DistributedGroupNorm(NormalisationLayer):
         super().__init__(f"DistributedGroupNorm (P_x: {P_x}; {num_channels})", Agreed(op, weights))
         self.P_x, self.num_groups, self.num_channels = P_x, int(num_groups), int(num_channels)
         self.eps, self.affine = eps, bool(affine)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normalise(x)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import index
 
-import torch
-
 from distdl.nn.module import Option
 from distdl.nn.normalisation.state import Agreed, NormalisationLayer, Number, Weights
 from distdl.ops.normalisation import LayerNorm, RMSNorm
@@ -56,9 +54,6 @@ class DistributedLayerNorm(NormalisationLayer):
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
         self.elementwise_affine = bool(elementwise_affine)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normalise(x)
-
 
 class DistributedRMSNorm(NormalisationLayer):
     r"""Divide by the root of the mean square over the last dims.
@@ -97,9 +92,6 @@ class DistributedRMSNorm(NormalisationLayer):
         super().__init__(f"DistributedRMSNorm (P_x: {P_x}; {dims(extents)})", Agreed(op, weights))
         self.P_x, self.normalized_shape, self.eps = P_x, extents, eps
         self.elementwise_affine = bool(elementwise_affine)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._normalise(x)
 
 
 def _last_dims(name: str, P_x: Partition, normalized_shape: int | Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -224,6 +224,9 @@ class NormalisationLayer(Layer):
         """Where each parameter lives: which block of the sequential layer's parameter is on which worker."""
         return trained(self, self._weights.layouts)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normalise(x)
+
     def _normalise(self, x: torch.Tensor, kept: Sequence[torch.Tensor] = (), *numbers: float | None) -> torch.Tensor:
         """What it makes of this worker's block.
 
