@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.utils import swap_tensors
 
-from distdl.geometry.boxes import balanced
 from distdl.globals.context import KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import entire, taken
@@ -238,11 +237,7 @@ def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:
         context, workers = like.context, like.partition.workers
         dims = len(like.extents)
         if len(extents) == dims:
-            intervals = [
-                like.intervals[dim] if n == like.extents[dim] else balanced(n, workers.shape[dim])
-                for dim, n in enumerate(extents)
-            ]
-            return context.layout(like.partition.workers, intervals)
+            return like.resized(extents)
         pairs, first = [-1] * len(extents), 0  # for each dim, that of the other tensor with its extent, in their order
         for dim, n in enumerate(extents):
             match = next((k for k in range(first, dims) if like.extents[k] == n), None)

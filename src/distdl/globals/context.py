@@ -87,6 +87,14 @@ class KnownLayout(Layout):
             found = self._lifted[dims] = self.context.layout(workers, (((0, 1),),) * more + self.intervals)
         return found
 
+    def resized(self, extents: Sequence[int]) -> KnownLayout:
+        """The layout of a tensor with as many dims: those of equal extent are split alike, others evenly."""
+        intervals = [
+            along if along[-1][1] == n else balanced(n, len(along))
+            for along, n in zip(self.intervals, extents, strict=True)
+        ]
+        return self.context.layout(self.partition.workers, intervals)
+
     def __repr__(self) -> str:
         return f"{'x'.join(map(str, self.extents))} over {self.partition}"
 

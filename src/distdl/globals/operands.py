@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.geometry.boxes import balanced, slices
+from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.paths import is_running
 from distdl.globals.replicas import entered
@@ -195,13 +195,8 @@ def _target(extents: Sequence[int], described: Sequence[Any], lead: int | None) 
             raise RuntimeError(
                 f"output with shape {list(chosen.extents)} doesn't match the broadcast shape {list(extents)}"
             )
-    lifted = chosen.lifted(len(extents))
-    places = lifted.partition.workers.shape
-    intervals = [
-        lifted.intervals[dim] if lifted.extents[dim] == extents[dim] else balanced(extents[dim], places[dim])
-        for dim in range(len(extents))
-    ]
-    return lifted.context.layout(lifted.partition.workers, intervals)
+    result: KnownLayout = chosen.lifted(len(extents)).resized(extents)
+    return result
 
 
 def own_box(layout: KnownLayout) -> tuple[slice, ...]:

@@ -280,22 +280,6 @@ def backwards(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 # -- new ones
 
 
-def layout_like(layout: KnownLayout, shape: Sequence[int]) -> KnownLayout | None:
-    """How a new tensor is split that belongs to another one: as that is, if it has as many dims; else it is plain."""
-    shape = tuple(shape)
-    if len(shape) != len(layout.rulers):
-        return None
-
-    def make() -> KnownLayout:
-        intervals = [
-            along if along[-1][1] == n else balanced(n, len(along))
-            for along, n in zip(layout.intervals, shape, strict=True)
-        ]
-        return layout.context.layout(layout.partition.workers, intervals)
-
-    return layout.context.keep(("like", layout, shape), make)
-
-
 @handles("new_zeros new_ones new_full new_empty", "Tensor")
 def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A tensor of the dtype of another one; split like it if it has as many dims, else the same on every worker."""
@@ -305,10 +289,10 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         size, more = [one for one in rest if isinstance(one, int)], []
     size = tuple(int(n) for n in size)
     named = {name: value for name, value in kwargs.items() if name != "size"}
-    layout = layout_like(x._layout, size)
-    if layout is None or not size:
+    if not size or len(size) != x.dim():
         plain: torch.Tensor = func(x._block.detach(), size, *more, **named)
         return plain
+    layout = x._context.keep(("like", x._layout, size), lambda: x._layout.resized(size))
     return GlobalTensor._of(func(x._block.detach(), layout.local, *more, **named), layout)
 
 
