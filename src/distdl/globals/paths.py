@@ -1,4 +1,4 @@
-"""Where in a model this worker is: what errors, warnings and reports say of a call."""
+"""Where in a model this worker is, which errors, warnings and reports say; and which values are blocks, not whole."""
 
 from __future__ import annotations
 
