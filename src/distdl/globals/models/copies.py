@@ -16,7 +16,8 @@ from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, is_copy, parameter_of
 from distdl.globals.standing import settled
-from distdl.globals.tensor import GlobalTensor, writes_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
