@@ -64,3 +64,30 @@ def test_an_activation_goes_with_its_last_name(function):
         distdl.run_workers(work, 3)
     finally:
         gc.enable()
+
+
+REFUSED = {
+    "of two": lambda x, plain: x ^ plain, "of itself": lambda x, plain: x.bitwise_and_(x),
+    "of shapes": lambda x, plain: x + plain[:, :5], "an index": lambda x, plain: x[plain.long() + 9],
+    "a fallback": lambda x, plain: torch.linalg.qr(x.long()), "a write": lambda x, plain: plain[:1].add_(x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", REFUSED.values(), ids=REFUSED)
+@pytest.mark.filterwarnings("ignore:linalg_qr has no op")
+def test_what_an_error_refers_to_goes_with_it(function):
+    """A plain tensor becomes global if nobody else has it, on every worker alike, whatever has been refused before."""
+
+    def work():
+        x = distdl.distribute_tensor(noise(6, 7), distdl.world()[:2].reshape(1, 2))
+        plain = noise(6, 7)
+        with pytest.raises(Exception, match=r"."):
+            function(x, plain)
+        assert torch._C._storage_Use_Count(plain.untyped_storage()._cdata) == 2  # (the tensor's, and ours)
+
+    gc.collect()
+    gc.disable()
+    try:
+        distdl.run_workers(work, 3)
+    finally:
+        gc.enable()

@@ -175,3 +175,37 @@ def test_the_bits_of_each_element():
 
     assert_same(function, Global(noise(5, 7)))
     assert_same(lambda x: x.detach().view(torch.int64), Global(noise()))
+
+
+ALIKE = {
+    "permute": lambda x: x.permute(()), "transpose": lambda x: x.transpose(0, 0), "movedim": lambda x: x.movedim(0, 0),
+    "T": lambda x: x.T, "mT": lambda x: x.mT, "H": lambda x: x.H, "mH": lambda x: x.mH, "adjoint": torch.adjoint,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated on 0-D tensors", "ignore:adjoint.*is deprecated")
+@pytest.mark.parametrize("function", ALIKE.values(), ids=ALIKE)
+def test_dims_of_a_tensor_without_dims_are_ordered(function):
+    for whole in (noise(1)[0], noise(1, dtype=torch.complex128)[0]):
+        assert_same(lambda x: (function(x * 1), function(x.square())), Global(whole), tolerance=1e-9)
+
+    def work():
+        x = distdl.distribute_tensor(noise(1)[0], distdl.world()[1:2], axes=()).requires_grad_()
+        with torch.no_grad():
+            y = function(x * 1)
+        (dx,) = torch.autograd.grad((x + y).sum(), x)
+        assert dx.item() == 1
+        constant = x.detach()
+        function(constant).requires_grad_()
+        assert not constant.requires_grad or function(constant) is constant
+
+    distdl.run_workers(work, 3)
+
+
+def test_a_tensor_that_need_not_change_is_itself():
+    def work():
+        x = distdl.distribute_tensor(noise(4, 6), distdl.world()[:2].reshape(1, 2))
+        assert x.flatten(1) is x and torch.atleast_2d(x) is x and torch.atleast_1d([x])[0] is x
+        assert x.flatten() is not x and x.view(4, 6) is not x
+
+    distdl.run_workers(work, 3)

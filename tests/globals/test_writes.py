@@ -485,3 +485,65 @@ def test_where_results_are_written_as_in_torch(name):
                             assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("part", [slice(1, None), (slice(None), slice(1, 3)), (slice(None), slice(2, 2)), 0])
+@on_workers
+def test_parts_of_leaves_are_written_without_gradients(part):
+    """Of a view that was made without gradients, and written, torch refuses to say what it follows from."""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        with torch.no_grad():
+            x[part] -= 1.5
+            y = x[part]
+            y.mul_(2)
+            x[part] = y + y.sum()
+        with torch.inference_mode():
+            x[part] += 1
+        found.append(x.detach())
+        (x * x).sum().backward()
+        assert_close(x.grad, 2 * x.detach())
+    assert_close(*found)
+
+
+NUMBERS_WRITTEN = {
+    "fill_": lambda x, plain: x.fill_(plain), "fill_ itself": lambda x, plain: x.fill_(x),
+    "masked_fill_": lambda x, plain: x.masked_fill_(torch.tensor(True), plain),
+    "detach_": lambda x, plain: x.detach_(), "detach_ of a sum": lambda x, plain: (x * 1).sum().detach_(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", NUMBERS_WRITTEN.values(), ids=NUMBERS_WRITTEN)
+@on_workers
+def test_tensors_without_dims_are_written_on_every_worker(write):
+    """One worker has such a tensor; on the others its block has a dim."""
+    for x in (split(x35).sum(), distdl.distribute_tensor(torch.tensor(2.0), distdl.world()[1:2], axes=())):
+        plain = x.full_tensor()
+        ours, theirs = (write(one, torch.tensor(3)) for one in (x, plain))
+        assert_close(ours, theirs)
+
+
+RESULTS = {
+    "take": lambda x: x.take(torch.tensor([0, 1])), "rot90": torch.rot90, "sum": torch.sum,
+    "cat": lambda x: torch.cat([x, x]),
+    "index_select": lambda x: x.index_select(1, torch.tensor([4, 0])), "roll": lambda x: x.roll(1, 1),
+    "matmul": lambda x: x @ x.T, "cumsum": lambda x: x.cumsum(1), "sorted": lambda x: x.sort(1)[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", RESULTS.values(), ids=RESULTS)
+@on_workers
+def test_results_that_are_no_views_in_torch_are_written_with_gradients(function):
+    """They were made without; on some workers they are views of what has come from others."""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        with torch.no_grad():
+            y = function(x)
+        y *= (x * x).sum()
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        found.append((y, dx))
+        assert not function(x).detach_().requires_grad
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

@@ -22,7 +22,7 @@ from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, is_leaf
 from distdl.globals.ties import note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.groups import IntArray
@@ -60,7 +60,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     worker = int(workers.flat[0])
     apart = Apart(context, worker, name)
     in_place = writes(func, kwargs)
-    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), one._block.is_leaf) for one in found}
+    gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), is_leaf(one)) for one in found}
 
     beside: list[torch.Tensor] = []  # the tensors that every worker has
 

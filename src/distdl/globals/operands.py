@@ -11,7 +11,7 @@ from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.paths import is_running
 from distdl.globals.replicas import entered
-from distdl.globals.tensor import GlobalTensor, check_usable
+from distdl.globals.tensor import GlobalTensor, check_usable, is_leaf
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward
 
@@ -30,7 +30,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
     Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
     """
-    if x._block.is_leaf or "_ties" in x.__dict__:
+    if is_leaf(x) or "_ties" in x.__dict__:
         check_usable(x)
     return x._block
 

@@ -16,7 +16,7 @@ from distdl.globals.replicas import Replica, without_gradients
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
-from distdl.tensors.connection import replayed
+from distdl.tensors.connection import is_ordinary_view, replayed
 from distdl.tensors.derivatives import recorded
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
@@ -118,9 +118,10 @@ class GlobalTensor(torch.Tensor):
         if kwargs and not args and "input" in kwargs and isinstance(func, _COMPILED) and func not in _INPUT_LATER:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         try:
-            if debug.on:
-                return debug.noted(handler, func, args, kwargs or {})
-            return handler(func, args, kwargs or {})
+            y = debug.noted(handler, func, args, kwargs or {}) if debug.on else handler(func, args, kwargs or {})
+            if not torch.is_grad_enabled():
+                _settle_view(y)
+            return y
         except AttributeError as error:
             check_is_tensor(error.obj, func, args, kwargs or {})
             raise
@@ -196,7 +197,7 @@ class GlobalTensor(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        if self._block.is_leaf:  # (so is a view made without gradients, which requires one as its base does)
+        if is_leaf(self):  # (so is a view made without gradients, which requires one as its base does)
             check_usable(self)
         return self._block.requires_grad
 
@@ -339,6 +340,25 @@ def note_requires(x: GlobalTensor) -> None:
     """Take note of whether the block of a global tensor requires a gradient, which may have changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
         _raw_requires(x, x._block.requires_grad)  # for check_usable
+
+
+def _settle_view(y: Any) -> None:
+    """Let what a function has given without gradients be no view, if in torch it is none: it may be written later."""
+    if type(y) is GlobalTensor:
+        # (of a view that was made without gradients, torch refuses that, but only the workers would whose block is one)
+        if "_views_of" not in y.__dict__ and y._block._is_view() and not is_ordinary_view(y._block):
+            y._block = y._block.detach()
+    elif type(y) in (tuple, list):
+        for one in y:
+            _settle_view(one)
+
+
+def is_leaf(x: GlobalTensor) -> bool:
+    """Whether the block of a global tensor is a leaf; it counts as one where nothing is recorded.
+
+    (There, torch asks nobody, and would raise for a view of what requires a gradient once it has been written.)
+    """
+    return not torch.is_grad_enabled() or x._block.is_leaf
 
 
 def check_usable(x: GlobalTensor) -> None:

@@ -60,7 +60,7 @@ def replayed(y: torch.Tensor, above: torch.Tensor | None = None) -> torch.Tensor
     """
     if not y._is_view() or (above is None and _REPLAYED in y.__dict__):
         return y
-    if torch._C._autograd._get_creation_meta(y) != _ORDINARY:
+    if not is_ordinary_view(y):
         return y  # (others cannot be written in place: torch refuses it)
     base: torch.Tensor = y._base  # type: ignore[assignment]  # (a view has one)
     if base.dtype.to_real() is not y.dtype.to_real():
@@ -83,6 +83,11 @@ def replayed(y: torch.Tensor, above: torch.Tensor | None = None) -> torch.Tensor
         torch._C._set_view_replay_enabled(noted)
     made.__dict__[_REPLAYED] = True
     return made
+
+
+def is_ordinary_view(y: torch.Tensor) -> bool:
+    """Whether torch lets a view be written in place: it was made with gradients, by a function that makes one view."""
+    return torch._C._autograd._get_creation_meta(y) == _ORDINARY
 
 
 _ORDINARY = torch._C._autograd.CreationMeta.DEFAULT

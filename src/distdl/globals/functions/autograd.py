@@ -252,7 +252,11 @@ def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @handles("detach_", "torch Tensor")
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
-    block_of(x).detach_()
+    block = block_of(x)
+    if block._is_view() and base_of(x) is None:  # (of memory that nobody else has: in torch it is no view)
+        x._block = block.detach()
+    else:
+        block.detach_()
     note_requires(x)
     return x
 

@@ -148,9 +148,9 @@ def rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first, second = dims
         turned = {
             0: lambda: input.clone(),
-            1: lambda: input.flip(second).transpose(first, second),
+            1: lambda: input.transpose(first, second).flip(first),  # (a copy, and no view of one)
             2: lambda: input.flip((first, second)),
-            3: lambda: input.flip(first).transpose(first, second),
+            3: lambda: input.transpose(first, second).flip(second),
         }
         return turned[k % 4]()
 

@@ -74,12 +74,14 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 keep_strides(first, made, func)
             return made
         second = args[1] if len(args) == 2 else None
-        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout:
+        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout and _has_numbers(first):
             pair = block_of(first), block_of(second)
             try:
                 y = func(*pair)
             except RuntimeError as error:
-                y = _of_copies(error, func, pair, kwargs)
+                if not _overlaps(error):
+                    raise
+                y = _of_copies(func, pair, kwargs)
             made = result_of(func, first, y, (first,))
             if "_strides" in first.__dict__ or "_strides" in second.__dict__:
                 if first.__dict__.get("_strides") == second.__dict__.get("_strides"):
@@ -105,15 +107,16 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     named = {**kwargs, **dict(zip(named_tensors, rest, strict=True))}
     try:
         y = func(*given, **named)
-    except RuntimeError as error:
-        y = _of_copies(error, func, given, named)
-    except TypeError:  # (what stands for a number has to be one)
+    except (RuntimeError, TypeError) as error:
         if target.rulers or target.active:
-            raise
-        numbers = numbers_of(context, operands, found)
-        given, rest = numbers[: len(args)], numbers[len(args) :]
-        y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
-        y = y if lead is None else found[0].add_(y)
+            if not _overlaps(error):
+                raise
+            y = _of_copies(func, given, named)
+        else:  # (what stands for a number has to be one)
+            numbers = numbers_of(context, operands, found)
+            given, rest = numbers[: len(args)], numbers[len(args) :]
+            y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
+            y = y if lead is None else found[0].add_(y)
     whole = [one for one in operands if type(one) is GlobalTensor]
     made = result_of(func, whole[0], y, whole, target)
     for one in operands:
@@ -127,13 +130,21 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return made
 
 
-def _of_copies(error: RuntimeError, func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _has_numbers(x: GlobalTensor) -> bool:
+    """Whether this worker's block has as many dims as the tensor: of one without dims, one worker alone has it."""
+    return bool(x._layout.rulers) or x._layout.active
+
+
+def _overlaps(error: Exception) -> bool:
+    """Whether torch refuses to read where it writes. (Who keeps an error that it raises keeps what it refers to.)"""
+    return "input tensor and the written-to tensor refer to a single memory" in str(error)
+
+
+def _of_copies(func: Callable[..., Any], given: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function makes of blocks, of which it cannot read some where it writes: of copies.
 
     Torch refuses that, but only the workers whose blocks have cells there would see it.
     """
-    if "input tensor and the written-to tensor refer to a single memory" not in str(error):
-        raise error
     copies = [one.clone() if isinstance(one, torch.Tensor) else one for one in given[1:]]
     return func(given[0], *copies, **kwargs)
 

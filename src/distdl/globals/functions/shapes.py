@@ -26,7 +26,7 @@ from distdl.globals.strides import (
     strides_of,
     whole_view,
 )
-from distdl.globals.table import handles, handles_property
+from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_copied, note_view
 
@@ -84,10 +84,14 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     block = block_of(x)
     if layout.rulers:
         block = func(block, *rest, **kwargs)
+    else:  # (of which only one worker's block has no dims; a view of its own, as its gradient may not be x's)
+        block = block.conj() if block.is_complex() and func in _ADJOINTS else block.view_as(block)
     return view_of(x, block, target, False, View(key, lambda whole: func(whole, *rest, **kwargs)))
 
 
 handles_property("T", "mT", "H", "mH")(permute)
+_tensor: Any = torch.Tensor  # (its attributes are computed)
+_ADJOINTS = (torch.adjoint, torch.Tensor.adjoint, _tensor.H.__get__, _tensor.mH.__get__)
 
 
 # -- reshapes
@@ -137,7 +141,10 @@ def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             of_memory(x, "view", dtype)  # (for torch's error)
             return fall_back(func, args, kwargs)
         return whole_view(x, block_of(x).view(dtype))  # (the bits of each element)
-    return reshaped(x, shape_of(func, x, rest, kwargs), func.__name__)
+    shape = shape_of(func, x, rest, kwargs)
+    if func.__name__ == "flatten" and tuple(shape) == x._layout.extents:
+        return x
+    return reshaped(x, shape, func.__name__)
 
 
 @handles("view_as reshape_as", "Tensor")
@@ -150,12 +157,22 @@ def reshape_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 @handles("atleast_1d atleast_2d atleast_3d", "torch")
 def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dims of extent 1 around a tensor that has few."""
+    """Dims of extent 1 around a tensor that has few; one that has enough itself."""
     tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    least = int(func.__name__.removesuffix("d")[-1])
     found = tuple(
-        reshaped(x, shape_of(func, x, (), {}), func.__name__) if type(x) is GlobalTensor else func(x) for x in tensors
+        reshaped(x, shape_of(func, x, (), {}), func.__name__)
+        if type(x) is GlobalTensor and x.dim() < least
+        else x
+        if type(x) is GlobalTensor
+        else func(x)
+        for x in tensors
     )
     return found[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else found
+
+
+for _name in ("atleast_1d", "atleast_2d", "atleast_3d"):  # (as torch calls them for lists)
+    TABLE[getattr(torch._C._VariableFunctions, _name)] = atleast
 
 
 @handles("squeeze_ unsqueeze_ transpose_ t_ swapaxes_ swapdims_", "Tensor")
