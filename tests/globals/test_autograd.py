@@ -418,3 +418,35 @@ def test_gradients_of_many_seeds_need_one_number_of_them():
             torch.autograd.grad((x * 2).sum(), x, is_grads_batched=True)
 
     distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_a_copy_of_a_parameter_has_no_gradient(weights):
+    """In torch it has none, as the copy of another leaf has one. A copy that steps would add to it."""
+    model = distdl.distribute(_Scale(), split(x35).layout.partition, weights=weights)
+    model(x35).sum().backward()
+    assert model.factor.grad is not None
+    other = copy.deepcopy(model)
+    assert other.factor.grad is None
+    other(x35).sum().backward()
+    assert_close(other.factor.grad, x35.sum().reshape(1))
+
+
+@on_workers
+def test_a_list_with_a_leaf_is_not_written():
+    x, leaf = split(x35), split(x35).requires_grad_()
+    for given in ([x, leaf], [x35.clone(), leaf]):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            torch._foreach_add_(given, 1.0)
+        assert_close(given[0], x35)
+
+
+@on_workers
+def test_numbers_are_compared_with_what_requires_a_gradient():
+    found = []
+    for place in (split, torch.clone):
+        numbers = place(x35.long())
+        numbers.lt_(place(x35).requires_grad_())
+        found.append(numbers)
+    assert_close(*found)

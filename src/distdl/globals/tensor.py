@@ -338,8 +338,11 @@ GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first n
 
 def note_requires(x: GlobalTensor) -> None:
     """Take note of whether the block of a global tensor requires a gradient, which may have changed in place."""
+    wants = x._block.requires_grad
+    if wants and not (x._block.is_floating_point() or x._block.is_complex()):
+        return  # (``number.lt_(x)`` has a graph, which torch lets no leaf say)
     with torch._C.DisableTorchFunctionSubclass():
-        _raw_requires(x, x._block.requires_grad)  # for check_usable
+        _raw_requires(x, wants)  # for check_usable
 
 
 def _settle_view(y: Any) -> None:

@@ -263,7 +263,7 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("__deepcopy__", "Tensor")
 def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    """A copy of a leaf, and of its gradient. Layout and context are values of the worker's world, and stay."""
+    """A copy of a leaf, and of its gradient if it is no parameter. Layout and context are values of the world."""
     x, memo = args
     found: GlobalTensor | None = memo.get(id(x))
     if found is None:
@@ -271,6 +271,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTe
         same_strides(x, found)
         if isinstance(x, torch.nn.Parameter):
             found._is_param = True
+            found._block.grad = None
     return found
 
 

@@ -22,6 +22,8 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes = name.endswith("_")
     if writes and any(type(one) is not GlobalTensor for one in first):  # (a factor of gradients, as of clipping)
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
+    if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     results = []
     for place in range(len(first)):
         # (each list as one of a single entry; what is no list goes with every entry)
@@ -48,6 +50,11 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             results.append(GlobalTensor._of(y[0], target) if whole else y[0])
     return None if writes else tuple(results)
+
+
+def _is_leaf_with_gradient(x: Any) -> bool:
+    block = block_of(x) if type(x) is GlobalTensor else x
+    return bool(block.requires_grad and block.is_leaf)
 
 
 _REDUCED = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.amax}
