@@ -1,6 +1,7 @@
 """Weights of which every worker stores a share: the same training as with whole weights, in a share of the memory."""
 
 import copy
+import functools
 import io
 import threading
 import weakref
@@ -25,9 +26,10 @@ from nets import (
 from same import noise
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import distdl
+from distdl import GlobalTensor
 from distdl.globals.models.gathering import Gathering
 
 
@@ -655,3 +657,61 @@ def test_data_that_is_written_in_front_of_a_checkpoint():
         assert_same_state(model, sequential)
 
     run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
+def test_selective_checkpoints(kept, weights):
+    """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
+
+    def policy(context, operator, *args, **kwargs):
+        saves = operator.__name__.split(".")[0] in kept.split()
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = torch.nn.Linear(5, 7).double(), torch.nn.Linear(7, 5).double()
+
+        def body(self, x):
+            return x + self.narrow(torch.nn.functional.gelu(self.wide(x)))
+
+        def forward(self, x):
+            made = functools.partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
+
+    def outcome(model, x):
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(noise(*parameter.shape, seed=number))
+        x.requires_grad_()
+        for _ in range(2):
+            (model(x) ** 2).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    theirs = outcome(torch.nn.Sequential(Layer(), Layer()), noise(6, 5))
+
+    def work():
+        for grid in ((2, 1), (1, 3)):
+            P = distdl.world().create_partition_inclusive(range(max(grid))).reshape(*grid)
+            model = distdl.distribute(torch.nn.Sequential(Layer(), Layer()), P, weights=weights)
+            ours = outcome(model, distdl.distribute_tensor(noise(6, 5), P))
+            for one, other in zip(ours, theirs, strict=True):
+                whole = one.full_tensor() if type(one) is GlobalTensor else one
+                torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)
+
+    distdl.run_workers(work, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_model_that_keeps_what_it_has_computed_is_copied_nowhere():
+    layers = [nn.utils.weight_norm(nn.Linear(5, 2).double()) for _ in range(4)]
+
+    def work():
+        P = distdl.world()
+        model = distdl.distribute(nn.Sequential(layers[P.rank]), P.reshape(2, 2), weights="sharded")
+        model(distdl.distribute_tensor(noise(4, 5), P.reshape(2, 2))).sum().backward()
+        with pytest.raises(RuntimeError, match="graph leaves"):
+            copy.deepcopy(model)
+
+    distdl.run_workers(work, 4)

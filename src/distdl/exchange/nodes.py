@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from distdl.exchange.packing import Tensors
 from distdl.tensors.derivatives import Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import Function
+from distdl.tensors.modes import unobserved
 from distdl.transport.calls import Calls
 
 if TYPE_CHECKING:  # (an operator records these nodes)
@@ -249,7 +250,8 @@ def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) 
 
 
 def _execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
-    begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
-    for _, pending in begun:
-        pending.wait()
+    with unobserved():
+        begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
+        for _, pending in begun:
+            pending.wait()
     return tuple([y for y, _ in begun])

@@ -19,6 +19,7 @@ from distdl.plan import Move, Plan
 from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed
 from distdl.tensors.dtypes import carries_gradients
 from distdl.tensors.memory import is_channels_last, readable
+from distdl.tensors.modes import unobserved
 from distdl.transport.calls import LARGEST, LAST_TAG, Begun
 from distdl.transport.communicator import Communicator, Group, Pending, check_group
 from distdl.transport.label import Label
@@ -178,8 +179,9 @@ class Operator:
         """Do this worker's part of the plan, without recording it."""
         if torch._C._autograd._profiler_enabled():
             return execute_together((self,), (x,))[0]
-        y, pending = self.begin(x)
-        pending.wait()
+        with unobserved():
+            y, pending = self.begin(x)
+            pending.wait()
         return y
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:

@@ -262,9 +262,11 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("__deepcopy__", "Tensor")
-def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A copy of a leaf, and of its gradient if it is no parameter. Layout and context are values of the world."""
     x, memo = args
+    if type(x) is not GlobalTensor:  # (one beside those that the memo has)
+        return deepcopy(plain_of(x), memo)
     found: GlobalTensor | None = memo.get(id(x))
     if found is None:
         found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)

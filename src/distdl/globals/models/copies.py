@@ -22,6 +22,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_recomputed
+from distdl.tensors.modes import unobserved
 
 _BUCKET = 4 << 20
 """Bytes of gradients that travel as one message, at most (of one tensor, as many as it has)."""
@@ -190,7 +191,8 @@ class Replicas:
             among = [place for place, p in enumerate(every) if p.requires_grad]
             self._buckets = [(places, tuple([among[place] for place in places])) for places in _buckets(listed)]
         alone = len(context.everyone) == 1
-        look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
+        with unobserved():
+            look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
         settle(context)
         buckets = [([listed[place] for place in places], which) for places, which in self._buckets]
         if alone or len(buckets) < 2:  # (one is full only when the backward has come to its end)

@@ -14,6 +14,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
+from distdl.tensors.modes import unobserved
 
 
 class _Piece(NamedTuple):
@@ -62,12 +63,13 @@ class Gathering:
 
     def gather(self, blocks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The whole tensors."""
-        counts = blocks[0].new_zeros(len(blocks))
-        found = self.operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
-        wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
-        for tensor, box, extents, start, stop in self._pieces:
-            wholes[tensor][box] = found[start:stop].reshape(extents)
-        return wholes
+        with unobserved():
+            counts = blocks[0].new_zeros(len(blocks))
+            found = self.operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
+            wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
+            for tensor, box, extents, start, stop in self._pieces:
+                wholes[tensor][box] = found[start:stop].reshape(extents)
+            return wholes
 
     def scatter(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor | None, ...]:
         """This worker's shares of the sums over all workers; none where nobody has a part."""
