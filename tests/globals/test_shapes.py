@@ -209,3 +209,34 @@ def test_a_tensor_that_need_not_change_is_itself():
         assert x.flatten() is not x and x.view(4, 6) is not x
 
     distdl.run_workers(work, 3)
+
+
+VIEWS = {
+    "view": lambda x: x.view(-1), "reshape": lambda x: x.reshape(x.shape[::-1]), "rows": lambda x: x[1:],
+    "column": lambda x: x[:, 0], "cell": lambda x: x[0, 0], "expand": lambda x: x.expand(2, *x.shape),
+    "unfold": lambda x: x.unfold(1, 2, 1), "strided": lambda x: x.as_strided((2,), (1,)), "T": lambda x: x.T,
+    "of a cell": lambda x: x[2, 1].view(1, 1), "cells": lambda x: x[2, 1].expand(3), "empty": lambda x: x[3:],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("function", VIEWS.values(), ids=VIEWS)
+def test_views_that_are_made_without_gradients_require_one_alike(function, mode):
+    """Of what requires one, a view requires one in torch, too; so it does where its cells had to move."""
+    whole = noise(3, 2).requires_grad_()
+    with mode():
+        theirs = function(whole).requires_grad
+
+    def work():
+        P = distdl.world()
+        for grid in ((2, 1), (1, 2)):
+            x = distdl.distribute_tensor(noise(3, 2), P[1:3].reshape(*grid)).requires_grad_()
+            for one in (x, x * 1):
+                with mode():
+                    y = function(one)
+                assert y.requires_grad is theirs
+            constant = x.detach()
+            with mode():
+                assert not function(constant).requires_grad
+
+    distdl.run_workers(work, 4)

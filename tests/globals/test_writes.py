@@ -547,3 +547,27 @@ def test_results_that_are_no_views_in_torch_are_written_with_gradients(function)
         assert not function(x).detach_().requires_grad
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+WRITTEN_APART = {
+    "index_reduce_": lambda x, y: x.index_reduce_(0, torch.tensor([0, 1, 1]), y, "prod"),
+    "scatter_add_ of a number": lambda x, y: x[0, 0].clone().scatter_add_(0, torch.tensor(0), y[2, 4]),
+    "index_add_ of a number": lambda x, y: x[2, 0].clone().index_add_(0, torch.tensor([0]), y[0, 4].clone()),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op", "ignore:index_reduce")
+@pytest.mark.parametrize("write", WRITTEN_APART.values(), ids=WRITTEN_APART)
+def test_a_fallback_writes_what_has_a_gradient_into_what_has_none(write):
+    def outcome(x, y):
+        y.requires_grad_()
+        written = write(x, y * 1)
+        return written, *torch.autograd.grad((written * written).sum(), y)
+
+    def work():
+        for grid in ((2, 1), (1, 2)):
+            for ours, one in zip(outcome(split(x35, *grid), split(x35 + 1, *grid)), theirs, strict=True):
+                assert_close(ours, one)
+
+    theirs = outcome(x35.clone(), x35 + 1)
+    distdl.run_workers(work, 3)

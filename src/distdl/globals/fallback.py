@@ -247,7 +247,7 @@ def _spread(
         x._block, x._layout, x._strides = block, target, ()
     elif block is not x._block:
         # (into a leaf, torch writes without a gradient only)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not x._block.is_leaf):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not (x._block.requires_grad and is_leaf(x))):
             x._block.copy_(block)
     note_written(x, name)
     return x

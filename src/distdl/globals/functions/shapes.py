@@ -42,6 +42,9 @@ def view_of(
         came: whether cells had to move, so that what is written into the result does not reach x.
         view: how it is taken; None of a view of all of x.
     """
+    wants = x._block.requires_grad
+    if block.requires_grad is not wants and not torch.is_grad_enabled():
+        block = block.detach().requires_grad_(wants)  # (as a view does there, also where cells came)
     y = GlobalTensor._of(block, layout, x._block)
     if view is None:
         same_strides(x, y)
