@@ -158,6 +158,15 @@ def test_worker_processes_of_two_workers():
     distdl.run_workers(work, 2)
 
 
+def loads_by_a_process() -> bool:
+    loader = DataLoader(BlockDataset(IMAGES, grid_of((1, 1, 1, 2))), 4, num_workers=1, multiprocessing_context="spawn")
+    return torch.equal(torch.cat([x.full_tensor() for x in loader]), torch.from_numpy(IMAGES))
+
+
+def test_worker_processes_of_workers_that_are_processes():
+    assert distdl.run_workers(loads_by_a_process, 2, "gloo") == [True, True]
+
+
 def test_torchs_own_loader():
     P = distdl.world("serial").create_cartesian_topology_partition((1, 1, 1, 1))
     make = partial(torch.utils.data.DataLoader, BlockDataset({"x": IMAGES}, P), batch_size=4, collate_fn=collate(P))

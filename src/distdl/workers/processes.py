@@ -75,7 +75,7 @@ def run_processes(
             for rank in range(workers):
                 report, sender = context.Pipe(duplex=False)
                 arguments = (content, rank, workers, store.port, backend, sender)
-                process = context.Process(target=_work, args=arguments, daemon=True)
+                process = context.Process(target=_work, args=arguments)  # (a daemon could have no data loader)
                 process.start()
                 sender.close()
                 processes.append(process)
