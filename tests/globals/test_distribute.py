@@ -56,7 +56,7 @@ def test_all_gradients_travel_in_one_message_and_weights_in_none():
 
     def work():
         model = distdl.distribute(network(Plain), partition((2, 1, 2)))
-        x, _ = batch(0)
+        x = distdl.distribute_tensor(batch(0)[0], partition((2, 1, 2)))
         y = model(x)
         with distdl.ledger() as book:
             y = model(x)
@@ -357,6 +357,23 @@ def test_lazy_modules_are_refused():
     def work():
         with pytest.raises(ValueError, match="parameters have their shapes; weight gets it in a forward"):
             distdl.distribute(nn.LazyLinear(3), partition((3, 1)))
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_weights_without_values_are_refused(weights):
+    def work():
+        P = partition((3, 1))
+        with torch.device("meta" if P.comm.rank == 1 else "cpu"):
+            model = nn.Linear(4, 3).double()
+        with pytest.raises(ValueError, match=r"on worker 1, weight is on the meta device.*to_empty"):
+            distdl.distribute(model, P, weights=weights)
+        if P.comm.rank == 1:
+            model.to_empty(device="cpu")
+        model = distdl.distribute(model, P, weights=weights)
+        expected = nn.functional.linear(noise(6, 4), *model.state_dict().values())
+        assert torch.allclose(model(noise(6, 4)).full_tensor(), expected)
 
     run(work)
 

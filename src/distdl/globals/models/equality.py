@@ -33,7 +33,7 @@ def make_equal(
         options: what else has to be the same on every worker, as texts.
 
     Raises: ValueError, the same on every worker, if the models differ in names, shapes or dtypes, in their modules, or
-        in the options.
+        in the options, or if one has weights without values (on the meta device).
     """
     if context.comm.imagined:
         return  # nobody is there
@@ -46,23 +46,31 @@ def make_equal(
     found = [(name, part) for name, one in listed for part in parts_of(one)]
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
     parts = (*options, *_parts(module)) if only is None else ()
-    cells = [bytes_of(one) for _, one in found]
+    blank = next((name for name, one in found if one.is_meta), "")
+    cells = [] if blank else [bytes_of(one) for _, one in found]
     checksum = 0
     for one in cells:
         checksum = crc32(one.numpy().data, checksum)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
     summed = crc32("\n".join(parts).encode())
-    told = gather_values(context.comm, context.everyone, call, (described, checksum, summed))
-    for worker, (theirs, _, _) in enumerate(told):
+    told = gather_values(context.comm, context.everyone, call, (described, checksum, summed, blank))
+    for worker, (theirs, *_) in enumerate(told):
         if theirs != told[0][0]:
             raise ValueError(
                 f"distribute needs the same model on every worker; worker 0 has {_difference(told[0][0], theirs)} and "
                 f"worker {worker} {_difference(theirs, told[0][0])}"
             )
-    if any(theirs != summed for *_, theirs in told):
+    if any(theirs != summed for _, _, theirs, _ in told):
         _check_same_parts(context, call, parts)
-    if all(theirs == told[0][1] for _, theirs, _ in told):
+    for worker, (*_, theirs) in enumerate(told):
+        if theirs:
+            raise ValueError(
+                f"distribute needs a model whose weights have values; on worker {worker}, {theirs} is on the meta "
+                "device. Load them before (model.load_state_dict(state, assign=True)), or give them memory "
+                '(model.to_empty(device="cpu")): all workers get what worker 0 has'
+            )
+    if all(theirs == told[0][1] for _, theirs, _, _ in told):
         return
     with torch.no_grad():
         for (_, one), own in zip(found, cells, strict=True):
