@@ -290,6 +290,35 @@ def test_each_kind_of_difference_that_is_none_is_looked_at_seldomer(monkeypatch)
     assert len(compared) < 4 * 25
 
 
+OWN = {
+    "batches": (lambda rank: noise(6, 3, seed=rank), "differs by .* on worker 1"),
+    "blocks": (lambda rank: noise(6 - rank // 2, 3), r"one of 6x3 torch.float64 on worker 0 is 5x3 .* on worker 2"),
+    "dtypes": (lambda rank: noise(6, 3).to(torch.float32 if rank == 1 else None), r"6x3 torch.float32 on worker 1"),
+    "nothing": (lambda rank: None if rank else noise(6, 3), "worker 0 gives 1 plain tensors, and worker 1 0"),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("what", OWN)
+def test_plain_inputs_of_their_own_are_found_before_anything_is_computed(what, weights):
+    """Also without a backward; the world stays usable."""
+    own, text = OWN[what]
+    texts = {}
+
+    def work():
+        rank = distdl.world().rank
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)), weights=weights).eval()
+        with torch.inference_mode():
+            expected = model(noise(6, 3)).full_tensor()
+            with pytest.raises(ValueError, match=text) as raised:
+                model(own(rank))
+            texts[rank] = str(raised.value)
+            assert torch.equal(model(noise(6, 3)).full_tensor(), expected)
+
+    run(work)
+    assert len(texts) == 4 and len(set(texts.values())) == 1
+
+
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
@@ -440,9 +469,10 @@ def test_weights_whose_conjugate_is_there():
 def test_it_sends_no_message():
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+        x = distdl.distribute_tensor(torch.ones(6, 3, dtype=torch.float64), partition((3, 1)))
         for _ in range(3):
             with distdl.ledger() as book:
-                model(torch.ones(6, 3, dtype=torch.float64)).to_local().sum().backward()
+                model(x).to_local().sum().backward()
             assert sum(one.calls for one in book.entries) == 1  # (that of the gradients)
 
     run(work)

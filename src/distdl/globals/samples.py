@@ -9,6 +9,7 @@ looked at.) A step, here, is what lies between the forwards of any models.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -37,6 +38,16 @@ class Sample(NamedTuple):
     values: np.ndarray[Any, Any]
     number: int
 
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Sample:
+        """That of a plain tensor; without values, where it has none that can be read."""
+        values = np.empty(0)
+        if x.layout is torch.strided and not x.is_meta and x.numel():
+            with suppress(RuntimeError):  # (of what has none of its own, as inside a transform of torch.func)
+                values = _some(x.detach())
+        shape = () if x.is_nested else tuple(x.shape)
+        return cls(shape, str(x.dtype), values, hash((shape, crc32(values.tobytes()))))
+
 
 class Samples:
     """Those that this worker has kept since they were compared."""
@@ -52,16 +63,11 @@ class Samples:
         if not self._open or x.layout is not torch.strided or not x.numel():
             return
         place, self._passed = self._passed, self._passed + 1
-        device = x.device.type
-        if not 0 <= place - self._first < _KEPT or device == "meta" or (device != "cpu" and not self._far):
+        if not 0 <= place - self._first < _KEPT or (x.device.type != "cpu" and not self._far):
             return
-        try:
-            values = _some(x.detach())
-        except RuntimeError:  # (of what has no values of its own, as inside a transform of torch.func)
-            return
-        dtype = str(x.dtype)
-        shape = tuple(x.shape)
-        self._kept.append(Sample(shape, dtype, values, hash((shape, crc32(values.tobytes())))))
+        sample = Sample.of(x)
+        if sample.values.size:
+            self._kept.append(sample)
 
     def take(self) -> tuple[Sample, ...]:
         """All of them. The next step begins."""

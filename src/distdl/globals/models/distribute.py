@@ -15,6 +15,7 @@ from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.models.copies import Copies, Parameters, Replicas
+from distdl.globals.models.drift import check_plain
 from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
@@ -29,6 +30,7 @@ from distdl.partition.arguments import checks_arguments
 
 WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")
+_FIRST = 4  # forwards of a model in which its plain inputs are compared before anything is computed
 
 
 @checks_arguments
@@ -59,7 +61,9 @@ def distribute(
             worker, and says so once for each place that calls it), ``"silent"`` (it does not say so) or ``"error"``.
     Returns: the module itself.
     Raises: ValueError for other options, for a module that is distributed already or compiled by ``torch.jit``, for a
-        parameter that another distributed model has with other ``weights``, or if workers have different modules.
+        parameter that another distributed model has with other ``weights``, for weights on the meta device, or if
+        workers have different modules. The model raises it, on every worker, for other plain tensors on some workers,
+        which it looks at in its first forwards.
     """
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
         if value not in known:
@@ -127,6 +131,7 @@ class Forward:
         self.module, self.P, self.copies, self.fallback = module, copies.P, copies, fallback
         # (some models choose between forwards by such an attribute)
         self._own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._checked = 0  # in how many forwards plain inputs have been compared
         with suppress(ValueError, TypeError):  # (what is no function of Python has none)
             # (libraries ask which arguments a model takes, and leave out the others)
             self.__signature__ = signature(module.forward)
@@ -151,6 +156,8 @@ class Forward:
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(_NOT_TRACED)
         copies = self.copies
+        if self._checked < _FIRST and not copies.running and self.P.comm.watch is None:
+            self._check_plain(args, kwargs)
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
         named = map_tensors(kwargs, self._split) if kwargs else kwargs
         if not copies.running:
@@ -175,6 +182,20 @@ class Forward:
                 copies.end()
 
     leave_uncompiled(__call__)
+
+    def _check_plain(self, *given: Any) -> None:
+        """Check that all workers give the same plain tensors: blocks and batches of their own are a usual mistake."""
+        self._checked += 1
+        found: list[torch.Tensor] = []
+
+        def note(x: torch.Tensor) -> torch.Tensor:
+            found.append(x)
+            return x
+
+        map_tensors(given, note)
+        plain = [x for x in found if type(x) is torch.Tensor]
+        if plain or not found:
+            check_plain(Context.of(self.P.comm), plain)
 
     def _add(self) -> None:
         """Take in what was set in the model since its last forward: of weights that differ, those of worker 0."""

@@ -207,6 +207,26 @@ def _writes_of(parameters: Sequence[torch.Tensor]) -> list[int]:
     return [one._version if type(one) is torch.nn.Parameter else 0 for one in parameters]
 
 
+def check_plain(context: Context, given: Sequence[torch.Tensor]) -> None:
+    """Check that the plain tensors that a model takes are those of worker 0. Collective.
+
+    Raises: ValueError, the same on every worker.
+    """
+    if context.comm.imagined:
+        return
+    context.comm.where = "the plain tensors that a distributed model takes"
+    mine = tuple([tuple(Sample.of(one)) for one in given])
+    told = gather_values(context.comm, context.everyone, context.comm.where, mine)
+    for worker, theirs in enumerate(told):
+        if len(theirs) != len(told[0]):
+            raise ValueError(
+                f"a distributed model takes the same tensors on every worker; worker 0 gives {len(told[0])} plain "
+                f"tensors, and worker {worker} {len(theirs)}"
+            )
+        for ours, one in zip(told[0], theirs, strict=True):
+            _check_alike(Sample(*ours), Sample(*one), worker)
+
+
 def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
     """Check that a plain tensor is that of worker 0.
 
