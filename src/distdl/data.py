@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
 from distdl.partition.arguments import checks_arguments
+from distdl.partition.sharing import gather_values
 
 __all__ = ["BlockDataset", "Blocks", "DataLoader", "collate"]
 
@@ -154,25 +156,71 @@ class collate:
 class DataLoader(data.DataLoader[Any]):
     """torch's loader, of batches that are global tensors.
 
-    Every worker makes one with the same arguments and goes through it. Samples come in the same order on every worker.
+    Every worker makes one with the same arguments and goes through it. Samples come in the same order on every worker;
+    at the begin of each epoch the workers compare, by two small messages, what it follows from.
 
     Args:
-        dataset: of blocks.
+        dataset: a :class:`BlockDataset`, or a ``torch.utils.data.Subset`` of one, as ``random_split`` gives it.
         seed: of the order, if it is shuffled. Each epoch has another one.
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
+    Raises: TypeError for another dataset. At the begin of an epoch ValueError, the same on every worker, if samples,
+        batches, the seed, or what is known of a sampler (its generator, its indices) differ.
     """
 
     @checks_arguments
-    def __init__(self, dataset: BlockDataset, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
-        if dataset.P is None:
+    def __init__(self, dataset: Any, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
+        whole, _ = _source_of(dataset)
+        if not isinstance(whole, BlockDataset):
+            raise TypeError(
+                "DataLoader needs dataset to be a BlockDataset, or a torch.utils.data.Subset of one; got a "
+                f"{type(whole).__name__}. (What changes samples is done to batches: each worker has a block of each)"
+            )
+        if whole.P is None:
             raise ValueError("a DataLoader needs a BlockDataset of a worker; this one has come to a process that loads")
-        self._P = dataset.P
+        self._P = whole.P
         generator = torch.Generator().manual_seed(seed)
-        super().__init__(dataset, batch_size, collate_fn=collate(dataset.P), generator=generator, **options)
+        super().__init__(dataset, batch_size, collate_fn=collate(whole.P), generator=generator, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # (torch gives a class of its own)
+        self._compare()
         for batch in super().__iter__():
             yield as_global(batch, self._P)
+
+    def _compare(self) -> None:
+        """Compare what the order of samples follows from. Collective."""
+        context = Context.of(self._P.comm)
+        context.comm.where = "an epoch of a DataLoader"
+        told = gather_values(context.comm, context.everyone, context.comm.where, self._described())
+        for worker, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise ValueError(
+                    "a DataLoader needs the same samples in the same order on every worker; worker 0 goes through "
+                    f"{told[0]}, and worker {worker} through {theirs}. Give all of them one seed=, and what draws a "
+                    "sampler or a part of a dataset (random_split) a generator of one seed"
+                )
+
+    def _described(self) -> str:
+        whole, indices = _source_of(self.dataset)
+        found = [torch.as_tensor(one) for one in indices]
+        samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        for sampler in {id(one): one for one in samplers}.values():
+            generator, chosen = getattr(sampler, "generator", None), getattr(sampler, "indices", None)
+            found += [generator.get_state()] if isinstance(generator, torch.Generator) else []
+            found += [torch.as_tensor(chosen)] if isinstance(chosen, Sequence) else []
+        order = 0
+        for one in found:
+            order = crc32(one.numpy().tobytes(), order)
+        size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
+        return f"{len(self.dataset)} of {len(whole)} samples in {size} in the order {order:08x}"  # type: ignore[arg-type]
+
+
+def _source_of(dataset: Any) -> tuple[Any, list[Any]]:
+    """The dataset of which one is a part, and the indices of the parts between."""
+    indices = []
+    while isinstance(dataset, data.Subset):
+        indices.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, indices
 
 
 def as_global(batch: Any, P: Partition) -> Any:
@@ -304,7 +352,10 @@ def _open(path: str, name: str) -> Any:
         return file[name or next(iter(file))]
     if kind == ".zarr":
         found = _library("zarr", "Zarr").open(path, mode="r")
-        return found[name] if name else found
+        found = found[name] if name else found
+        if not hasattr(found, "shape"):  # (a group)
+            raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(sorted(found))}")
+        return found
     raise ValueError(f"BlockDataset reads .npy, .h5, .hdf5 and .zarr; got {path}")
 
 

@@ -134,6 +134,64 @@ def test_order_is_the_same_on_every_worker_and_another_in_each_epoch():
     assert found[0][0] != found[0][1] and len(found[0][0]) == 6
 
 
+def test_parts_of_a_dataset():
+    """As a split into samples for training and validation makes them."""
+
+    def work() -> None:
+        dataset = BlockDataset((IMAGES, LABELS), grid_of((2, 1, 1, 2)))
+        parts = torch.utils.data.random_split(dataset, [5, 2], torch.Generator().manual_seed(1))
+        part = torch.utils.data.Subset(parts[0], [4, 0, 2])
+        for given, indices in ((parts[1], parts[1].indices), (part, [parts[0].indices[i] for i in (4, 0, 2)])):
+            images, labels = zip(*DataLoader(given, 2), strict=True)
+            assert torch.equal(torch.cat([one.full_tensor() for one in images]), torch.from_numpy(IMAGES[indices]))
+            assert torch.equal(torch.cat([one.full_tensor() for one in labels]), torch.from_numpy(LABELS[indices]))
+
+    distdl.run_workers(work, 5)
+
+
+def _split_by(seed: int) -> Any:
+    return lambda whole: torch.utils.data.random_split(whole, [5, 2], torch.Generator().manual_seed(seed))[0]
+
+
+def _drawn_by(seed: int) -> Any:
+    return torch.utils.data.SubsetRandomSampler(range(7), torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda whole, rank: DataLoader(whole, 2, seed=rank, shuffle=True),
+        lambda whole, rank: DataLoader(whole, 2 + rank),
+        lambda whole, rank: DataLoader(_split_by(rank)(whole), 2),
+        lambda whole, rank: DataLoader(whole, 2, sampler=_drawn_by(rank)),
+        lambda whole, rank: DataLoader(whole, batch_sampler=torch.utils.data.BatchSampler(_drawn_by(rank), 2, False)),
+        lambda whole, rank: DataLoader(torch.utils.data.Subset(whole, range(3 + rank)), 2),
+    ],
+)
+def test_another_order_on_one_worker(loader):
+    """Blocks of different samples would meet, in silence."""
+
+    def work() -> str:
+        whole, rank = BlockDataset(IMAGES, grid_of((1, 1, 1, 2))), int(distdl.world().rank == 1)
+        with pytest.raises(ValueError, match=r"the same order on every worker; .*, and worker 1 through") as raised:
+            list(loader(whole, rank))
+        assert len(list(loader(whole, 0))) > 1
+        return str(raised.value)
+
+    assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+def test_what_is_no_dataset_of_blocks():
+    with pytest.raises(TypeError, match=r"a BlockDataset, or a torch.utils.data.Subset of one; got a TensorDataset"):
+        DataLoader(torch.utils.data.TensorDataset(torch.ones(3)))
+
+
+def test_a_zarr_group_without_a_name(tmp_path):
+    zarr.save_group(str(tmp_path / "all.zarr"), field=IMAGES, mask=MASKS)
+    with pytest.raises(ValueError, match=r"all.zarr:NAME, where NAME is one of field, mask"):
+        BlockDataset(tmp_path / "all.zarr", on_worker(0, (1, 1, 2, 2)))
+
+
 @pytest.mark.parametrize(("context", "kinds"), [("fork", ["h5", "npy"]), ("spawn", ["h5", "zarr", "memmap"])])
 def test_worker_processes(context, kinds, tmp_path):
     source = tuple(written(kind, tmp_path, f"x {kind}", IMAGES) for kind in kinds)
@@ -225,7 +283,7 @@ def test_errors(tmp_path):
         file["a"], file["b"] = IMAGES, MASKS
     with pytest.raises(ValueError, match=r"two.h5:NAME, where NAME is one of a, b"):
         BlockDataset(tmp_path / "two.h5", P)
-    with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset; got \[1, 2\]"):
+    with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset, or .* of one; got a list"):
         DataLoader([1, 2])
 
 
