@@ -157,6 +157,12 @@ WRONG = {
     "an axis for two dims": lambda P: GlobalTensor.from_local(x35, P, axes=(0, -2)),
     "axes of a layout": lambda P: split(x35).redistribute(split(x35).layout, axes=(0, 1)),
     "not there": lambda P: split(x35).full_tensor(on=9),
+    "placements": lambda P: distdl.distribute_tensor(x35, P, ["Shard(0)"]),
+}
+NAMED = {
+    "no such worker": "distribute_tensor needs src to be a worker's number, from 0 to 2; got 7",
+    "not there": "full_tensor needs on to be a worker's number, from 0 to 2; got 9",
+    "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
 }
 
 
@@ -170,4 +176,4 @@ def test_errors_are_the_same_on_every_worker(what):
         told[me()] = str(error.value)
 
     distdl.run_workers(work, 3)
-    assert told[0] == told[1] == told[2]
+    assert told[0] == told[1] == told[2] == NAMED.get(what, told[0])

@@ -53,7 +53,7 @@ def distribute_tensor(
     if not isinstance(P, Partition):
         raise TypeError(f"distribute_tensor needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
-    _check_worker(context, src)
+    _check_worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
     mine: Any = None
@@ -132,7 +132,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     """See :meth:`GlobalTensor.full_tensor`."""
     context = x._context
     if on is not None:
-        _check_worker(context, on)
+        _check_worker(context, "full_tensor needs on", on)
         return moved(x, context.whole(x.shape, on), "full_tensor")
     block = block_of(x)
     y: torch.Tensor = _Whole.apply(block, x._layout)
@@ -211,11 +211,12 @@ def _begin(context: Context, what: str) -> None:
         context.comm.watch(what, context.everyone)
 
 
-def _check_worker(context: Context, worker: int) -> None:
+def _check_worker(context: Context, needs: str, worker: int) -> None:
+    last = len(context.everyone) - 1
     if not hasattr(worker, "__index__"):
-        raise TypeError(f"a worker's number is needed, a whole number; got {worker!r}")
-    if not 0 <= worker < len(context.everyone):
-        raise ValueError(f"a worker from 0 to {len(context.everyone) - 1} is needed; got {worker}")
+        raise TypeError(f"{needs} to be a worker's number, from 0 to {last}; got {worker!r}")
+    if not 0 <= worker <= last:
+        raise ValueError(f"{needs} to be a worker's number, from 0 to {last}; got {worker}")
 
 
 def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:

@@ -137,7 +137,7 @@ def _check(layout: KnownLayout, worker: int, shape: Shape | None, function: Any)
         raise ValueError(
             f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
             f"{getattr(function, '__name__', function)} gave {'no tensor' if shape is None else dims(shape)} instead "
-            f"of {dims(expected)}"
+            f"of {dims(expected)}. Where results lie otherwise than the first argument, out= says so"
         )
 
 

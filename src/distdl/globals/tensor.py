@@ -298,8 +298,8 @@ class GlobalTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor(), of a loss x.item(), and of an "
-            "optimiser distdl.optimizer_state_dict(optimizer)"
+            "a global tensor cannot be pickled; pickle x.to_local() or x.full_tensor(), of a loss x.item(), of a model "
+            "its state_dict(), and of an optimiser distdl.optimizer_state_dict(optimizer)"
         )
 
 
