@@ -351,7 +351,7 @@ def _settle_view(y: Any) -> None:
         # (of a view that was made without gradients, torch refuses that, but only the workers would whose block is one)
         if "_views_of" not in y.__dict__ and y._block._is_view() and not is_ordinary_view(y._block):
             y._block = y._block.detach()
-    elif type(y) in (tuple, list):
+    elif isinstance(y, (tuple, list)):  # (also with names, as of max)
         for one in y:
             _settle_view(one)
 
