@@ -166,6 +166,30 @@ def test_leaves_do_not_change_their_shape_in_place(change):
     distdl.run_workers(work, 3)
 
 
+CHANGES = {
+    "t_": lambda x: x.t_(), "swapaxes_": lambda x: x.swapaxes_(0, 0), "transpose_": lambda x: x.transpose_(0, -1),
+    "squeeze_": lambda x: x.squeeze_(), "unsqueeze_": lambda x: x.unsqueeze_(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_its_shape_in_place_stays_in_its_graph(change, mode):
+    """As in torch, also where nothing else is recorded."""
+
+    def work():
+        for whole in (noise(1)[0], noise(1, 4)):
+            x = distdl.distribute_tensor(whole, distdl.world()[1:3], axes=(None, 0)[: whole.dim()]).requires_grad_()
+            y = x * 3
+            with mode():
+                change(y)
+            assert y.requires_grad and not y.is_leaf
+            y.sum().backward()
+            assert (x.grad.full_tensor() == 3).all()
+
+    distdl.run_workers(work, 4)
+
+
 def test_the_bits_of_each_element():
     def function(x):
         y = x.detach().clone()
@@ -196,6 +220,8 @@ def test_dims_of_a_tensor_without_dims_are_ordered(function):
         (dx,) = torch.autograd.grad((x + y).sum(), x)
         assert dx.item() == 1
         constant = x.detach()
+        whole = torch.tensor(1.0)
+        assert (function(constant) is constant) == (function(whole) is whole)
         function(constant).requires_grad_()
         assert not constant.requires_grad or function(constant) is constant
 

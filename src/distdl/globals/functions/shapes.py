@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from distdl.globals.strides import (
 from distdl.globals.table import TABLE, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_copied, note_view
+from distdl.tensors.connection import is_ordinary_view
 
 # -- what other families use, too
 
@@ -74,6 +76,9 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
     kwargs = {name: value for name, value in kwargs.items() if name != "input"}
     layout: KnownLayout = x._layout
+    if not layout.rulers and (func in _OF_MATRICES or (func in _ADJOINTS and not x.is_complex())):
+        same: GlobalTensor = x  # (so it is in torch)
+        return same
 
     def make() -> KnownLayout:
         # (extents that tell the dims apart)
@@ -88,13 +93,14 @@ def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if layout.rulers:
         block = func(block, *rest, **kwargs)
     else:  # (of which only one worker's block has no dims; a view of its own, as its gradient may not be x's)
-        block = block.conj() if block.is_complex() and func in _ADJOINTS else block.view_as(block)
+        block = block.conj() if func in _ADJOINTS else block.view_as(block)
     return view_of(x, block, target, False, View(key, lambda whole: func(whole, *rest, **kwargs)))
 
 
 handles_property("T", "mT", "H", "mH")(permute)
 _tensor: Any = torch.Tensor  # (its attributes are computed)
 _ADJOINTS = (torch.adjoint, torch.Tensor.adjoint, _tensor.H.__get__, _tensor.mH.__get__)
+_OF_MATRICES = (_tensor.mT.__get__,)
 
 
 # -- reshapes
@@ -184,10 +190,19 @@ def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     x, *rest = args
     if torch.is_grad_enabled() and x._block.is_leaf and x._block.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
+    block = x._block
+    follows = not (block._is_view() and not is_ordinary_view(block)) and not block.is_leaf
+    with nullcontext() if torch.is_grad_enabled() or not follows else _recorded():  # (x stays in its graph)
+        y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
     x._block, x._layout, x._strides = y._block, y._layout, strides_of(y)
     same: GlobalTensor = x
     return same
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 @handles("view_as_real", "torch")
