@@ -186,6 +186,13 @@ def test_what_changes_its_shape_in_place_stays_in_its_graph(change, mode):
             assert y.requires_grad and not y.is_leaf
             y.sum().backward()
             assert (x.grad.full_tensor() == 3).all()
+        x = distdl.distribute_tensor(noise(1)[0], distdl.world()[1:2], axes=()).requires_grad_()
+        y = x * 3
+        if change is not CHANGES["unsqueeze_"]:  # (a gradient of another shape than the leaf's, which torch refuses)
+            with mode():
+                change(x)
+            (x + y).backward()
+            assert x.is_leaf and x.grad.item() == 4
 
     distdl.run_workers(work, 4)
 

@@ -191,17 +191,21 @@ def change_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     if torch.is_grad_enabled() and x._block.is_leaf and x._block.requires_grad:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     block = x._block
-    follows = not (block._is_view() and not is_ordinary_view(block)) and not block.is_leaf
-    with nullcontext() if torch.is_grad_enabled() or not follows else _recorded():  # (x stays in its graph)
+    follows = block.requires_grad and (not block._is_view() or is_ordinary_view(block))
+    with nullcontext() if torch.is_grad_enabled() or not follows else _in_graph(block):  # (x stays in its graph)
         y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(x, *rest, **kwargs)
-    x._block, x._layout, x._strides = y._block, y._layout, strides_of(y)
+        if follows and block.is_leaf:
+            block.data = y._block.detach()
+        else:
+            x._block = y._block
+    x._layout, x._strides = y._layout, strides_of(y)
     same: GlobalTensor = x
     return same
 
 
 @contextmanager
-def _recorded() -> Iterator[None]:
-    with torch.inference_mode(False), torch.enable_grad():
+def _in_graph(block: torch.Tensor) -> Iterator[None]:
+    with torch.inference_mode(False), torch.set_grad_enabled(not block.is_leaf):
         yield
 
 
