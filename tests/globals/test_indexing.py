@@ -199,6 +199,13 @@ def test_gather_and_scatter(function):
     assert_same(function, Global(x), Global(index, (1, 1, 4)))
 
 
+@pytest.mark.parametrize("name", ["scatter", "scatter_add"])
+def test_a_number_is_scattered_to_one_place(name):
+    """Torch takes a tensor without dims for one with a single element."""
+    for value in (noise(1)[0], Global(noise(1)[0])):
+        assert_same(lambda x, v: getattr(x, name)(0, torch.tensor([3]), v * 2), Global(noise(5)), value)
+
+
 def test_gather_from_a_plain_tensor():
     assert_same(lambda x, i: x.gather(1, i), noise(3, 5), Global(labels))
     assert_same(lambda x, i: torch.take_along_dim(x, i), noise(3, 5), Global(labels))

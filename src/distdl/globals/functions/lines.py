@@ -139,12 +139,12 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         name = func.__name__.removesuffix("_")
         judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
         _check_lines(input, dim, index)
+        if isinstance(src, torch.Tensor):
+            src = src.reshape(src.shape or (1,))  # (one number for one place)
         y = whole_along(input, [dim % input.dim()], name)
         lines = _along(y._layout, dim % input.dim(), index.shape)
         there = brought(index, lines, name)
-        given = (
-            brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) and src.dim() else src
-        )
+        given = brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) else src
         in_place = func.__name__ != name
         block = block_of(y)
         refuses(lambda cell: _scattered(name, cell, dim, given, *rest, **more), block, [1] * input.dim())
