@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Any
 
@@ -14,16 +14,20 @@ _NO_TENSORS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.d
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a structure, in their order."""
     found: list[torch.Tensor] = []
-    rest = [value]
-    while rest:
-        one = rest.pop()
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for one in values:
+        if type(one) in _NO_TENSORS:
+            continue
         if isinstance(one, torch.Tensor):
             found.append(one)
         elif isinstance(one, (tuple, list)):
-            rest.extend(reversed(one))
+            _collect(one, found)
         elif isinstance(one, dict):
-            rest.extend(reversed(list(one.values())))
-    return found
+            _collect(one.values(), found)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
