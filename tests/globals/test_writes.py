@@ -572,3 +572,33 @@ def test_a_fallback_writes_what_has_a_gradient_into_what_has_none(write):
 
     theirs = outcome(x35.clone(), x35 + 1)
     distdl.run_workers(work, 3)
+
+
+def test_lists_of_tensors_without_dims_are_written_in_one_graph():
+    """One worker has such a tensor; the others take part in the backward of what is written into it."""
+
+    def outcome(x, w):
+        y = x[0, 0] * 1
+        torch._foreach_mul_([y], [w * 2])
+        torch._foreach_add_([y], 1.0)
+        return y, *torch.autograd.grad(y * y, w)
+
+    def work():
+        w = distdl.distribute_tensor(torch.tensor(3.0).double(), distdl.world()[2:3], axes=()).requires_grad_()
+        for ours, one in zip(outcome(split(x35), w), theirs, strict=True):
+            assert_close(ours, one)
+
+    theirs = outcome(x35, torch.tensor(3.0).double().requires_grad_())
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("write", [torch._foreach_zero_, lambda given: torch._foreach_add_(given, 1.0)])
+@on_workers
+def test_lists_of_tensors_without_dims_are_refused_on_every_worker(write):
+    leaf = split(x35).requires_grad_()
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad"):
+        write([leaf[2, 4]])
+    with torch.inference_mode():
+        y = leaf[2, 4].clone()
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
+        write([y])

@@ -38,12 +38,15 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 whole = [own[0], *whole]
             target, found = aligned(whole[0]._context, own, lead, name)
         nothing = bool(whole) and not (target.rulers or target.active)
+        block = found[0]
         if nothing:  # (where a tensor stands for a number, it has to be one)
             found = numbers_of(whole[0]._context, own, found)
         given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
         y = func(*given, **named)
-        if nothing and not writes:
-            y = [y[0].reshape(1)[:0]]
+        if nothing:
+            y = [(given[0][0] if writes else y[0]).reshape(1)[:0]]
+        if nothing and writes:  # (as on the worker that has it: refused where that is, and in the same graph)
+            block.add_(y[0])
         if writes:
             if whole:
                 result_of(func, own[0], own[0]._block, (own[0],))
