@@ -602,3 +602,14 @@ def test_lists_of_tensors_without_dims_are_refused_on_every_worker(write):
         y = leaf[2, 4].clone()
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
         write([y])
+
+
+@on_workers
+def test_the_sum_of_a_number_is_another_tensor():
+    x = distdl.distribute_tensor(torch.tensor(2.0), distdl.world()[1:2], axes=()).requires_grad_()
+    for y in (x.sum(), x.sum(0), torch.sum(x, dim=0, keepdim=True)):
+        assert not y.is_leaf and y.dtype is x.dtype
+        y.mul_(3)
+        (dx,) = torch.autograd.grad(y, x)
+        assert dx.item() == 3 and x.item() == 2
+    assert (x > 1).sum().dtype is torch.int64 and x.sum(dtype=torch.float64).dtype is torch.float64

@@ -157,10 +157,8 @@ def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
     """The sum over dims."""
     dims, block = dims_of(x, dim), block_of(x)
-    if not x.dim():
-        return GlobalTensor._of(
-            block.sum(dtype=dtype) if x._layout.active else block.to(block.sum(dtype=dtype).dtype), x._layout
-        )
+    if not x.dim():  # (new on every worker, in the same dtype)
+        return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.cumsum(0, dtype=dtype), x._layout)
     y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
     return y if keepdim else without_dims(y, dims)
 
