@@ -16,7 +16,7 @@ import distdl
 from distdl.globals.models import copies
 from distdl.globals.models.drift import Drift, Seen, _bits_of
 from distdl.globals.models.equality import _parts
-from distdl.globals.samples import Samples, difference
+from distdl.globals.samples import Kept, Samples, difference
 
 
 def _net():
@@ -209,7 +209,9 @@ def test_a_model_whose_first_layers_have_no_gradients(differs, monkeypatch):
     run(work)
 
 
-@pytest.mark.parametrize(("forwards", "differs"), [(1, 0), (2, 1), (3, 0), (4, 0), (4, 1), (4, 2), (4, 3), (6, 5)])
+@pytest.mark.parametrize(
+    ("forwards", "differs"), [(1, 0), (2, 1), (3, 0), (4, 0), (4, 1), (4, 2), (4, 3), (5, 1), (6, 5), (10, 7)]
+)
 def test_a_plain_tensor_in_one_of_several_forwards(forwards, differs):
     """However many forwards a step has, and whichever of them it is."""
 
@@ -226,6 +228,34 @@ def test_a_plain_tensor_in_one_of_several_forwards(forwards, differs):
         with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker"):
             for _ in range(11):
                 step(rank)
+
+    run(work)
+
+
+@pytest.mark.parametrize("when", [[1], range(100), range(0, 100, 7)], ids=["once", "always", "sometimes"])
+@pytest.mark.parametrize("more", [1, 9])
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_one_worker_computes_to_print_it_is_no_difference(behind, more, when):
+    """Samples of other tensors would be compared, in that step and in later ones."""
+
+    def work():
+        rank = distdl.world().rank
+        model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
+
+        def step(number, seed=0):
+            y = model(noise(6, 3, seed=number))
+            shown = range(more) if rank == 0 and number in when else []
+            found = [] if behind else [(y.detach() * (noise(6, 2) + n)).to_local() for n in shown]
+            loss = sum((y - noise(6, 2, seed=n + number + seed)).square().mean() for n in range(7))
+            found += [(y.detach() * (noise(6, 2) + n)).to_local() for n in shown] if behind else []
+            loss.backward()
+
+        for number in range(60):
+            step(number)
+        if when == [1]:
+            with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker"):
+                for number in range(60, 120):
+                    step(number, rank)
 
     run(work)
 
@@ -294,6 +324,10 @@ OWN = {
     "batches": (lambda rank: noise(6, 3, seed=rank), "differs by .* on worker 1"),
     "blocks": (lambda rank: noise(6 - rank // 2, 3), r"one of 6x3 torch.float64 on worker 0 is 5x3 .* on worker 2"),
     "dtypes": (lambda rank: noise(6, 3).to(torch.float32 if rank == 1 else None), r"6x3 torch.float32 on worker 1"),
+    "without values": (
+        lambda rank: noise(6, 3).to_sparse() if rank else noise(6, 3),
+        "is sparse, or has no values, there or on worker 1",
+    ),
     "nothing": (lambda rank: None if rank else noise(6, 3), "worker 0 gives 1 plain tensors, and worker 1 0"),
 }
 
@@ -339,8 +373,8 @@ def test_samples_of_all_dtypes(dtype):
         ours, theirs = Samples(), Samples()
         ours.keep(x)
         theirs.keep(~x if dtype is torch.bool else x + 256)
-        (one,), (other,) = ours.take(), theirs.take()
-        assert ours.take() == () and one.values.size < 300
+        (one,), (other,) = ours.take().samples, theirs.take().samples
+        assert ours.take() == Kept() and one.values.size < 300
         assert difference(one, one) == 0 and difference(one, other) > 0 and one.number != other.number
 
 
@@ -350,7 +384,7 @@ def test_rounding_of_plain_tensors_is_no_difference():
         ours, theirs = Samples(), Samples()
         ours.keep(x)
         theirs.keep(x * near)
-        (one,), (other,) = ours.take(), theirs.take()
+        (one,), (other,) = ours.take().samples, theirs.take().samples
         assert difference(one, other) == 0
 
 
@@ -503,6 +537,6 @@ def test_bits_follow_from_places_signs_and_exponents(count, dtype):
 
 
 def test_bits_follow_from_nothing_that_differs_between_processes():
-    text = "from distdl.globals.models.drift import Seen; print(Seen((), (3, 0)).number)"
+    text = "from distdl.globals.models.drift import Kept, Seen; print(Seen(Kept(), (3, 0)).number)"
     found = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert {int(one.stdout) for one in found} == {Seen((), (3, 0)).number}
+    assert {int(one.stdout) for one in found} == {Seen(Kept(), (3, 0)).number}

@@ -2,9 +2,9 @@
 
 A plain tensor has to be the same on every worker. Where each draws its own (a batch that is shuffled by a seed of its
 own, labels, noise), each takes its block of another tensor, and nobody sees it. So in the first steps, and then in one
-of five, some values of a few are kept, of others each time, those that models take or that stand beside global tensors
+of four, some values of a few are kept, of others each time, those that models take or that stand beside global tensors
 outside of models, until they travel with gradients as a few bits. (What a model computes or draws in its forward is not
-looked at.) A step, here, is what lies between the forwards of any models.
+looked at, nor what a checkpoint recomputes.) A step, here, is what lies between the forwards of any models.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from distdl.tensors.derivatives import is_recomputed
+from distdl.tensors.modes import unobserved
+
 _VALUES = 256  # of a tensor, about
 _KEPT = 4  # tensors of a step
 _ROUNDING = 1e-3  # what a difference is at most, beside the largest value, that is none (other data differ by about 1)
-# (primes: however many forwards come again and again, each of them has its turn)
-_FIRST, _EACH = 4, 5  # of the first steps, and then of one of so many
-_FAR = 13  # and of those of another device in one of so many of these, for to read them waits for the device
+# Of the first steps, and then of each of these numbers. Those of one have no common factor with those of the other, so
+# that each of several forwards that come again and again has its turn (unless they are 55, or more).
+_FIRST, _EACH = 4, (5, 11)
+_FAR = (5 * 13, 11 * 17)  # and those of another device, for to read them waits for the device
 
 
 class Sample(NamedTuple):
@@ -43,10 +47,37 @@ class Sample(NamedTuple):
         """That of a plain tensor; without values, where it has none that can be read."""
         values = np.empty(0)
         if x.layout is torch.strided and not x.is_meta and x.numel():
-            with suppress(RuntimeError):  # (of what has none of its own, as inside a transform of torch.func)
+            # (those of what has none of its own, as inside a transform of torch.func, are an error)
+            with suppress(RuntimeError), unobserved():
                 values = _some(x.detach())
         shape = () if x.is_nested else tuple(x.shape)
         return cls(shape, str(x.dtype), values, hash((shape, crc32(values.tobytes()))))
+
+
+class Kept(NamedTuple):
+    """What was kept in a step.
+
+    Attributes:
+        samples: of plain tensors that follow each other.
+        first: the place of the first of them among those of the step.
+        passed: how many the step had.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    first: int = 0
+    passed: int = 0
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Samples of two workers are of the same tensors only where these are equal.
+
+        They are not where one worker alone computes something to print it.
+        """
+        return self.first, self.passed, len(self.samples)
+
+    @property
+    def number(self) -> int:
+        return hash((self.first, self.passed, *[one.number for one in self.samples]))  # (the same on every worker)
 
 
 class Samples:
@@ -60,7 +91,7 @@ class Samples:
 
     def keep(self, x: torch.Tensor) -> None:
         """Keep some values of a plain tensor, if it is one of those whose turn it is."""
-        if not self._open or x.layout is not torch.strided or not x.numel():
+        if not self._open or x.layout is not torch.strided or not x.numel() or is_recomputed():
             return
         place, self._passed = self._passed, self._passed + 1
         if not 0 <= place - self._first < _KEPT or (x.device.type != "cpu" and not self._far):
@@ -69,18 +100,25 @@ class Samples:
         if sample.values.size:
             self._kept.append(sample)
 
-    def take(self) -> tuple[Sample, ...]:
+    def take(self) -> Kept:
         """All of them. The next step begins."""
+        found = Kept()
+        if self._kept:
+            found, self._kept = Kept(tuple(self._kept), self._first, self._passed), []
         self._step += 1
         if self._open:
             following = self._first + _KEPT
             self._first, self._passed = following if following < self._passed else 0, 0
-        self._open = self._step < _FIRST or not self._step % _EACH
-        self._far = self._step < _FIRST or not self._step % (_EACH * _FAR)
-        if not self._kept:
-            return ()
-        found, self._kept = tuple(self._kept), []
+        self._open, self._far = (self._step < _FIRST or _comes(self._step, each) for each in (_EACH, _FAR))
         return found
+
+    def begin_anew(self) -> None:
+        """Keep the first tensors of the next step, as all workers do that have compared what they kept."""
+        self._first = 0
+
+
+def _comes(step: int, each: tuple[int, ...]) -> bool:
+    return any(step % n == 0 for n in each)
 
 
 def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -25,7 +25,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.equality import bytes_of
-from distdl.globals.samples import Sample, difference
+from distdl.globals.samples import Kept, Sample, difference
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
@@ -47,16 +47,16 @@ class Seen(NamedTuple):
     """What the bits follow from beside a tensor.
 
     Attributes:
-        samples: of plain tensors.
+        kept: of plain tensors.
         writes: into each parameter, since they were counted first; none in forwards in which this is not asked.
     """
 
-    samples: tuple[Sample, ...]
+    kept: Kept
     writes: tuple[int, ...]
 
     @property
     def number(self) -> int:
-        return hash((tuple([one.number for one in self.samples]), self.writes))  # (of numbers: the same everywhere)
+        return hash((self.kept.number, self.writes))  # (of numbers: the same everywhere)
 
 
 class _Turns:
@@ -112,15 +112,15 @@ class Drift:
         if counted is not self._counted:
             self._counted, self._before = counted, _writes_of(counted)
             self._most = int(2 / max([torch.finfo(dtype).eps for dtype in {one.dtype for one in counted}]))
-        samples = context.samples.take()
+        kept = context.samples.take()
         if len(context.everyone) > self._most or context.comm.imagined:
             return Look(self, context, None, None, counted, torch.zeros(_BITS, dtype=torch.int64))
         one: Any = self._next(parameters, buffers) if self._values.come() else None
-        if samples and not self._samples.come():
-            samples = ()
+        if kept.samples and not self._samples.come():
+            kept = Kept()
         writes = tuple(map(sub, _writes_of(counted), self._before)) if self._writes.come() else ()
-        seen = Seen(samples, writes)
-        number = seen.number if samples or writes else 0
+        seen = Seen(kept, writes)
+        number = seen.number if kept.samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
             return Look(self, context, None, seen, counted, torch.tensor(_bits(number)))
         return Look(self, context, one, seen, counted, _bits_of(one.detach(), self._turn, number))
@@ -146,13 +146,17 @@ class Drift:
         context.comm.where = "comparing weights"
         name = None if one is None else self._listed().get(one, "a parameter")
         described = None if one is None else (name, tuple(one.shape), str(one.dtype))
-        mine = (tuple([tuple(sample) for sample in seen.samples]), seen.writes, described)
+        samples, *places = seen.kept
+        mine = (tuple(map(tuple, samples)), tuple(places), seen.writes, described)
         gathered = gather_values(context.comm, context.everyone, "comparing weights", mine)
-        told = [Seen(tuple([Sample(*sample) for sample in samples]), tuple(writes)) for samples, writes, _ in gathered]
+        told = [
+            Seen(Kept(tuple([Sample(*sample) for sample in samples]), *places), tuple(writes))
+            for samples, places, writes, _ in gathered
+        ]
         first = told[0]
         for worker, theirs in enumerate(told):
-            if len(theirs.samples) == len(first.samples):
-                for ours, sample in zip(first.samples, theirs.samples, strict=True):
+            if theirs.kept.places == first.kept.places:
+                for ours, sample in zip(first.kept.samples, theirs.kept.samples, strict=True):
                     _check_alike(ours, sample, worker)
         counts = zip(*[theirs.writes for theirs in told], strict=True)
         written = [place for place, each in enumerate(counts) if len(set(each)) > 1]
@@ -162,10 +166,11 @@ class Drift:
             if written:
                 self._writes.seldomer()
                 self._counted = None  # (from the next forward on, writes are counted anew)
-            if len({tuple([one.number for one in theirs.samples]) for theirs in told}) > 1:
+            if any(theirs.kept.number != first.kept.number for theirs in told):
                 self._samples.seldomer()
+                context.samples.begin_anew()
             return
-        if one is not None and all(theirs[2] == gathered[0][2] for theirs in gathered):
+        if one is not None and all(theirs[3] == gathered[0][3] for theirs in gathered):
             self._compare_values(context, one)
         self._values.seldomer()  # (it may also be a buffer that each has of its block, or that some have not)
 
@@ -232,7 +237,9 @@ def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
 
     Raises: ValueError.
     """
-    if (theirs.shape, theirs.dtype) == (first.shape, first.dtype):
+    if theirs.values.size != first.values.size and theirs.shape == first.shape:
+        how = "is sparse, or has no values, there or"
+    elif (theirs.shape, theirs.dtype) == (first.shape, first.dtype):
         apart = difference(first, theirs)
         if not apart:
             return
