@@ -703,6 +703,39 @@ def test_selective_checkpoints(kept, weights):
     distdl.run_workers(work, 4)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("kept", ["clone copy_ slice", "linear", ""])
+def test_a_selective_checkpoint_of_a_model_and_its_loss(kept, weights):
+    """What is compared and made equal before a forward is no part of it; a recomputed one does none of that."""
+
+    def policy(context, operator, *args, **kwargs):
+        saves = operator.__name__.split(".")[0] in kept.split()
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    made = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def outcome(model, own=0):
+        def loss(x, target):
+            return (model(x) - target).square().sum()
+
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(noise(*parameter.shape, seed=number + own))
+        for step in range(6):
+            checkpoint(loss, noise(6, 5, seed=step), noise(6, 2), use_reentrant=False, context_fn=made).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def work():
+        sequential = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 2)).double()
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), weights=weights)
+        ours = outcome(model, distdl.world().rank if weights == "replicated" else 0)  # (all get those of worker 0)
+        for one, other in zip(ours, outcome(sequential), strict=True):
+            whole = one.full_tensor() if type(one) is GlobalTensor else one
+            torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)
+
+    run(work)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 def test_a_model_that_keeps_what_it_has_computed_is_copied_nowhere():
     layers = [nn.utils.weight_norm(nn.Linear(5, 2).double()) for _ in range(4)]

@@ -19,7 +19,7 @@ from distdl.globals.models.drift import check_plain
 from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
-from distdl.globals.nested import map_tensors
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import taken
 from distdl.globals.paths import Place, running
 from distdl.globals.replicas import mark_copies
@@ -27,6 +27,8 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
+from distdl.tensors.derivatives import is_recomputed
+from distdl.tensors.modes import unobserved
 
 WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")
@@ -156,15 +158,16 @@ class Forward:
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(_NOT_TRACED)
         copies = self.copies
-        if self._checked < _FIRST and not copies.running and self.P.comm.watch is None:
+        if self._checked < _FIRST and not (copies.running or is_recomputed()) and self.P.comm.watch is None:
             self._check_plain(args, kwargs)
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
         named = map_tensors(kwargs, self._split) if kwargs else kwargs
         if not copies.running:
-            if copies.additions.open:
-                self._add()
-            if self.P.comm.watch is not None:
-                check_equal(self.module, Context.of(self.P.comm))
+            with unobserved():
+                if copies.additions.open:
+                    self._add()
+                if self.P.comm.watch is not None:
+                    check_equal(self.module, Context.of(self.P.comm))
             copies.begin()
         copies.running += 1
         try:
@@ -186,16 +189,11 @@ class Forward:
     def _check_plain(self, *given: Any) -> None:
         """Check that all workers give the same plain tensors: blocks and batches of their own are a usual mistake."""
         self._checked += 1
-        found: list[torch.Tensor] = []
-
-        def note(x: torch.Tensor) -> torch.Tensor:
-            found.append(x)
-            return x
-
-        map_tensors(given, note)
+        found = tensors_in(given)
         plain = [x for x in found if type(x) is torch.Tensor]
         if plain or not found:
-            check_plain(Context.of(self.P.comm), plain)
+            with unobserved():
+                check_plain(Context.of(self.P.comm), plain)
 
     def _add(self) -> None:
         """Take in what was set in the model since its last forward: of weights that differ, those of worker 0."""
