@@ -164,7 +164,7 @@ class DataLoader(data.DataLoader[Any]):
         seed: of the order, if it is shuffled. Each epoch has another one.
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
     Raises: TypeError for another dataset. At the begin of an epoch ValueError, the same on every worker, if samples,
-        batches, the seed, or what is known of a sampler (its generator, its indices) differ.
+        batches, the seed, or what is known of a sampler (its generator, its indices, options of torch's) differ.
     """
 
     @checks_arguments
@@ -182,9 +182,8 @@ class DataLoader(data.DataLoader[Any]):
         super().__init__(dataset, batch_size, collate_fn=collate(whole.P), generator=generator, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # (torch gives a class of its own)
-        self._compare()
-        for batch in super().__iter__():
-            yield as_global(batch, self._P)
+        self._compare()  # (now, not with the first batch, which a thread may ask for that loads ahead)
+        return (as_global(batch, self._P) for batch in super().__iter__())
 
     def _compare(self) -> None:
         """Compare what the order of samples follows from. Collective."""
@@ -204,14 +203,33 @@ class DataLoader(data.DataLoader[Any]):
         found = [torch.as_tensor(one) for one in indices]
         samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         for sampler in {id(one): one for one in samplers}.values():
-            generator, chosen = getattr(sampler, "generator", None), getattr(sampler, "indices", None)
-            found += [generator.get_state()] if isinstance(generator, torch.Generator) else []
-            found += [torch.as_tensor(chosen)] if isinstance(chosen, Sequence) else []
+            found += _order_of(sampler)
         order = 0
         for one in found:
-            order = crc32(one.numpy().tobytes(), order)
+            order = crc32(one.cpu().numpy().tobytes(), order)
         size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
         return f"{len(self.dataset)} of {len(whole)} samples in {size} in the order {order:08x}"  # type: ignore[arg-type]
+
+
+_DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
+
+
+def _order_of(sampler: Any) -> list[torch.Tensor]:
+    """What is known of what the order follows from that a sampler gives."""
+    found = []
+    generator = getattr(sampler, "generator", None)
+    if generator is None and isinstance(sampler, _DRAWING):
+        generator = torch.default_generator
+    if isinstance(generator, torch.Generator):
+        found.append(generator.get_state())
+    for name in ("indices", "weights"):
+        chosen = getattr(sampler, name, None)
+        if isinstance(chosen, (Sequence, torch.Tensor, np.ndarray)):
+            found.append(torch.as_tensor(chosen))
+    if type(sampler).__module__.startswith("torch."):  # (an option of others, as their rank, may mean anything)
+        options = [one for one in vars(sampler).values() if isinstance(one, (int, float))]
+        found.append(torch.tensor(options, dtype=torch.float64))
+    return found
 
 
 def _source_of(dataset: Any) -> tuple[Any, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,10 @@ def _drawn_by(seed: int) -> Any:
     return torch.utils.data.SubsetRandomSampler(range(7), torch.Generator().manual_seed(seed))
 
 
+def _weighted(weights: torch.Tensor) -> Any:
+    return torch.utils.data.WeightedRandomSampler(weights, 7, generator=torch.Generator().manual_seed(1))
+
+
 @pytest.mark.parametrize(
     "loader",
     [
@@ -166,6 +171,10 @@ def _drawn_by(seed: int) -> Any:
         lambda whole, rank: DataLoader(whole, 2, sampler=_drawn_by(rank)),
         lambda whole, rank: DataLoader(whole, batch_sampler=torch.utils.data.BatchSampler(_drawn_by(rank), 2, False)),
         lambda whole, rank: DataLoader(torch.utils.data.Subset(whole, range(3 + rank)), 2),
+        lambda whole, rank: DataLoader(whole, 2, drop_last=bool(rank)),
+        lambda whole, rank: DataLoader(whole, 2, sampler=torch.utils.data.DistributedSampler(whole, 3, rank)),
+        lambda whole, rank: DataLoader(whole, batch_sampler=torch.utils.data.BatchSampler(range(7), 2 + rank, False)),
+        lambda whole, rank: DataLoader(whole, 2, sampler=_weighted(torch.ones(7) + rank)),
     ],
 )
 def test_another_order_on_one_worker(loader):
@@ -179,6 +188,37 @@ def test_another_order_on_one_worker(loader):
         return str(raised.value)
 
     assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+def drawn_by_torchs_generator(differs: bool) -> list[torch.Tensor]:
+    torch.manual_seed(distdl.world().rank if differs else 3)
+    whole = BlockDataset(LABELS, grid_of((2,)))
+    return [one.full_tensor() for one in DataLoader(whole, 2, sampler=torch.utils.data.RandomSampler(whole))]
+
+
+def test_a_sampler_without_a_generator():
+    """It draws from that of torch, of which each process has one."""
+    for one in zip(*distdl.run_workers(partial(drawn_by_torchs_generator, False), 2, "gloo"), strict=True):
+        assert torch.equal(*one)
+    with pytest.raises(ValueError, match="the same order on every worker"):
+        distdl.run_workers(partial(drawn_by_torchs_generator, True), 2, "gloo")
+
+
+def test_a_thread_that_loads_ahead():
+    """It may go through batches while the worker computes: only the begin of an epoch sends messages."""
+
+    def work() -> list[torch.Tensor]:
+        P, found = grid_of((2, 1, 1, 1)), []
+        batches = iter(DataLoader(BlockDataset(IMAGES, P), 2))
+        thread = threading.Thread(target=lambda: found.extend(batches))
+        thread.start()
+        for _ in range(30):
+            distdl.world().allgather_data(0)
+        thread.join()
+        return [one.full_tensor() for one in found]
+
+    for found in distdl.run_workers(work, 3):
+        assert torch.equal(torch.cat(found), torch.from_numpy(IMAGES))
 
 
 def test_what_is_no_dataset_of_blocks():
