@@ -93,6 +93,18 @@ def test_what_one_worker_may_ask_by_itself(monkeypatch):
     distdl.run_workers(work, 3)
 
 
+def test_a_summary(monkeypatch):
+    """Its workers are imagined, and its weights have no values: nothing is compared."""
+
+    def work():
+        model, P = torch.nn.Linear(3, 2), distdl.world().reshape(4, 1)
+        return str(distdl.summary(model, P, torch.ones(6, 3)))
+
+    plain = distdl.run_workers(work, 4)
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+    assert distdl.run_workers(work, 4) == plain
+
+
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_workers_that_do_not_do_the_same_learn_it(monkeypatch, what):
     monkeypatch.setenv("DISTDL_DEBUG", "1")

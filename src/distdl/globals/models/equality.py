@@ -107,6 +107,8 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
 
     Raises: ValueError, the same on every worker, for the first that differs.
     """
+    if context.comm.imagined:
+        return  # nobody is there
     found = [(name, part) for name, one in whole_of(module) for part in parts_of(one)]
     context.comm.where = "a forward"
     mine = tuple((name, crc32(bytes_of(one).numpy().data)) for name, one in found)
