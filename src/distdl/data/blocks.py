@@ -1,0 +1,162 @@
+"""A worker's blocks of samples, and of batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import data
+
+from distdl.data.sources import Source, source_of
+from distdl.environment.arguments import check_fields
+from distdl.geometry.boxes import Shape, balanced
+from distdl.globals.context import Context
+from distdl.globals.tensor import GlobalTensor
+from distdl.partition import Partition, dims
+from distdl.partition.arguments import checks_arguments
+
+
+class BlockDataset(data.Dataset[Any]):
+    """Samples of which this worker reads its own block.
+
+    A sample's number is an index into axis 0 of an array, or into a list of files. Nothing but shapes is read before a
+    sample is asked for. Files are opened in each process by itself, so that loaders may have worker processes, forked
+    or spawned.
+
+    Args:
+        source: one of
+
+            - a path: ``.npy``; ``.h5`` or ``.hdf5`` (needs h5py) and ``.zarr`` (needs zarr), with the name of an array
+              in it behind a colon: ``"scans.h5:train/images"``. Or such an array itself: what has ``shape``, ``dtype``
+              and is read by slices. Its axis 0 counts the samples;
+            - a list of paths, one for each sample, which have one shape and dtype;
+            - a tuple or dict of these, for samples of several arrays. They may differ in rank.
+        P: how batches are split: its axes are the dims of a batch (batch, channel, space...). Of an array whose batches
+            have fewer dims than P axes, the batch dim is split over the first axis, the other dims over the last ones,
+            and the workers at place 0 of the axes between hold it.
+    Raises: ValueError if sources differ in their number of samples; ImportError, saying what to install. Reading raises
+        ValueError if files differ in shape.
+    """
+
+    @checks_arguments
+    def __init__(self, source: Any, P: Partition) -> None:
+        self.P: Partition | None = P  # (not in worker processes, where there are no other workers)
+        self.me, self.workers = P.comm.rank, P.workers
+        self._sources = each(source, source_of)
+        lengths = [one.length for one in _leaves(self._sources)]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"BlockDataset needs sources of one number of samples; got {', '.join(map(str, lengths))}")
+        self._length: int = lengths[0]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """This worker's block of one sample: of each array a plain tensor, without a batch dim."""
+        return each(self._sources, lambda source: self._sample(source, index))
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """This worker's blocks of a batch: only of the samples that are its own, where the batch is split."""
+        return each(self._sources, lambda source: self._batch(source, indices))
+
+    def _batch(self, source: Source, indices: Sequence[int]) -> Blocks:
+        shape = (len(indices), *source.shape)
+        box = _box(_workers_of(self.workers, len(shape)), self.me, shape)
+        if box is None:
+            return Blocks(torch.from_numpy(np.empty((0,) * len(shape), source.dtype)), shape)
+        (first, last), *within = box
+        return Blocks(self._cells(source, indices[first:last], within), shape)
+
+    def _sample(self, source: Source, index: int) -> torch.Tensor:
+        # (a batch of one sample for each place of the first axis, so that each worker has one)
+        workers = _workers_of(self.workers, 1 + len(source.shape))
+        box = _box(workers, self.me, (workers.shape[0], *source.shape))
+        within = [(0, 0)] * len(source.shape) if box is None else box[1:]
+        return self._cells(source, [index], within)[0]
+
+    def _cells(self, source: Source, indices: Sequence[int], within: Sequence[tuple[int, int]]) -> torch.Tensor:
+        cells = np.empty((len(indices), *(stop - start for start, stop in within)), source.dtype)
+        if cells.size:
+            for place, index in enumerate(indices):
+                cells[place] = source.read(_checked(index, self._length), tuple(slice(*one) for one in within))
+        return torch.from_numpy(cells)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "P": None}  # a communicator belongs to its process
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """This worker's block of a batch of one array, on its way from a loader's worker process.
+
+    Attributes:
+        block: plain.
+        shape: of the whole batch.
+    """
+
+    block: torch.Tensor
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block.dim() != len(self.shape):
+            raise ValueError(
+                f"Blocks needs a block with a dim for each of the batch; the batch is {dims(self.shape) or '0-d'} and "
+                f"the block {dims(self.block.shape) or '0-d'}"
+            )
+
+    def as_global(self, P: Partition) -> GlobalTensor:
+        """The global tensor of the batch. No message is sent: every worker knows the shape."""
+        context = Context.of(P.comm)
+        layout = context.balanced(_workers_of(P.workers, len(self.shape)), self.shape)
+        return GlobalTensor._of(self.block, layout)
+
+    def pin_memory(self) -> Blocks:
+        """The same in page-locked memory, as loaders ask for."""
+        return Blocks(self.block.pin_memory(), self.shape)
+
+
+def _workers_of(workers: NDArray[Any], rank: int) -> NDArray[Any]:
+    """Which workers hold an array whose batches have so many dims."""
+    missing = workers.ndim - rank
+    if missing <= 0:
+        return workers.reshape(*workers.shape, *[1] * -missing)
+    first: tuple[Any, ...] = (slice(None), *[0] * missing)
+    found: NDArray[Any] = workers[first]
+    return found
+
+
+def _box(workers: NDArray[Any], me: int, shape: Sequence[int]) -> list[tuple[int, int]] | None:
+    """A worker's box of a batch; None where it holds none."""
+    places = np.argwhere(workers == me)
+    if not len(places):
+        return None
+    return [
+        balanced(extent, count)[int(place)]
+        for extent, count, place in zip(shape, workers.shape, places[0], strict=True)
+    ]
+
+
+def _checked(index: int, length: int) -> int:
+    if not -length <= index < length:
+        raise IndexError(f"sample {index} of {length}")
+    return int(index) % length
+
+
+def each(structure: Any, change: Any) -> Any:
+    """The same tuple or dict with each of its members changed; or what is none, changed."""
+    if isinstance(structure, tuple):
+        return tuple(change(one) for one in structure)
+    if isinstance(structure, Mapping):
+        return {name: change(one) for name, one in structure.items()}
+    return change(structure)
+
+
+def _leaves(structure: Any) -> list[Any]:
+    found: list[Any] = []
+    each(structure, found.append)
+    return found

@@ -1,0 +1,165 @@
+"""What samples are read from: arrays, and files that each process opens by itself."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distdl.partition import dims
+
+
+class Source(ABC):
+    """Samples of one shape and dtype."""
+
+    def __init__(self, length: int, shape: Sequence[int], dtype: Any) -> None:
+        self.length, self.shape, self.dtype = length, tuple(shape), np.dtype(dtype).newbyteorder("=")
+
+    @abstractmethod
+    def read(self, index: int, box: tuple[slice, ...]) -> Any:
+        """A box of a sample."""
+
+
+class _Array(Source):
+    """An array whose axis 0 counts the samples."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        opened = _opened(array)
+        if not opened.shape:
+            raise ValueError("BlockDataset needs arrays whose axis 0 counts the samples; got a number")
+        super().__init__(opened.shape[0], opened.shape[1:], opened.dtype)
+
+    def read(self, index: int, box: tuple[slice, ...]) -> Any:
+        return _opened(self._array)[(index, *box)]
+
+
+class _Files(Source):
+    """A list of files, one for each sample."""
+
+    def __init__(self, paths: Sequence[Any]) -> None:
+        self._files = [_File.of(path) for path in paths]
+        if not self._files:
+            raise ValueError("BlockDataset needs a file at least")
+        first = self._files[0].open()
+        super().__init__(len(paths), first.shape, first.dtype)
+        self._files[0].close()
+
+    def read(self, index: int, box: tuple[slice, ...]) -> Any:
+        array = self._files[index].open()
+        if tuple(array.shape) != self.shape or np.dtype(array.dtype).newbyteorder("=") != self.dtype:
+            raise ValueError(
+                f"BlockDataset needs files of one shape and dtype; {self._files[0]} has {dims(self.shape)} "
+                f"{self.dtype} and {self._files[index]} {dims(array.shape)} {array.dtype}"
+            )
+        found = array[box]
+        self._files[index].close()
+        return found
+
+
+class _File:
+    """An array in a file, which each process opens when it first reads it."""
+
+    def __init__(self, path: str, name: str = "") -> None:
+        self.path, self.name = path, name
+        self._held: tuple[int, Any] | None = None
+
+    @classmethod
+    def of(cls, path: Any) -> _File:
+        whole = os.fspath(path)
+        if not Path(whole).exists() and ":" in whole:
+            file, _, name = whole.rpartition(":")
+            return cls(file, name)
+        return cls(whole)
+
+    def open(self) -> Any:
+        """The array."""
+        if self._held is None or self._held[0] != os.getpid():  # (a file that was opened before a fork is not ours)
+            self._held = os.getpid(), _open(self.path, self.name)
+        return self._held[1]
+
+    def close(self) -> None:
+        """Let the file go; it is opened again when it is needed."""
+        self._held = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" if self.name else self.path
+
+
+def _open(path: str, name: str) -> Any:
+    kind = Path(path).suffix
+    if kind == ".npy":
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    if kind in (".h5", ".hdf5"):
+        file = _library("h5py", "HDF5").File(path, "r")
+        if not name and len(file) != 1:
+            raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(file)}")
+        return file[name or next(iter(file))]
+    if kind == ".zarr":
+        found = _library("zarr", "Zarr").open(path, mode="r")
+        found = found[name] if name else found
+        if not hasattr(found, "shape"):  # (a group)
+            raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(sorted(found))}")
+        return found
+    raise ValueError(f"BlockDataset reads .npy, .h5, .hdf5 and .zarr; got {path}")
+
+
+def _library(name: str, what: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise ImportError(f"reading {what} needs {name}: pip install 'distdl[data]'") from error
+
+
+def _opened(array: Any) -> Any:
+    return array.open() if isinstance(array, _File) else array
+
+
+def source_of(given: Any) -> Source:
+    if isinstance(given, list):
+        return _Files(given)
+    if isinstance(given, (str, os.PathLike)):
+        return _Array(_File.of(given))
+    if isinstance(given, np.memmap) and _is_whole(given):
+        return _Array(_Mapped(given))
+    module = type(given).__module__.partition(".")[0]
+    if module == "h5py":  # which cannot be pickled, nor read after a fork
+        return _Array(_File(given.file.filename, given.name))
+    if isinstance(given, torch.Tensor):
+        given = given.detach().cpu().numpy()
+    if not all(hasattr(given, name) for name in ("shape", "dtype", "__getitem__")):
+        raise ValueError(f"BlockDataset needs a path, a list of paths, or an array; got {type(given).__name__}")
+    return _Array(given)
+
+
+class _Mapped(_File):
+    """A memory map, which would be pickled with all that it maps."""
+
+    def __init__(self, array: np.memmap[Any, Any]) -> None:
+        super().__init__(str(array.filename))
+        self._options = {"dtype": array.dtype, "offset": array.offset, "shape": array.shape, "mode": "r"}
+        self._held = os.getpid(), array
+
+    def open(self) -> Any:
+        if self._held is None:  # (a map that was made before a fork is as good)
+            self._held = os.getpid(), np.memmap(self.path, **self._options)
+        return self._held[1]
+
+
+def _is_whole(array: np.memmap[Any, Any]) -> bool:
+    """Whether a memory map has the whole array of its file, in order, from its offset on: no view of another map."""
+    return (
+        array.filename is not None
+        and not isinstance(array.base, np.memmap)
+        and array.flags.c_contiguous
+        and prod(array.shape) > 0
+    )
