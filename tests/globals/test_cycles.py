@@ -31,6 +31,16 @@ def test_no_inner_function_calls_itself(file):
     assert [(one.name, name) for one in functions for name in inside(one)] == []
 
 
+def _run_uncollected(work):
+    """Run it on three workers, while Python's collector of cycles is off."""
+    gc.collect()
+    gc.disable()
+    try:
+        distdl.run_workers(work, 3)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -58,12 +68,7 @@ def test_an_activation_goes_with_its_last_name(function):
             del z
             assert not repeat or activation.expired() or not x.to_local().numel()
 
-    gc.collect()
-    gc.disable()
-    try:
-        distdl.run_workers(work, 3)
-    finally:
-        gc.enable()
+    _run_uncollected(work)
 
 
 REFUSED = {
@@ -85,9 +90,4 @@ def test_what_an_error_refers_to_goes_with_it(function):
             function(x, plain)
         assert torch._C._storage_Use_Count(plain.untyped_storage()._cdata) == 2  # (the tensor's, and ours)
 
-    gc.collect()
-    gc.disable()
-    try:
-        distdl.run_workers(work, 3)
-    finally:
-        gc.enable()
+    _run_uncollected(work)

@@ -659,14 +659,20 @@ def test_data_that_is_written_in_front_of_a_checkpoint():
     run(work)
 
 
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
-def test_selective_checkpoints(kept, weights):
-    """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
+def _keeping(kept):
+    """The contexts of a checkpoint that saves what some operators give."""
 
     def policy(context, operator, *args, **kwargs):
         saves = operator.__name__.split(".")[0] in kept.split()
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
+def test_selective_checkpoints(kept, weights):
+    """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -677,7 +683,7 @@ def test_selective_checkpoints(kept, weights):
             return x + self.narrow(torch.nn.functional.gelu(self.wide(x)))
 
         def forward(self, x):
-            made = functools.partial(create_selective_checkpoint_contexts, policy)
+            made = _keeping(kept)
             return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
 
     def outcome(model, x):
@@ -708,11 +714,7 @@ def test_selective_checkpoints(kept, weights):
 def test_a_selective_checkpoint_of_a_model_and_its_loss(kept, weights):
     """What is compared and made equal before a forward is no part of it; a recomputed one does none of that."""
 
-    def policy(context, operator, *args, **kwargs):
-        saves = operator.__name__.split(".")[0] in kept.split()
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    made = functools.partial(create_selective_checkpoint_contexts, policy)
+    made = _keeping(kept)
 
     def outcome(model, own=0):
         def loss(x, target):

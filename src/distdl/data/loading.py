@@ -93,7 +93,8 @@ class DataLoader(data.DataLoader[Any]):
         for one in found:
             order = crc32(one.cpu().numpy().tobytes(), order)
         size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
-        return f"{len(self.dataset)} of {len(whole)} samples in {size} in the order {order:08x}"  # type: ignore[arg-type]
+        count = len(self.dataset)  # type: ignore[arg-type]  # (torch's datasets need not have a length; these have one)
+        return f"{count} of {len(whole)} samples in {size} in the order {order:08x}"
 
 
 _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
