@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from distdl.geometry.boxes import Interval, balanced
+from distdl.geometry.boxes import Intervals, balanced
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.layout import Layout
@@ -127,7 +127,7 @@ def assert_matches_sequential(
     layer: Any,
     reference: torch.nn.Module,
     x: torch.Tensor,
-    blocks: Sequence[Sequence[Interval]] | None = None,
+    blocks: Sequence[Intervals] | None = None,
     tolerance: float = 1e-10,
 ) -> None:
     """Check a layer against the sequential one: y and its split, the gradient of x, and those of all parameters.

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distdl.geometry.boxes import Box, Interval, Shape
+from distdl.geometry.boxes import Box, Interval, Intervals, Shape
 
-Intervals = Sequence[Interval]
 REPEATING = ("reflect", "replicate", "circular")  # the modes in which cells of the tensor stand around it
 CONVOLUTION_MODES = ("zeros", *REPEATING)  # as torch's convolutions call them
 PADDING_MODES = ("constant", *REPEATING)  # as torch's padding calls them

@@ -10,6 +10,7 @@ from math import prod
 from distdl.environment.types import Count
 
 Interval = tuple[int, int]
+Intervals = Sequence[Interval]
 Box = tuple[Interval, ...]
 Shape = tuple[Count, ...]
 

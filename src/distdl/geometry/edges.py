@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distdl.geometry.boxes import Interval
-from distdl.geometry.windows import Intervals, sliding, sliding_extent, span
+from distdl.geometry.boxes import Interval, Intervals
+from distdl.geometry.windows import sliding, sliding_extent, span
 
 
 class Line(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import Interval, Intervals, Shape, balanced
 from distdl.geometry.edges import Crop, Strip
-from distdl.geometry.windows import Intervals, sizes, span
+from distdl.geometry.windows import sizes, span
 
 
 def transposed(

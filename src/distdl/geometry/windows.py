@@ -6,15 +6,13 @@ what lies there is padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
 from typing import Any, ClassVar, Self
 
-from distdl.geometry.boxes import MOST, Interval, Shape, balanced
-
-Intervals = Sequence[Interval]
+from distdl.geometry.boxes import MOST, Interval, Intervals, Shape, balanced
 
 
 def span(kernel: int, dilation: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from distdl import environment
 from distdl.environment.arguments import known
 from distdl.exchange import Operator
-from distdl.geometry.boxes import Box, Interval, Shape, balanced, shape
+from distdl.geometry.boxes import Box, Interval, Intervals, Shape, balanced, shape
 from distdl.globals import debug
 from distdl.globals.samples import Samples
 from distdl.ops import Site
@@ -146,7 +146,7 @@ class Context:
         """All workers, along one axis."""
         return CartesianPartition(self.comm, list(self.everyone))
 
-    def layout(self, workers: IntArray, intervals: Sequence[Sequence[Interval]]) -> KnownLayout:
+    def layout(self, workers: IntArray, intervals: Sequence[Intervals]) -> KnownLayout:
         """The layout over an array of workers with these intervals along each dim: the same object for equal ones."""
         key = (workers.shape, workers.tobytes(), tuple(map(tuple, intervals)))
         found = self._layouts.get(key)

@@ -13,7 +13,7 @@ output belongs. Moving the windows instead would bring all cells of a pooling to
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from distdl.exchange import Together
-from distdl.geometry.boxes import Interval, Shape, balanced, runs, shape
+from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, runs, shape
 from distdl.geometry.windows import adaptive
 from distdl.ops.averaging import AdaptiveMean, average
 from distdl.ops.pooling import choose, in_space
@@ -289,7 +289,7 @@ def _computed(name: str, owned: Layout, asked: tuple[int | None, ...]) -> Layout
     return Layout.along(owned.partition, [*owned.intervals[:2], *spans])
 
 
-def _with(layout: Layout, dim: int, intervals: Sequence[Interval]) -> Layout:
+def _with(layout: Layout, dim: int, intervals: Intervals) -> Layout:
     """The layout with other intervals along one dim."""
     return Layout.along(layout.partition, [*layout.intervals[:dim], intervals, *layout.intervals[dim + 1 :]])
 

@@ -44,8 +44,7 @@ from numpy import array_equal
 
 from distdl.exchange import Chain, Operator, Together
 from distdl.geometry.borders import Border
-from distdl.geometry.boxes import Box, Interval, Shape, shape
-from distdl.geometry.windows import Intervals
+from distdl.geometry.boxes import Box, Interval, Intervals, Shape, shape
 from distdl.ops.edges import InPlace, Kernel, Lines, fits, stays
 from distdl.ops.padding import Filling
 from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same

@@ -45,9 +45,9 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
-from distdl.geometry.boxes import Interval, Shape, balanced, whole
+from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, whole
 from distdl.geometry.edges import Crop, Line
-from distdl.geometry.windows import Intervals, Sliding, group_runs, grouped
+from distdl.geometry.windows import Sliding, group_runs, grouped
 from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, in_pieces, own_channels
 from distdl.ops.edges import Kernel
 from distdl.ops.setup import Setup, Site

@@ -37,7 +37,7 @@ from math import gcd, prod
 
 import torch
 
-from distdl.geometry.boxes import Box, Interval, Shape, runs, shape, within
+from distdl.geometry.boxes import Box, Interval, Intervals, Shape, runs, shape, within
 from distdl.ops.merging import Measure, Merge, merged
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
@@ -66,18 +66,18 @@ class Along:
     merges: bool = False
 
     @classmethod
-    def kept(cls, cells: Sequence[Interval], needed: Sequence[Interval] | None = None) -> Along:
+    def kept(cls, cells: Intervals, needed: Sequence[Interval] | None = None) -> Along:
         """A mean for each cell of the dim. A place needs those of its cells, or the given ones."""
         return cls(tuple(cells), tuple(cells if needed is None else needed))
 
     @classmethod
-    def merged(cls, cells: Sequence[Interval]) -> Along:
+    def merged(cls, cells: Intervals) -> Along:
         """One mean over the dim. Every place that has cells measures one entry, and all places need all entries."""
         counts = tuple(stop - start for start, stop in cells if stop > start)
         return cls(runs([stop > start for start, stop in cells]), ((0, len(counts)),) * len(cells), counts, merges=True)
 
     @classmethod
-    def grouped(cls, entries: Sequence[Interval], size: int) -> Along:
+    def grouped(cls, entries: Intervals, size: int) -> Along:
         """A mean for every ``size`` entries. A place needs all entries of the groups in which it has a part.
 
         >>> Along.grouped(((0, 3), (3, 6)), 2).needed
@@ -87,7 +87,7 @@ class Along:
         return cls(tuple(entries), needed, (1,) * size, size)
 
 
-def subgroup(cells: Sequence[Interval], size: int) -> int:
+def subgroup(cells: Intervals, size: int) -> int:
     """How many cells may share an entry, where ``size`` cells have one mean and blocks may cut through them.
 
     >>> subgroup(((0, 4), (4, 8)), 4), subgroup(((0, 6), (6, 8)), 4), subgroup(((0, 3), (3, 8)), 4)
@@ -125,7 +125,7 @@ class Moments:
             return self._layout(needed)
         return Layout.everywhere(self.everywhere, (self._kinds, *(max(j for _, j in along) for along in needed)))
 
-    def _layout(self, intervals: Sequence[Sequence[Interval]]) -> Layout:
+    def _layout(self, intervals: Sequence[Intervals]) -> Layout:
         places = self.partition.reshape(1, *self.partition.workers.shape)
         return Layout.along(places, [[(0, self._kinds)], *intervals])
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch.nn import functional
 
-from distdl.geometry.boxes import Interval
+from distdl.geometry.boxes import Intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +30,7 @@ class Segments:
     repeated: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, dim: int, intervals: Sequence[Interval], extent: int) -> Segments:
+    def of(cls, dim: int, intervals: Intervals, extent: int) -> Segments:
         """From intervals of a block's cells along a dim, none of them empty."""
         count, width = len(intervals), max((stop - start for start, stop in intervals), default=1)
         if list(intervals) == [(i * width, i * width + width) for i in range(count)] and extent == count * width:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.exchange import Operator, Together
-from distdl.geometry.boxes import Interval, Shape, balanced, shape
+from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, shape
 from distdl.ops.affine import affine, less
 from distdl.ops.fused_normalisation import Fused
 from distdl.ops.moments import Moments
@@ -315,7 +315,7 @@ def _standardise(
     return affine(affine(rest, scale, shift), rows[0], rows[1] if len(rows) > 1 else None, own)
 
 
-def _spread(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape, weights: Sequence[Signature]) -> Operator:
+def _spread(site: Site, needed: Mapping[int, Intervals], row: Shape, weights: Sequence[Signature]) -> Operator:
     """Weight and bias, from the workers that store them to those that have their part of x, as one message."""
     layout, dtype, count = weights[0].layout, weights[0].dtype, len(weights)
     derivatives = reduce(or_, (one.derivatives for one in weights))
@@ -329,7 +329,7 @@ def _spread(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape, we
     return site.operator(plan, dtype, derivatives, own, [row] * count)
 
 
-def _lend(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape) -> Operator:
+def _lend(site: Site, needed: Mapping[int, Intervals], row: Shape) -> Operator:
     """The running mean and variance, from workers that keep those of a balanced block to those that use others."""
     P_x = site.partition
     kept = {dim: balanced(intervals[-1][1], len(intervals)) for dim, intervals in needed.items()}
@@ -345,8 +345,8 @@ def _lend(site: Site, needed: Mapping[int, Sequence[Interval]], row: Shape) -> O
 def _rows_plan(
     site: Site,
     home: Partition,
-    stored: Mapping[int, Sequence[Interval]],
-    needed: Mapping[int, Sequence[Interval]],
+    stored: Mapping[int, Intervals],
+    needed: Mapping[int, Intervals],
     rows: int,
 ) -> Plan | None:
     """How rows move from the blocks that are stored to those that are needed; None if they are all there."""
@@ -358,7 +358,7 @@ def _rows_plan(
     return broadcast(home, site.partition, Lookup(tuple(blocks), lambda w: (rows, *shape(blocks[w]))), site.me)
 
 
-def _over(P: Partition, blocks: Mapping[int, Sequence[Interval]], rows: int = 0) -> Layout:
+def _over(P: Partition, blocks: Mapping[int, Intervals], rows: int = 0) -> Layout:
     """A row over the workers of P: split in the dims in which it varies; or, in dim 0, several rows."""
     along = [blocks.get(dim, [(0, 1)] * places) for dim, places in enumerate(P.workers.shape)]
     return Layout.along(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.along(P, along)

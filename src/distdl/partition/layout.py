@@ -13,7 +13,7 @@ import numpy as np
 
 from distdl.environment.arguments import check_fields, known
 from distdl.environment.types import Count
-from distdl.geometry.boxes import Box, Interval, Shape, balanced, meet, runs, shape, slices
+from distdl.geometry.boxes import Box, Interval, Intervals, Shape, balanced, meet, runs, shape, slices
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import IntArray, dims
 from distdl.partition.partition import Partition
@@ -84,7 +84,7 @@ class Layout(Mapping[int, Box]):
 
     @classmethod
     @checks_arguments
-    def of(cls, partition: Partition, intervals: Sequence[Sequence[Interval]]) -> Layout:
+    def of(cls, partition: Partition, intervals: Sequence[Intervals]) -> Layout:
         """The layout with these intervals along each dim, one interval for each place of the partition's axis."""
         return cls(partition, tuple(Ruler(tuple(along)) for along in intervals))
 

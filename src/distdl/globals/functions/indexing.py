@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.geometry.boxes import Interval
+from distdl.geometry.boxes import Interval, Intervals
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
-from distdl.globals.functions.regrouping import Intervals
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of

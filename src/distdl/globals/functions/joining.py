@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.geometry.boxes import Shape, balanced
+from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.adopting import split_beside
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
@@ -16,7 +16,6 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.lines import brought
-from distdl.globals.functions.regrouping import Intervals
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -37,7 +36,7 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
 
     def make() -> tuple[KnownLayout, list[KnownLayout]]:
         total = sum(shape[dim] for shape in shapes)
-        intervals = list(layout.intervals)
+        intervals: list[Intervals] = list(layout.intervals)
         intervals[dim] = balanced(total, len(intervals[dim])) if along is None else along
         target = context.layout(layout.partition.workers, intervals)
         needs, start = [], 0

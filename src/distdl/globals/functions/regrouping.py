@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distdl.geometry.boxes import Interval, Shape, balanced
+from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.reductions import place
-
-Intervals = tuple[Interval, ...]
 
 
 class Reshape(NamedTuple):
@@ -108,7 +106,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[tuple[int
     return found
 
 
-def _scaled(intervals: Sequence[Interval], by: int, unit: int = 1) -> Intervals:
+def _scaled(intervals: Intervals, by: int, unit: int = 1) -> Intervals:
     return tuple((start // unit * by, stop // unit * by) for start, stop in intervals)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from distdl.agreement import Headers
-from distdl.geometry.boxes import balanced
+from distdl.geometry.boxes import Intervals, balanced
 from distdl.geometry.transposed import Transposed
-from distdl.geometry.windows import Intervals, grouped
+from distdl.geometry.windows import grouped
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import Weights, own_work, shared_work, stored_on

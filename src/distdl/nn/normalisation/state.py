@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from distdl.agreement import Headers
-from distdl.geometry.boxes import Interval, balanced, shape
+from distdl.geometry.boxes import Interval, Intervals, balanced, shape
 from distdl.nn.layer import Layer, tiled
 from distdl.nn.module import Option
 from distdl.nn.parametrised import check_unfit, trained, unfit
@@ -83,7 +83,7 @@ class Weights:
         return Layout.along(self._stored, [self._blocks.get(dim, [(0, 1)] * n) for dim, n in enumerate(places)])
 
     @cached_property
-    def _blocks(self) -> dict[int, Sequence[Interval]]:
+    def _blocks(self) -> dict[int, Intervals]:
         return {dim: balanced(extent, self.P_x.workers.shape[dim]) for dim, extent in self.extents.items()}
 
     @cached_property
