@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from distdl.exchange import program
 from distdl.geometry.boxes import balanced, runs
+from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.ops.convolution import Convolution
@@ -69,7 +70,7 @@ def convolution(out, inner, grid, sizes=None, batch=(2,), k=3, s=1, p=1, d=1, mo
 
     return Case(
         world,
-        lambda P: Convolution(target(P), 5, 4, sliding, mode),
+        lambda P: Convolution(target(P), Channels(5, 4), sliding, mode),
         work,
         lambda P: places(P, (sum(batch), 5, *[extent] * rank), (4, 5, *[k] * rank))[: 3 if bias else 2],
         sequential,
@@ -93,7 +94,7 @@ def grouped(workers, groups):
 
     return Case(
         workers,
-        lambda P: Convolution(row(P), 6, 12, sliding, groups=groups),
+        lambda P: Convolution(row(P), Channels(6, 12, groups), sliding),
         lambda P: P.reshape(1, workers, 1, 1),
         places,
         lambda x, w, b: functional.conv1d(x, w, b, padding=1, groups=groups),
@@ -111,7 +112,7 @@ def transposed(out, inner, space, sizes=None, k=3, s=2, p=1, d=1, more=1, extent
 
     return Case(
         world,
-        lambda P: TransposedConvolution(target(P), 5, 4, geometry),
+        lambda P: TransposedConvolution(target(P), Channels(5, 4), geometry),
         work,
         own,
         lambda x, w, b: functional.conv_transpose1d(x, w, b, s, p, more, 1, d),
@@ -251,7 +252,7 @@ def convolved(grid, split=None, groups=1, mode="zeros", channels=(6, 4), bias=Tr
         return getattr(functional, f"conv{space}d")(x, w, b, 2, 0, 1, groups)
 
     return everywhere(
-        lambda P_y: Convolution(P_y, *channels, sliding, mode, groups), sequential, grid,
+        lambda P_y: Convolution(P_y, Channels(*channels, groups), sliding, mode), sequential, grid,
         (batch, channels[0], *[extent] * space),
         [(channels[1], channels[0] // groups, *[3] * space), channels[1:]][: 1 + bias], split,
     )  # fmt: skip
@@ -261,7 +262,7 @@ def transposed_everywhere(grid, split=None, groups=1, channels=(6, 4), bias=True
     geometry, space = Transposed.of("TransposedConvolution", len(grid) - 2, 3, 2, 1, 1, 1), len(grid) - 2
     convolve = getattr(functional, f"conv_transpose{space}d")
     return everywhere(
-        lambda P_y: TransposedConvolution(P_y, *channels, geometry, groups),
+        lambda P_y: TransposedConvolution(P_y, Channels(*channels, groups), geometry),
         lambda x, w, b=None: convolve(x, w, b, 2, 1, 1, groups), grid, (2, channels[0], *[extent] * space),
         [(channels[0], channels[1] // groups, *[3] * space), channels[1:]][: 1 + bias], split,
     )  # fmt: skip
@@ -331,7 +332,7 @@ def in_place(grid, k, s, p, d, extents, split=None, groups=1, channels=(2, 2)):
     space = len(grid) - 2
     sliding, convolve = Sliding.of("Convolution", space, k, s, p, d), getattr(functional, f"conv{space}d")
     return everywhere(
-        lambda P_y: Convolution(P_y, *channels, sliding, groups=groups),
+        lambda P_y: Convolution(P_y, Channels(*channels, groups), sliding),
         lambda x, w, b: convolve(x, w, b, s, p, d, groups), grid, (2, channels[0], *extents),
         [(channels[1], channels[0] // groups, *[k] * space), channels[1:]], split,
     )  # fmt: skip
@@ -355,7 +356,7 @@ def transposed_in_place(grid, k, s, p, d, more, extents, split=None, groups=1, c
     space = len(grid) - 2
     geometry, convolve = Transposed.of("", space, k, s, p, d, more), getattr(functional, f"conv_transpose{space}d")
     return everywhere(
-        lambda P_y: TransposedConvolution(P_y, *channels, geometry, groups=groups),
+        lambda P_y: TransposedConvolution(P_y, Channels(*channels, groups), geometry),
         lambda x, w, b: convolve(x, w, b, s, p, more, groups, d), grid, (2, channels[0], *extents),
         [(channels[0], channels[1] // groups, *[k] * space), channels[1:]], split,
     )  # fmt: skip
@@ -416,7 +417,7 @@ def test_nothing_is_sent_for_weights_that_are_everywhere(name):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"in_channels": 6}, "needs an input with 6 channels in dim 1; the global shape of the input is 2x5x9"),
+    ({"channels": Channels(6, 4)}, "needs an input with 6 channels in dim 1; the global shape of the input is 2x5x9"),
     ({"sliding": Sliding.of("Op", 1, 14, 1, 1, 1)}, "kernel spans 14 cells and the input has 9, with its padding 11"),
     ({"padding_mode": "reflect", "sliding": Sliding.of("Op", 1, 3, 1, 9, 1)}, "in dim 2 the padding is 9 and 9 and"),
 ])  # fmt: skip

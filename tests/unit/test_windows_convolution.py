@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from distdl.geometry.boxes import Interval, balanced, runs
-from distdl.geometry.windows import Sliding, group_runs, grouped, sliding, sliding_extent
+from distdl.geometry.channels import Channels
+from distdl.geometry.windows import Sliding, sliding, sliding_extent
 from distdl.partition import Partition
 from distdl.partition.layout import Layout
 from distdl.plan.planners import copy
@@ -140,18 +141,17 @@ def convolve_ones(x, k, d):
 def test_runs_of_channels_in_groups():
     """Every run of output channels reads the groups that it touches, and is cut into what torch convolves at once."""
     for groups, inputs, produced in itertools.product(range(1, 5), range(1, 4), range(1, 4)):
+        channels = Channels(groups * inputs, groups * produced, groups)
         whole = torch.nn.Conv1d(groups * inputs, groups * produced, 1, groups=groups, bias=False, dtype=torch.float64)
         x = torch.arange(1.0, groups * inputs + 1, dtype=torch.float64).view(1, -1, 1)
         expected = whole(x)
         for run in itertools.combinations(range(groups * produced + 1), 2):
-            parts = group_runs(run, produced)
+            parts = channels.pieces(run)
             assert len(parts) <= 3 and [part[0] for part in parts] == [run[0], *(part[1] for part in parts[:-1])]
-            assert grouped(run, inputs, produced) == (
-                grouped(parts[0], inputs, produced)[0],
-                grouped(parts[-1], inputs, produced)[1],
-            )
+            assert channels.read_by(run) == (channels.read_by(parts[0])[0], channels.read_by(parts[-1])[1])
             for first, stop in parts:
-                start, last = grouped((first, stop), inputs, produced)
+                start, last = channels.read_by((first, stop))
                 y = functional.conv1d(x[:, start:last], whole.weight[first:stop], groups=(last - start) // inputs)
                 assert torch.equal(y, expected[:, first:stop])
-    assert grouped((3, 3), 2, 2)[0] == grouped((3, 3), 2, 2)[1] and group_runs((3, 3), 2) == []
+    channels = Channels(4, 4, 2)
+    assert channels.read_by((3, 3)) == (2, 2) and channels.pieces((3, 3)) == []

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from distdl.geometry.boxes import balanced
+from distdl.geometry.channels import Channels
 from distdl.geometry.edges import Crop
 from distdl.geometry.transposed import Transposed, transposed
-from distdl.geometry.windows import grouped
 
 
 def geometry(k, s, p, d, more):
@@ -129,9 +129,10 @@ def test_an_extent_may_be_asked_for_up_to_a_stride_more_than_the_least():
 
 def test_a_run_of_channels_reads_all_of_its_groups():
     for inputs, produced in itertools.product((1, 2, 3), repeat=2):
+        channels = Channels(4 * inputs, 4 * produced, 4)
         for start, stop in itertools.combinations(range(4 * produced + 1), 2):
             groups = {channel // produced for channel in range(start, stop)}
-            read = range(*grouped((start, stop), inputs, produced))
+            read = range(*channels.read_by((start, stop)))
             assert set(read) == {i for group in groups for i in range(group * inputs, (group + 1) * inputs)}
-        first, stop = grouped((produced, produced), inputs, produced)
+        first, stop = channels.read_by((produced, produced))
         assert first == stop

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from operator import index
 from typing import Any, ClassVar, Self
 
@@ -41,31 +40,6 @@ def sliding_extent(
     """Number of outputs of a convolution or a pooling (rounded down) over ``extent`` inputs. Never negative."""
     spare = extent + sum(padding) - span(kernel, dilation)
     return max(spare // stride + 1, 0)
-
-
-def grouped(outputs: Interval, inputs: int, produced: int) -> Interval:
-    """Input channels that a run of output channels reads in a grouped convolution: all of every group it touches.
-
-    Args:
-        inputs, produced: input and output channels of one group.
-
-    >>> grouped((1, 5), inputs=3, produced=2)
-    (0, 9)
-    """
-    first, stop = outputs
-    return (first // produced * inputs, (-(-stop // produced) if stop > first else first // produced) * inputs)
-
-
-def group_runs(outputs: Interval, produced: int) -> list[Interval]:
-    """Split a run of output channels into parts of single groups and one run of whole groups, in their order.
-
-    >>> group_runs((1, 7), produced=2)
-    [(1, 2), (2, 6), (6, 7)]
-    """
-    first, stop = outputs
-    begin, end = -(-first // produced) * produced, stop // produced * produced
-    ends = [first, begin, end, stop] if begin <= end else [first, stop]
-    return [(start, last) for start, last in pairwise(ends) if start < last]
 
 
 @dataclass(frozen=True)

@@ -308,12 +308,3 @@ def check_channels(site: Site, x: Signature, channel: int, channels: int) -> Non
             f"{site.label} needs an input with {channels} channels in dim {channel}; "
             f"the global shape of the input is {dims(x.layout.extents)}"
         )
-
-
-def check_groups(name: str, groups: int, in_channels: int, out_channels: int) -> None:
-    """Check that groups divide channels.
-
-    Raises: ValueError that names the layer.
-    """
-    if not 1 <= groups <= min(in_channels, out_channels) or in_channels % groups or out_channels % groups:
-        raise ValueError(f"{name} needs channels that {groups} groups divide; got {in_channels} and {out_channels}")

@@ -45,10 +45,11 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
-from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, whole
+from distdl.geometry.boxes import Interval, Shape, balanced, whole
+from distdl.geometry.channels import Channels
 from distdl.geometry.edges import Crop, Line
-from distdl.geometry.windows import Sliding, group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, in_pieces, own_channels
+from distdl.geometry.windows import Sliding
+from distdl.ops.contraction import Contraction, Local, check_channels, gathers, in_pieces, own_channels
 from distdl.ops.edges import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
@@ -63,19 +64,16 @@ class Convolution:
 
     Attributes:
         target: the partition of y: batch, out, space...
-        in_channels, out_channels: global numbers of channels.
+        channels: of x and y.
         sliding: the geometry of the windows.
         padding_mode: what stands around x.
-        groups: number of groups of channels.
         autocast: the dtype in which torch computes, if its autocast is on.
     """
 
     target: Partition
-    in_channels: int
-    out_channels: int
+    channels: Channels
     sliding: Sliding
     padding_mode: str = "zeros"
-    groups: int = 1
     autocast: torch.dtype | None = None
 
     def check(self, name: str) -> None:
@@ -85,11 +83,11 @@ class Convolution:
         """
         if self.padding_mode not in CONVOLUTION_MODES:
             raise ValueError(f"{name} has the padding modes {', '.join(CONVOLUTION_MODES)}; got {self.padding_mode!r}")
-        check_groups(name, self.groups, self.in_channels, self.out_channels)
+        self.channels.check(name)
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
-        x, weight, *biases = signatures
-        check_channels(site, x, 1, self.in_channels)
+        (x, weight, *biases), channels = signatures, self.channels
+        check_channels(site, x, 1, channels.inputs)
         border = Border(self.padding_mode, ((0, 0), (0, 0), *self.sliding.widths))
         border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # (a batch may be empty)
         _, out, inner, *space = site.partition.workers.shape
@@ -99,12 +97,9 @@ class Convolution:
             [(0, extent)] if cells else along
             for along, extent, cells in zip(read, x.layout.extents[2:], padded, strict=True)
         ]
-        runs = balanced(self.out_channels, out)
-        channels: Intervals = balanced(self.in_channels, inner)
-        gathered = gathers(x, 1, inner, self.groups)
-        if gathered:  # a run of output channels reads those of its groups
-            channels = [grouped(run, *self._group) for run in runs]
-        own, inputs, biased = own_channels(site, 1, runs, balanced(self._group[0], inner))
+        runs = balanced(channels.outputs, out)
+        gathered = gathers(x, 1, inner, channels.groups)
+        own, inputs, biased = own_channels(site, 1, runs, balanced(channels.read, inner))
         contraction = Contraction(
             site,
             work=site.partition,
@@ -114,22 +109,26 @@ class Convolution:
             x=x,
             weight=weight,
             bias=biases[0] if biases else None,
-            reads=[x.layout.intervals[0], channels, *read],
+            reads=[
+                x.layout.intervals[0],
+                [channels.read_by(run) for run in runs] if gathered else balanced(channels.inputs, inner),
+                *read,
+            ],
             computes=[x.layout.intervals[0], runs, *computed],
             gathers=gathered,
             parts=((own, inputs, *whole(self.sliding.kernel)), (biased,)),
             border=border,
             autocast=self.autocast,
         )
-        pieces = self._pieces(site, runs)
+        pieces = channels.pieces(own)
         by_windows = contraction.setup(lambda *boxes: self._local(pieces, padded), self._smallest(pieces))
         if self.padding_mode != "zeros" or self.autocast is not None:
             return by_windows
         sliding = self.sliding
         options = zip(sliding.kernel, sliding.stride, sliding.padding, sliding.dilation, strict=True)
         lines = [Line(*numbers) for numbers in options]
-        kernel = Kernel.of(lines, self.groups, [Crop(zeros) for zeros in padded])
-        return contraction.as_one(lines, self.groups, by_windows, kernel)
+        kernel = Kernel.of(lines, channels.groups, [Crop(zeros) for zeros in padded])
+        return contraction.as_one(lines, channels.groups, by_windows, kernel)
 
     def _padded_by_torch(self, extents: Shape, space: Sequence[int]) -> Shape:
         """Zeros that torch's convolution puts on both sides itself: where a dim is not split. None are copied then."""
@@ -138,17 +137,6 @@ class Convolution:
             for extent, places, (before, behind) in zip(extents, space, self.sliding.widths, strict=True)
         )
 
-    @property
-    def _group(self) -> tuple[int, int]:
-        """Input and output channels of one group."""
-        return self.in_channels // self.groups, self.out_channels // self.groups
-
-    def _pieces(self, site: Site, runs: Intervals) -> list[Interval]:
-        """The output channels of this worker, in parts that torch convolves at once: whole groups, or parts of one."""
-        if site.me not in site.partition:
-            return []
-        return group_runs(runs[site.partition.index_of(site.me)[1]], self._group[1])
-
     def _smallest(self, pieces: list[Interval]) -> tuple[Shape, Shape, Shape]:
         """The smallest x, weight and bias that the local function accepts.
 
@@ -156,12 +144,17 @@ class Convolution:
         """
         inputs, outputs, read = 1, 1, 1
         if len(pieces) > 1:
-            first, stop = grouped((pieces[0][0], pieces[-1][1]), *self._group)
-            inputs, outputs, read = stop - first, pieces[-1][1] - pieces[0][0], self._group[0]
+            first, stop = self.channels.read_by((pieces[0][0], pieces[-1][1]))
+            inputs, outputs, read = stop - first, pieces[-1][1] - pieces[0][0], self.channels.read
         return (1, inputs, *self.sliding.spans), (outputs, read, *self.sliding.kernel), (outputs,)
 
     def _local(self, pieces: list[Interval], padded: Shape) -> Local:
-        """torch's convolution of a window; of channels that cut through groups, piece by piece."""
+        """torch's convolution of a window.
+
+        Args:
+            pieces: its output channels, in parts that torch convolves at once: whole groups, or parts of one.
+            padded: zeros that torch puts on both sides.
+        """
         convolve = getattr(functional, f"conv{len(self.sliding.kernel)}d")
         stride, dilation = self.sliding.stride, self.sliding.dilation
 
@@ -171,10 +164,10 @@ class Convolution:
 
         if len(pieces) < 2:
             return at_once
-        origin, first = grouped(pieces[0], *self._group)[0], pieces[0][0]
+        origin, first = self.channels.read_by(pieces[0])[0], pieces[0][0]
         cuts = []
         for run in pieces:
-            start, stop = grouped(run, *self._group)
+            start, stop = self.channels.read_by(run)
             out = slice(run[0] - first, run[1] - first)
             cuts.append((at_once, slice(start - origin, stop - origin), out, out))
         return in_pieces(cuts)

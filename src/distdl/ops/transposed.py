@@ -21,10 +21,10 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Box, Interval, Shape, balanced, volume, whole
+from distdl.geometry.channels import Channels
 from distdl.geometry.edges import Crop
 from distdl.geometry.transposed import Transposed
-from distdl.geometry.windows import group_runs, grouped
-from distdl.ops.contraction import Contraction, Local, check_channels, check_groups, gathers, in_pieces, own_channels
+from distdl.ops.contraction import Contraction, Local, check_channels, gathers, in_pieces, own_channels
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -39,19 +39,16 @@ class TransposedConvolution:
 
     Attributes:
         target: the partition of y: batch, out, space...
-        in_channels, out_channels: global numbers of channels.
+        channels: of x and y; each block of output channels is whole groups, or a part of one, unless every worker has
+            the whole of w and b.
         geometry: in space.
-        groups: number of groups of channels; each block of output channels is whole groups, or a part of one, unless
-            every worker has the whole of w and b.
         asked: global extents of y in space, where ``output_padding`` does not decide.
         autocast: the dtype in which torch computes, if its autocast is on.
     """
 
     target: Partition
-    in_channels: int
-    out_channels: int
+    channels: Channels
     geometry: Transposed
-    groups: int = 1
     asked: Shape | None = None
     autocast: torch.dtype | None = None
 
@@ -60,33 +57,33 @@ class TransposedConvolution:
 
         Raises: ValueError that names the layer.
         """
-        check_groups(name, self.groups, self.in_channels, self.out_channels)
+        self.channels.check(name)
 
     def setup(self, site: Site, *signatures: Signature) -> Setup:
-        x, weight, *biases = signatures
-        check_channels(site, x, 1, self.in_channels)
+        (x, weight, *biases), channels = signatures, self.channels
+        check_channels(site, x, 1, channels.inputs)
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.geometry.windows(site.label.kind, x.layout.extents[2:], tuple(space), self.asked)
-        runs, stored = balanced(self.out_channels, out), weight.layout.partition
-        group, gathered = self._group, gathers(x, 1, inner, self.groups)
-        own, inputs, biased = own_channels(site, 1, runs, balanced(self.in_channels, inner))
-        pieces = group_runs(own, group[1])
-        if self.groups == 1:
+        runs, stored = balanced(channels.outputs, out), weight.layout.partition
+        gathered = gathers(x, 1, inner, channels.groups)
+        own, inputs, biased = own_channels(site, 1, runs, balanced(channels.inputs, inner))
+        pieces = channels.pieces(own)
+        if channels.groups == 1:
             part = inputs, own
         else:
-            part = grouped(own, *group), (0, group[1]) if len(pieces) > 1 else self._produced(own)
+            part = channels.read_by(own), (0, channels.produced) if len(pieces) > 1 else self._produced(own)
         contraction = Contraction(
             site,
             work=site.partition,
             target=self.target,
             channel=1,
-            stored=stored.reshape(inner, out).T if self.groups == 1 and not weight.layout.is_everywhere else stored,
+            stored=stored.reshape(inner, out).T if channels.groups == 1 and not weight.layout.is_everywhere else stored,
             x=x,
             weight=weight,
             bias=biases[0] if biases else None,
             reads=[
                 x.layout.intervals[0],
-                [grouped(run, *group) for run in runs] if gathered else balanced(self.in_channels, inner),
+                [channels.read_by(run) for run in runs] if gathered else balanced(channels.inputs, inner),
                 *read,
             ],
             computes=[x.layout.intervals[0], runs, *computed],
@@ -104,19 +101,14 @@ class TransposedConvolution:
         by_windows = contraction.setup(partial(self._local, pieces, later), self._smallest(pieces))
         if self.autocast is not None:
             return by_windows
-        return contraction.as_one(lines, self.groups, by_windows)
-
-    @property
-    def _group(self) -> tuple[int, int]:
-        """Input and output channels of one group."""
-        return self.in_channels // self.groups, self.out_channels // self.groups
+        return contraction.as_one(lines, channels.groups, by_windows)
 
     def _smallest(self, pieces: list[Interval]) -> tuple[Shape, Shape, Shape]:
         """The smallest x, weight and bias that the local function accepts; see ``Convolution``."""
         inputs, produced, outputs = 1, 1, 1
         if len(pieces) > 1:
-            first, stop = grouped((pieces[0][0], pieces[-1][1]), *self._group)
-            inputs, produced, outputs = stop - first, self._group[1], pieces[-1][1] - pieces[0][0]
+            first, stop = self.channels.read_by((pieces[0][0], pieces[-1][1]))
+            inputs, produced, outputs = stop - first, self.channels.produced, pieces[-1][1] - pieces[0][0]
         kernel = self.geometry.kernel
         return (1, inputs, *[1] * len(kernel)), (inputs, produced, *kernel), (outputs,)
 
@@ -128,26 +120,27 @@ class TransposedConvolution:
             later: whether a worker has outputs that torch's operator does not compute. Then the bias is added behind
                 it, on every worker, so that second derivatives depend on the same tensors everywhere.
         """
+        channels = self.channels
         computes = bool(window) and volume(window) > 0 and volume(outputs) > 0
         crops = (Crop(0),) * len(self.geometry.kernel)  # of smallest operands
         if computes:
             runs = zip(window[2:], outputs[2:], strict=True)
             crops = tuple(self.geometry.line(dim).crop(*run) for dim, run in enumerate(runs))
         if len(pieces) < 2:
-            groups = (window[1][1] - window[1][0]) // self._group[0] if computes and self.groups > 1 else 1
+            groups = (window[1][1] - window[1][0]) // channels.read if computes and channels.groups > 1 else 1
             return _Cropped(self.geometry, groups, crops, later)
-        origin, first = grouped(pieces[0], *self._group)[0], pieces[0][0]
+        origin, first = channels.read_by(pieces[0])[0], pieces[0][0]
         cuts = []
         for run in pieces:
-            start, stop = grouped(run, *self._group)
-            one = _Cropped(self.geometry, (stop - start) // self._group[0], crops, later)
+            start, stop = channels.read_by(run)
+            one = _Cropped(self.geometry, (stop - start) // channels.read, crops, later)
             read, out = slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)
             cuts.append((one, read, (read, slice(*self._produced(run))), out))
         return in_pieces(cuts)
 
     def _produced(self, run: Interval) -> Interval:
         """The outputs of a group that a run of outputs has: a part of those of one group, or all those of several."""
-        produced = self._group[1]
+        produced = self.channels.produced
         start = run[0] // produced * produced
         return (run[0] - start, run[1] - start) if run[1] <= start + produced else (0, produced)
 

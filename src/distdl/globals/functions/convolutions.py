@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.context import KnownLayout
@@ -59,9 +60,8 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         def op() -> Convolution:
             name = func.__name__
             sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
-            made = Convolution(
-                input._layout.partition, taken, produced, sliding, "zeros", groups, autocast_dtype(input)
-            )
+            channels = Channels(taken, produced, groups)
+            made = Convolution(input._layout.partition, channels, sliding, autocast=autocast_dtype(input))
             made.check(name)
             return made
 
@@ -99,10 +99,8 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
         def op() -> TransposedConvolution:
             geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
-            made = TransposedConvolution(
-                input._layout.partition, weight.shape[0], weight.shape[1] * groups, geometry, groups,
-                autocast=autocast_dtype(input),
-            )  # fmt: skip
+            channels = Channels(weight.shape[0], weight.shape[1] * groups, groups)
+            made = TransposedConvolution(input._layout.partition, channels, geometry, autocast=autocast_dtype(input))
             made.check(func.__name__)
             return made
 

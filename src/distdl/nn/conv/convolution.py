@@ -16,6 +16,7 @@ from typing import Any, Required, Self, TypedDict, Unpack
 
 import torch
 
+from distdl.geometry.channels import Channels
 from distdl.geometry.windows import Sliding
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
 from distdl.nn.module import check_buffer_manager
@@ -157,11 +158,11 @@ def _arguments(
     Raises: ValueError that names the layer.
     """
     sliding = Sliding.of_convolution(name, space, *geometry)
-    op = Convolution(P_y, int(channels[0]), int(channels[1]), sliding, padding_mode, int(groups))
+    op = Convolution(P_y, Channels(int(channels[0]), int(channels[1]), int(groups)), sliding, padding_mode)
     op.check(name)
     return {
         "op": op,
-        "weights": weights_on(stored_on(work, 1), op.in_channels // op.groups, op.out_channels, sliding.kernel, bias),
+        "weights": weights_on(stored_on(work, 1), op.channels.read, op.channels.outputs, sliding.kernel, bias),
         "kernel_size": sliding.kernel,
         "stride": sliding.stride,
         "padding": geometry[2] if isinstance(geometry[2], str) else sliding.padding,

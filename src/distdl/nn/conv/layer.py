@@ -56,12 +56,13 @@ class ConvolutionLayer(Layer):
         configure: Callable[[Any, Headers], Op] | None = None,
         **options: Any,
     ) -> None:
-        name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {op.in_channels} to {op.out_channels} channels)"
+        name = f"{type(self).__name__} (P_x: {P_x}; P_y: {P_y}; {op.channels.inputs} to {op.channels.outputs} channels)"
         everyone = P_x | P_y | work
         application = weights.application(op, P_x, work, configure or self._configure)
         super().__init__(name, everyone, application, weights.bias is not None, (work,))
         self.P_x, self.P_y = P_x, P_y
-        self.in_channels, self.out_channels, self.groups = op.in_channels, op.out_channels, op.groups
+        self.in_channels, self.out_channels = op.channels.inputs, op.channels.outputs
+        self.groups = op.channels.groups
         for option, value in options.items():
             setattr(self, option, value)
         self._weights, self._everyone, self._work = weights, everyone, work

@@ -11,8 +11,8 @@ import torch
 
 from distdl.agreement import Headers
 from distdl.geometry.boxes import Intervals, balanced
+from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
-from distdl.geometry.windows import grouped
 from distdl.nn.conv.layer import ConvolutionLayer, Sizes
 from distdl.nn.module import check_buffer_manager
 from distdl.nn.weights import Weights, own_work, shared_work, stored_on
@@ -85,7 +85,7 @@ class _ConvTranspose(ConvolutionLayer):
             raise ValueError(f"{name} needs both P_y and P_w, or neither; got P_y: {P_y} and P_w: {P_w}")
         else:
             target, work = P_y, shared_work(name, self.space, groups, P_x, P_y, P_w)
-        op = TransposedConvolution(target, int(in_channels), int(out_channels), geometry, int(groups))
+        op = TransposedConvolution(target, Channels(int(in_channels), int(out_channels), int(groups)), geometry)
         op.check(name)
         called = f"{name} (P_x: {P_x}; P_y: {target}; {in_channels} to {out_channels} channels)"
         super().__init__(
@@ -124,25 +124,26 @@ class _ConvTranspose(ConvolutionLayer):
 def _weights_on(name: str, stored: Partition, op: TransposedConvolution, bias: bool) -> Weights:
     """The blocks of torch's weight (in x out / groups x kernel) over out x in, and of the bias where in is 0."""
     out, inner = stored.workers.shape
-    group = op.in_channels // op.groups, op.out_channels // op.groups
-    outputs, kernel = balanced(op.out_channels, out), [((0, tap),) for tap in op.geometry.kernel]
-    if op.groups == 1:
+    channels = op.channels
+    outputs, kernel = balanced(channels.outputs, out), [((0, tap),) for tap in op.geometry.kernel]
+    if channels.groups == 1:
         grid, columns = stored.T, outputs
-        rows: Intervals = balanced(op.in_channels, inner)
+        rows: Intervals = balanced(channels.inputs, inner)
     else:
-        parts = _parts_of_groups(name, op.groups, group[1], outputs)
-        grid, columns = stored.reshape(out // parts, parts), balanced(group[1], parts)
-        rows = [grouped(run, *group) for run in outputs][::parts]
+        parts = _parts_of_groups(name, channels, outputs)
+        grid, columns = stored.reshape(out // parts, parts), balanced(channels.produced, parts)
+        rows = [channels.read_by(run) for run in outputs][::parts]
     weight = Layout.along(grid.reshape(*grid.workers.shape, *[1] * len(kernel)), [rows, columns, *kernel])
     return Weights(weight, Layout.along(stored[:, :1].reshape(out), [outputs]) if bias else None)
 
 
-def _parts_of_groups(name: str, groups: int, size: int, blocks: Intervals) -> int:
+def _parts_of_groups(name: str, channels: Channels, blocks: Intervals) -> int:
     """Into how many blocks of output channels each group is split; 1 if all blocks are whole groups.
 
     Then the weight of a block is a block of the weight. For other blocks it is not, as torch's weight is in x out /
     groups.
     """
+    groups, size = channels.groups, channels.produced
     parts = len(blocks) // groups
     if all(start % size == 0 == stop % size for start, stop in blocks):
         return 1
