@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
@@ -22,14 +22,19 @@ _RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
 _KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
 
 
-def report(problem: Exception) -> dict[str, str]:
-    """An error as the other workers are told of it."""
-    return {"error": str(problem), "type": type(problem).__name__}
+class Failure(NamedTuple):
+    """What one worker raised, as the others are told of it."""
 
+    kind: str
+    message: str
 
-def error_of(told: dict[str, str], call: str, worker: int) -> Exception:
-    """The error that every worker raises."""
-    return _KINDS.get(told["type"], RuntimeError)(f"{call} of a global tensor, on worker {worker}: {told['error']}")
+    @classmethod
+    def of(cls, problem: Exception) -> Failure:
+        return cls(type(problem).__name__, str(problem))
+
+    def error(self, call: str, worker: int) -> Exception:
+        """The error that every worker raises."""
+        return _KINDS.get(self.kind, RuntimeError)(f"{call} of a global tensor, on worker {worker}: {self.message}")
 
 
 class Apart:
@@ -85,7 +90,7 @@ class Apart:
         Raises: on every worker, what torch raises on the one.
         """
         found: list[torch.Tensor | None] = [None] * len(self.edges)
-        told, again = None, torch.is_grad_enabled()
+        failure, again = None, torch.is_grad_enabled()
         if self.context.me == self.worker:
             known = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y is not None]
             try:
@@ -98,22 +103,22 @@ class Apart:
                         None if dx is None else dx if dx.layout is torch.strided else dx.to_dense() for dx in listed
                     ]
             except Exception as problem:
-                told = report(problem)
-        self._agree(told)
+                failure = Failure.of(problem)
+        self._agree(failure)
         return found
 
-    def _agree(self, told: dict[str, str] | None) -> None:
-        """Raise on every worker if one has something to tell."""
+    def _agree(self, failure: Failure | None) -> None:
+        """Raise on every worker if the one has failed."""
         context, call = self.context, f"the derivative of {self.name}"
-        failed = told is not None
+        failed = failure is not None
         if len(context.everyone) > 1 and not context.comm.imagined:
             owned, needed = context.whole((1,), self.worker), context.everywhere((1,))
             flag = torch.full(owned.local, float(failed), device=self.links[0].device)
             failed = bool(context.moving(owned, needed, flag.dtype, NONE, call).execute(flag).item())
             if failed:
-                told = broadcast_value(context.comm, context.everyone, call, self.worker, told)
-        if told is not None:
-            raise error_of(told, call, self.worker)
+                failure = Failure(*broadcast_value(context.comm, context.everyone, call, self.worker, failure))
+        if failure is not None:
+            raise failure.error(call, self.worker)
 
 
 def _cells(x: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import write
-from distdl.globals.apart import Apart, error_of, report
+from distdl.globals.apart import Apart, Failure
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entry import value_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
+from distdl.globals.outcome import Described, Outcome, observed
 from distdl.globals.paths import current_place
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
@@ -27,7 +28,7 @@ from distdl.globals.ties import note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.dtypes import DTYPES, dtype_code
+from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
 
 
@@ -72,41 +73,35 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     given, named = map_tensors((args, kwargs), plain)
     inputs = [gathered[id(one)] for one in found]
-    result: Any = None
-    mine: Any = None
+    failure, outcome = None, None
+    values: list[torch.Tensor] = []
     if context.me == worker:
         try:
             with apart.runs(), Writes(func, [*inputs, *beside]) as writes_seen:
                 result = func(*given, **named)
-            mine = _describe(result, inputs, writes_seen)
-            mine["beside"] = [place for place, one in enumerate(beside) if writes_seen.into(one)]
+            values, outcome = observed(result, inputs, beside, writes_seen)
         except Exception as problem:
-            mine = report(problem)
-    if context.comm.imagined:
-        told = mine or _imagine(func, args, kwargs, found)
-    else:
-        told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, mine)
-    if "error" in told:
-        raise error_of(told, name, worker)
-    for place in told.get("beside", ()):
+            failure = Failure.of(problem)
+    if not context.comm.imagined:
+        told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, (failure, outcome))
+        failure, outcome = told[0] and Failure(*told[0]), told[1] and Outcome.told(*told[1])
+    elif context.me != worker:
+        outcome = _imagine(func, args, kwargs, found)
+    if failure is not None:
+        raise failure.error(name, worker)
+    assert outcome is not None
+    for place in outcome.beside:
         _share(beside[place], context, worker, name)
-    described = [*_descriptions(told["result"]), *(description for _, description in told["written"])]
-    if context.me == worker:
-        values = [*tensors_in(result), *(inputs[place] for place, _ in told["written"])]
-    else:
-        values = [_nothing(description, context, worker, inputs[0].device) for description in described]
-    curved = [place for place, description in enumerate(described) if description["gradient"]]
+    described = outcome.tensors
+    if context.me != worker:
+        values = [_nothing(one, context, worker, inputs[0].device) for one in described]
+    curved = [place for place, one in enumerate(described) if one.gradient]
     for place, value in zip(curved, apart.gives([values[place] for place in curved]), strict=True):
         values[place] = value
-    rest = iter(values)
-
-    def spread(description: dict[str, Any]) -> GlobalTensor:
-        return _spread(description, next(rest), worker, found, workers, context, name)
-
-    y = _built(told["result"], spread)
-    for place, description in told["written"]:  # and not returned, as by torch._foreach_add_
-        spread({**description, "same": place, "written": True})
-    return y
+    spread = [
+        _spread(one, value, worker, found, workers, context, name) for one, value in zip(described, values, strict=True)
+    ]
+    return outcome.result_of(spread)
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
@@ -129,7 +124,7 @@ def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> Non
 
 def _imagine(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[GlobalTensor]
-) -> dict[str, Any]:
+) -> Outcome:
     """What the worker that runs a function would tell the others, where it is not there."""
 
     def whole(one: torch.Tensor) -> torch.Tensor:
@@ -147,67 +142,16 @@ def _imagine(
         listed = [inputs[id(one)] for one in found]
         with Writes(func, listed) as writes_seen:
             result = func(*given, **named)
-        return _describe(result, listed, writes_seen)
+        return observed(result, listed, [], writes_seen)[1]
 
 
-def _built(description: Any, spread: Callable[[dict[str, Any]], Any]) -> Any:
-    """A result from its description."""
-    if isinstance(description, dict) and "shape" in description:
-        return spread(description)
-    if isinstance(description, dict) and "type" in description:
-        return getattr(torch.return_types, description["type"])([_built(one, spread) for one in description["items"]])
-    if isinstance(description, (tuple, list)):
-        return type(description)(_built(one, spread) for one in description)
-    return description
-
-
-def _descriptions(description: Any) -> list[dict[str, Any]]:
-    """Those of the tensors of a result, in their order."""
-    found: list[dict[str, Any]] = []
-    _built(description, found.append)
-    return found
-
-
-def _nothing(description: dict[str, Any], context: Context, worker: int, device: torch.device) -> torch.Tensor:
+def _nothing(one: Described, context: Context, worker: int, device: torch.device) -> torch.Tensor:
     """What a worker that does not compute has of a result."""
-    local = context.whole(description["shape"], worker).local
-    return torch.zeros(local, dtype=DTYPES[description["dtype"]], device=device)
-
-
-def _describe(result: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> dict[str, Any]:
-    returned = set(map(id, tensors_in(result)))
-    written = [
-        (place, _described(one, inputs, writes_seen))
-        for place, one in enumerate(inputs)
-        if writes_seen.into(one) and id(one) not in returned
-    ]
-    return {"result": _described(result, inputs, writes_seen), "written": written}
-
-
-def _described(value: Any, inputs: list[torch.Tensor], writes_seen: Writes) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_nested:
-            layout = "nested" if value.is_nested else str(value.layout)
-            raise TypeError(f"its result is a {layout} tensor, of which no worker can have a block")
-        same = next((place for place, one in enumerate(inputs) if one is value), -1)
-        storage = value.untyped_storage()._cdata
-        view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)
-        return {
-            "shape": tuple(value.shape), "dtype": dtype_code(value.dtype), "gradient": value.requires_grad,
-            "same": same, "written": same >= 0 and writes_seen.returned(value), "view": view,
-            "strides": () if value.is_contiguous() else value.stride(),
-        }  # fmt: skip
-    if isinstance(value, list):
-        return [_described(one, inputs, writes_seen) for one in value]
-    if isinstance(value, tuple):
-        items = tuple(_described(one, inputs, writes_seen) for one in value)
-        named = type(value).__module__ == "torch.return_types"
-        return {"type": type(value).__name__, "items": items} if named else items
-    return value
+    return torch.zeros(context.whole(one.shape, worker).local, dtype=DTYPES[one.dtype], device=device)
 
 
 def _spread(
-    description: dict[str, Any],
+    described: Described,
     value: torch.Tensor,
     worker: int,
     found: list[GlobalTensor],
@@ -216,10 +160,10 @@ def _spread(
     name: str,
 ) -> GlobalTensor:
     """A result, which one worker has, split over the workers of the first argument."""
-    extents: Shape = tuple(description["shape"])
+    extents = described.shape
     owned = context.whole(extents, worker)
-    x: GlobalTensor | None = found[description["same"]] if description["same"] >= 0 else None
-    if x is not None and not description["written"]:
+    x = found[described.same] if described.same >= 0 else None
+    if x is not None and not described.written:
         return x
     resized = x is None or x.shape != extents
     target = split_like(context, extents, workers) if x is None or resized else x._layout
@@ -228,15 +172,13 @@ def _spread(
     else:
         block, target = value, owned
     if x is None:
-        if (
-            description["view"] >= 0
-        ):  # (it may have stayed in the memory of a block, whose writes the others do not see)
+        if described.view >= 0:  # (it may have stayed in the memory of a block, whose writes the others do not see)
             block = block.clone()
         y = GlobalTensor._of(block, target)
-        if description["strides"]:
-            y._strides = description["strides"]
-        if description["view"] >= 0:  # what is written into it would not reach the tensor that it is a view of
-            note_copied(found[description["view"]], y)
+        if described.strides:
+            y._strides = described.strides
+        if described.view >= 0:  # what is written into it would not reach the tensor that it is a view of
+            note_copied(found[described.view], y)
         return y
     if resized:
         if not x.is_contiguous():
