@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from math import gcd, prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.reductions import place
+from distdl.globals.functions.spreading import Spread
 
 
 class Reshape(NamedTuple):
@@ -66,9 +65,13 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
         if fit is None:
             rooms = [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
             if rooms:
-                volumes = [outer[one] if one in kept else ((0, 1),) for one in range(len(groups))]
-                grid, changed = _relocate(grid, volumes, at, rooms)
-                outer = [changed[one] if one in kept else () for one in range(len(groups))]
+                best = max(rooms, key=lambda one: outer[one][-1][1] / grid.shape[one])
+                longest, extent = max(stop - start for start, stop in outer[best]), outer[best][-1][1]
+                if longest > 2 * -(-extent // len(outer[best])):  # (it stays where it is, unless that is too uneven)
+                    outer[best] = balanced(extent, len(outer[best]))
+                spread = Spread(tuple(range(len(groups))), grid, tuple(tuple(one or ((0, 1),)) for one in outer))
+                spread = spread.whole_along(at, [best])
+                grid, outer[best] = spread.workers, spread.along(best)
             else:
                 used = next(n for n in range(places, 0, -1) if _fit(before, after, n) is not None)
                 grid = grid.take(range(used), axis=at)
@@ -159,31 +162,3 @@ def _repeated(splits: list[Intervals], times: int) -> list[Intervals]:
     first, *rest = splits
     extent = first[-1][1]
     return [tuple((start + n * extent, stop + n * extent) for n in range(times) for start, stop in first), *rest]
-
-
-def _relocate(workers: Any, intervals: list[Intervals], dim: int, others: Sequence[int]) -> tuple[Any, list[Intervals]]:
-    """Give the places of a dim to one of the others, the one with the most room; the dim becomes whole."""
-    extents = [along[-1][1] for along in intervals]
-    places = workers.shape[dim]
-    best = max(others, key=lambda one: extents[one] / workers.shape[one], default=None)
-    used = 1 if best is None else min(places, max(extents[best] // workers.shape[best], 1))
-    changed = list(intervals)
-    changed[dim] = ((0, extents[dim]),)
-    kept = np.moveaxis(workers, dim, -1)[..., :used]  # (the others hold nothing)
-    if best is not None and used > 1:
-        at = best - (best > dim)
-        kept = np.moveaxis(kept, -1, at + 1)
-        kept = kept.reshape((*kept.shape[:at], -1, *kept.shape[at + 2 :]))
-        changed[best] = _subdivided(intervals[best], used)
-    else:
-        kept = kept[..., 0]
-    return np.expand_dims(kept, dim), changed
-
-
-def _subdivided(intervals: Intervals, parts: int) -> Intervals:
-    """Each interval in parts; an even split of the whole if they are too uneven."""
-    extent = intervals[-1][1]
-    longest = max(stop - start for start, stop in intervals)
-    if longest > 2 * -(-extent // len(intervals)):
-        return balanced(extent, len(intervals) * parts)
-    return tuple((start + i, start + j) for start, stop in intervals for i, j in balanced(stop - start, parts))
