@@ -302,10 +302,6 @@ class Work:
         return GlobalTensor._of(y, self.result)
 
 
-def _context_of(operands: Sequence[Any]) -> Context:
-    return next(one._context for one in operands if type(one) is GlobalTensor)
-
-
 def work_on(
     operands: Sequence[Any],
     labels: Sequence[Sequence[Hashable]],
@@ -315,7 +311,7 @@ def work_on(
     whole: Sequence[Hashable] = (),
 ) -> Work:
     """The work of a function of these operands: see :class:`Work`."""
-    context = _context_of(operands)
+    context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
     described = tuple(one._layout if type(one) is GlobalTensor else tuple(one.shape) for one in operands)
     key = ("work", described, tuple(map(tuple, labels)), tuple(out), adds, lead, tuple(whole))
     return context.keep(key, lambda: Work(context, described, labels, out, adds, lead, whole))
@@ -329,4 +325,5 @@ def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any) -> No
         func(*(torch.empty(shape, device="meta") for shape in shapes), *rest)
         return True
 
-    _context_of(operands).keep(("checked", func, shapes, rest), check)
+    context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
+    context.keep(("checked", func, shapes, rest), check)
