@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distdl.globals.paths import is_on_blocks
+from distdl.globals.running import is_on_blocks
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"

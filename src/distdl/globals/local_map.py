@@ -13,8 +13,8 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.autograd import connected
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.paths import on_blocks
 from distdl.globals.replicas import Replica, entered, tied_of
+from distdl.globals.running import on_blocks
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments

@@ -9,8 +9,8 @@ import torch
 
 from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.paths import is_running
 from distdl.globals.replicas import entered
+from distdl.globals.running import is_running
 from distdl.globals.tensor import GlobalTensor, check_usable, is_leaf
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward

@@ -26,8 +26,8 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.autograd import part_of
 from distdl.globals.operands import block_of
 from distdl.globals.parts import apply_to_variables, variable_of
-from distdl.globals.paths import is_on_blocks, may_be_block
 from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
+from distdl.globals.running import is_on_blocks, may_be_block
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled

@@ -8,7 +8,7 @@ import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned
-from distdl.globals.paths import on_blocks
+from distdl.globals.running import on_blocks
 from distdl.globals.table import TABLE, Handler
 from distdl.globals.tensor import GlobalTensor
 

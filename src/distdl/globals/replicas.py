@@ -16,7 +16,7 @@ from distdl.globals.context import Context
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.paths import is_on_blocks
+from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 

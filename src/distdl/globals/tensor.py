@@ -11,8 +11,8 @@ import torch
 
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.paths import note_block
 from distdl.globals.replicas import Replica, without_gradients
+from distdl.globals.running import note_block
 from distdl.globals.table import TABLE, check_is_tensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition

@@ -21,8 +21,9 @@ from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import taken
-from distdl.globals.paths import Place, running
+from distdl.globals.paths import Place
 from distdl.globals.replicas import mark_copies
+from distdl.globals.running import running
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
@@ -171,7 +172,7 @@ class Forward:
             copies.begin()
         copies.running += 1
         try:
-            with running(self.module) as outermost, Drawing(Context.of(self.P.comm)) if outermost else nullcontext():
+            with running() as outermost, Drawing(Context.of(self.P.comm)) if outermost else nullcontext():
                 if self._own is not None:
                     y = self._own(*given, **named)
                 else:

@@ -1,0 +1,66 @@
+"""What runs on this worker: the forward of a distributed model, or a user's function on blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
+        self.models = 0  # how many run, one in another
+        self.on_blocks = 0  # how many such functions do
+        self.blocks = WeakIdKeyDictionary()  # those that a user has asked for
+        self.asked = False  # whether for one in the latest forward
+
+
+_here = _Here()
+
+
+@contextmanager
+def running() -> Iterator[bool]:
+    """While the forward of a distributed model runs; gives whether it is the outermost."""
+    if not _here.models:
+        _here.asked = False
+    _here.models += 1
+    try:
+        yield _here.models == 1
+    finally:
+        _here.models -= 1
+
+
+def is_running() -> bool:
+    """Whether the forward of a distributed model runs."""
+    return _here.models > 0
+
+
+@contextmanager
+def on_blocks() -> Iterator[None]:
+    """While a function of a user's runs on blocks: what it computes may be a block, also what follows from weights."""
+    _here.on_blocks += 1
+    try:
+        yield
+    finally:
+        _here.on_blocks -= 1
+
+
+def is_on_blocks() -> bool:
+    """Whether one does."""
+    return _here.on_blocks > 0
+
+
+def note_block(block: torch.Tensor) -> None:
+    """Take note of a block that code of a user's gets."""
+    _here.blocks[block] = _here.asked = True
+
+
+def may_be_block(value: object) -> bool:
+    """Whether a value may be a block, so not the same on every worker: one that was asked for, or follows from one.
+
+    What follows from one without gradients does not say so, so in a forward that asks for blocks any plain tensor may.
+    """
+    return type(value) is torch.Tensor and (_here.asked or value in _here.blocks)
