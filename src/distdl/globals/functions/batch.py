@@ -1,7 +1,7 @@
 r"""Batch normalisation in training as one autograd node: its derivative in closed form, one message each way.
 
 Each worker measures its block by torch's kernel. The entries (mean and M2 of each channel) of all workers meet on every
-worker, in the same order, so all merge the same moments and keep the same running statistics::
+worker, in the same order, so all merge them alike and keep the same running statistics::
 
     x --- measure --> entries ==all-gather==> merge --> mean, variance --> y = (x - mean) / sqrt(variance + eps) * w + b
 
@@ -42,8 +42,8 @@ def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
     )
 
 
-class Moments:
-    """How the moments of the channels of one layout come together.
+class BatchStatistics:
+    """How mean and variance of each channel come together, of tensors of one layout.
 
     Attributes:
         count: the cells behind each mean.
@@ -88,8 +88,8 @@ class Moments:
         return self._gather.history
 
     @classmethod
-    def of(cls, layout: KnownLayout) -> Moments:
-        found: Moments = layout.context.keep((cls, layout), lambda: cls(layout))
+    def of(cls, layout: KnownLayout) -> BatchStatistics:
+        found: BatchStatistics = layout.context.keep((cls, layout), lambda: cls(layout))
         return found
 
     def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ class Options(NamedTuple):
         steps: the same function of x, weight and bias in steps that are differentiable any number of times.
     """
 
-    moments: Moments
+    statistics: BatchStatistics
     eps: float
     running: tuple[torch.Tensor, torch.Tensor] | None
     momentum: float
@@ -141,11 +141,11 @@ class _BatchNorm(Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
-        moments = options.moments
-        ctx.began = moments.history
-        mean, variance = (one.to(x.dtype) for one in moments.merged(x))
+        statistics = options.statistics
+        ctx.began = statistics.history
+        mean, variance = (one.to(x.dtype) for one in statistics.merged(x))
         if options.running is not None:
-            unbiased = variance * (moments.count / (moments.count - 1))
+            unbiased = variance * (statistics.count / (statistics.count - 1))
             for one, towards in zip(options.running, (mean, unbiased), strict=True):
                 one.lerp_(towards.to(one.dtype), options.momentum)
         ctx.options = options
@@ -160,11 +160,11 @@ class _BatchNorm(Function):
         x, weight, bias, mean, variance = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
         options: Options = ctx.options
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
-            options.moments.derive(ctx.began)
+            options.statistics.derive(ctx.began)
         if torch.is_grad_enabled():
             return *gradients_of(options.steps, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        moments, eps = options.moments, options.eps
+        statistics, eps = options.statistics, options.eps
         if x.numel():
             dy = dy.contiguous() if x.is_contiguous() else dy
             _, dw, db = _SUMS(dy, x, weight, mean, variance, None, None, False, eps, [False, True, True])
@@ -172,14 +172,14 @@ class _BatchNorm(Function):
             dw = db = torch.zeros_like(mean)
         dx = None
         if needs_x:
-            averages = moments.averages(db, dw)
+            averages = statistics.averages(db, dw)
             if x.numel():
                 scale = (variance + eps).rsqrt_()
                 if weight is not None:
                     scale.mul_(weight)
                 shift, slope = averages.mul_(scale).to(x.dtype)
                 dx = _KERNEL(x, slope, shift, mean, variance, False, 0.0, eps)[0]
-                dx.addcmul_(dy, scale.view(moments.row))
+                dx.addcmul_(dy, scale.view(statistics.row))
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None

@@ -114,12 +114,11 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             of_input = partial(functional.batch_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
-            moments = batch.Moments.of(input._layout)
-            if moments.shared:
-                return _in_one(input, weight, bias, batch.Options(
-                    moments, eps, None if running_mean is None or running_var is None else (running_mean, running_var),
-                    momentum, partial(_in_steps, input._layout, eps),
-                ))  # fmt: skip
+            statistics = batch.BatchStatistics.of(input._layout)
+            if statistics.shared:
+                kept = None if running_mean is None or running_var is None else (running_mean, running_var)
+                steps = partial(_in_steps, input._layout, eps)
+                return _in_one(input, weight, bias, batch.Options(statistics, eps, kept, momentum, steps))
         running = _running(running_mean, running_var)
         if not training and not running:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
