@@ -214,29 +214,47 @@ def nested(net, x, call):
 
 
 def several(net, x, call):
-    y = call(net, call(net, x, context_fn=repeat_calls), context_fn=repeat_calls)
+    y = call(net, call(net, x))
     y.square().sum().backward()
 
 
 def out_of_order(net, x, call):
-    losses = [call(net, x + k, context_fn=repeat_calls).square().sum() for k in range(3)]
+    losses = [call(net, x + k).square().sum() for k in range(3)]
     for k in (1, 0, 2):
         losses[k].backward(retain_graph=True)
     losses[1].backward()
 
 
 def twice_within(net, x, call):
-    call(lambda x: net(net(x)), x, context_fn=repeat_calls).square().sum().backward()
+    call(lambda x: net(net(x)), x).square().sum().backward()
 
 
 def nested_several(net, x, call):
     def outer(x):
-        return call(net, net(call(net, x, context_fn=repeat_calls)), context_fn=repeat_calls).sin()
+        return call(net, net(call(net, x))).sin()
 
-    call(outer, call(outer, x, context_fn=repeat_calls), context_fn=repeat_calls).square().sum().backward()
+    call(outer, call(outer, x)).square().sum().backward()
 
 
-RIGHT = [once, without_input_gradient, accumulated, kept, nested, several, out_of_order, twice_within, nested_several]
+def silent(net, x):
+    with torch.no_grad():
+        noise = net(x)
+    return torch.sin(x) * noise
+
+
+def without_gradients(net, x, call):
+    y = call(lambda x: silent(net, x), x.requires_grad_())
+    call(net, y + silent(net, x)).square().sum().backward()
+
+
+def given_repeat_calls(net, x, call):
+    call(net, call(net, x, context_fn=repeat_calls), context_fn=repeat_calls).square().sum().backward()
+
+
+RIGHT = [
+    once, without_input_gradient, accumulated, kept, nested, several, out_of_order, twice_within, nested_several,
+    without_gradients, given_repeat_calls,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("run", RIGHT)
@@ -258,21 +276,12 @@ def test_a_checkpoint_repeats_the_mask(run):
     on_workers(4, main)
 
 
-def shared(net, x, call):
-    call(net, call(net, x)).square().sum().backward()
-
-
 def reentrant(net, x, call):
     checkpoint(net, x.requires_grad_(), use_reentrant=True).square().sum().backward()
 
 
-def without_gradients(net, x, call):
-    def silent(x):
-        with torch.no_grad():
-            noise = net(x)
-        return torch.sin(x) * noise
-
-    call(silent, x.requires_grad_()).square().sum().backward()
+def reentrant_without_gradients(net, x, call):
+    checkpoint(lambda x: silent(net, x), x.requires_grad_(), use_reentrant=True).square().sum().backward()
 
 
 def more_often(net, x, call):
@@ -283,13 +292,12 @@ def more_often(net, x, call):
             x = net(x)
         return x
 
-    call(growing, x.requires_grad_(), context_fn=repeat_calls).square().sum().backward()
+    call(growing, x.requires_grad_()).square().sum().backward()
 
 
 WRONG = {
-    shared: "repeats call 1 of a random layer, and the layer's latest was call 2; pass context_fn=",
     reentrant: "use_reentrant=False",
-    without_gradients: "without gradients",
+    reentrant_without_gradients: "without gradients",
     more_often: "more often than in its forward",
 }
 

@@ -84,8 +84,7 @@ class DistributedDropout(_DropoutLayer):
         random_state: integers from which the next mask follows; to be set alike on all workers (checkpoints do).
     Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
-        wrong rank or of integers. RuntimeError in a backward whose checkpoint repeats a call other than the latest: see
-        :func:`distdl.nn.repeat_calls`.
+        wrong rank or of integers. RuntimeError in the backward of a checkpoint with ``use_reentrant=True``.
     """
 
 

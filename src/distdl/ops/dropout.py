@@ -52,11 +52,11 @@ class Dropout:
 
         def drop(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
             number = calls.next()
-            x = checked(x if x.numel() else x.to(dtype), number)
+            x = checked(x if x.numel() else x.to(dtype))
             kept = mask_block((*self.key, number), box, extents, self.p, x.device)
             return masked(x, kept.reshape(*kept.shape, *[1] * (x.dim() - kept.dim())), factor)
 
-        return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded with the number)
+        return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded by `checked`)
 
 
 def masked(x: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:

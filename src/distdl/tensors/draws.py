@@ -1,21 +1,13 @@
-"""Draws: the numbers of random calls, which an activation checkpoint repeats when it recomputes its forward.
-
-What a function draws follows from the number of its call. A recomputed forward has to draw what its forward drew, so it
-is handed the same numbers again, in the same order. Which checkpoint records or recomputes now, torch knows: its hooks
-for saved tensors are those of the checkpoint.
-"""
+"""Draws: the numbers of the random calls of a world, from which follows what they draw."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
-import torch
-
-_stack = torch._C._autograd
+from distdl.tensors.repeats import repeated
 
 
 class Draw(NamedTuple):
@@ -42,8 +34,6 @@ class Draws:
         self.seed: int | None = None
         self.repeats = False
         self._counts: Counter[int] = Counter()
-        self._noted: WeakKeyDictionary[Any, list[Draw]] = WeakKeyDictionary()  # by checkpoint
-        self._repeated: WeakKeyDictionary[Any, defaultdict[Any, int]] = WeakKeyDictionary()  # how many, by backward
 
     def counted(self) -> list[Draw]:
         """The latest draw of each seed, from which other draws go on after :meth:`resume`."""
@@ -67,56 +57,13 @@ class Draws:
             self.resume(*now)
 
     def next(self) -> Draw:
-        """The draw of this call; inside a checkpoint that recomputes, the one that the forward had at this place.
+        """The draw of this call.
 
         Raises: RuntimeError if a checkpoint draws more often than its forward did.
         """
-        inside, draw = [], None
-        for frame, backward in _checkpoints():
-            if backward is not None:
-                repeated = self._repeated.setdefault(frame, defaultdict(int))
-                noted = self._noted.get(frame, [])
-                if repeated[backward] >= len(noted):
-                    raise RuntimeError("a checkpoint draws random numbers more often than in its forward")
-                draw = noted[repeated[backward]]
-                repeated[backward] += 1
-                break
-            inside.append(frame)
-        if draw is None:
-            assert self.seed is not None
-            self._counts[self.seed] += 1
-            draw = Draw(self.seed, self._counts[self.seed])
-        for frame in inside:
-            self._noted.setdefault(frame, []).append(draw)
-        return draw
+        return repeated(self._count)
 
-
-def _checkpoints() -> list[tuple[Any, Any]]:
-    """The checkpoints whose hooks are open, innermost first: with the number of the backward for which one recomputes,
-    or None for one that runs its forward.
-    """
-    found, taken = [], []
-    while True:
-        hooks = _stack._top_saved_tensors_default_hooks(True)
-        if hooks is None:
-            break
-        _stack._pop_saved_tensors_default_hooks()
-        taken.append(hooks)
-        variables = _variables(hooks[0])
-        if "target_frame_ref" in variables:
-            found.append((variables["target_frame_ref"](), variables["gid"]))
-        elif "frame" in variables:
-            found.append((variables["frame"], None))
-    for hooks in reversed(taken):
-        _stack._push_saved_tensors_default_hooks(*hooks)
-    return found
-
-
-def _variables(function: Any) -> dict[str, Any]:
-    """The variables that a function has from around it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return (
-        {} if code is None or not cells else {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True)}
-    )
+    def _count(self) -> Draw:
+        assert self.seed is not None
+        self._counts[self.seed] += 1
+        return Draw(self.seed, self._counts[self.seed])

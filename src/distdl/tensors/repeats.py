@@ -1,20 +1,50 @@
-"""Repeats: an activation checkpoint calls its layers again in the backward, and a random layer must then repeat itself.
+"""Repeats: an activation checkpoint recomputes its forward, where random calls have to draw what they drew before.
 
-A random layer numbers its calls, and what it draws follows from the number. A call in a backward is such a repeat. It
-gets the number of the layer's latest call; if another call is being repeated, the backward raises. A checkpoint with
-``context_fn=repeat_calls`` notes the numbers, and all its repeats are right.
+What a call draws follows from its number. So the numbers of a checkpoint's forward are noted, and when it recomputes,
+they are handed out again, in the same order. Which checkpoint runs its forward or recomputes now, torch knows: its
+hooks for saved tensors are those of the checkpoint.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
+
+_Number = TypeVar("_Number")
+_stack = torch._C._autograd
+_noted: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()  # by checkpoint
+_repeated: WeakKeyDictionary[Any, defaultdict[Any, int]] = WeakKeyDictionary()  # how many, by backward
+
+
+def repeated(count: Callable[[], _Number]) -> _Number:
+    """The number of a random call: the next one, or that of the forward at this place, if a checkpoint recomputes it.
+
+    Raises: RuntimeError if a checkpoint draws more often than its forward did.
+    """
+    inside: list[Any] = []
+    for frame, backward in _checkpoints():
+        if backward is None:
+            inside.append(frame)
+            continue
+        places, noted = _repeated.setdefault(frame, defaultdict(int)), _noted.get(frame, [])
+        if places[backward] >= len(noted):
+            raise RuntimeError("a checkpoint draws random numbers more often than in its forward")
+        number: _Number = noted[places[backward]]
+        places[backward] += 1
+        break
+    else:
+        number = count()
+    for frame in inside:
+        _noted.setdefault(frame, []).append(number)
+    return number
 
 
 class CallCount:
@@ -30,112 +60,88 @@ class CallCount:
     def next(self) -> int:
         """The number of this call.
 
-        Raises: RuntimeError for a repeat without gradients, of which it could not be found out that it is wrong.
+        Raises: RuntimeError in a re-entrant checkpoint without gradients, of which no backward could find it out.
         """
-        contexts = _local.contexts
-        repeats = [(place, one) for place, one in enumerate(contexts) if isinstance(one, _Repeat)]
-        place, innermost = repeats[-1] if repeats else (-1, None)
-        if innermost is not None:
-            number = innermost.next(self)
-        elif not _in_backward():
-            number = self.number = self.number + 1
-        elif torch.is_grad_enabled():
-            number = self.number
-        else:
+        return repeated(self._count)
+
+    def _count(self) -> int:
+        if not _in_backward():
+            self.number += 1
+        elif not torch.is_grad_enabled():
             raise RuntimeError(f"a random layer is called in a backward, without gradients; {_ADVICE}")
-        for note in contexts[place + 1 :]:
-            note.numbers[self].append(number)
-        return number
+        return self.number
 
 
 def repeat_calls() -> tuple[Any, Any]:
-    """The ``context_fn`` of ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` with which random layers
-    repeat what they drew, however often they are called and in whatever order the backward comes to the checkpoints.
+    """A ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``, which changes nothing.
+
+    Random layers repeat what they drew in any such checkpoint. Earlier versions needed this one for some.
     """
-    note = _Note()
-    return note, _Repeat(note)
+    return nullcontext(), nullcontext()
 
 
-def checked(x: torch.Tensor, number: int) -> torch.Tensor:
-    """x, unchanged, in a call of this number. If a checkpoint repeats the call by another number, its backward raises
-    RuntimeError.
-    """
+def checked(x: torch.Tensor) -> torch.Tensor:
+    """x, unchanged, for a random call. Its backward raises RuntimeError if a re-entrant checkpoint has repeated it."""
     inside = _in_backward()
     if not torch.is_grad_enabled() or not (inside or is_checkpointed()):
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    y: torch.Tensor = _Checked.apply(x, anchor, number, inside)
+    # (what recomputes without re-entry has no backward of its own)
+    y: torch.Tensor = _Checked.apply(x, anchor, inside)
     return y
 
 
-class _Note:
-    """In the forward: notes the numbers of all calls, for each layer in their order."""
-
-    def __init__(self) -> None:
-        self.numbers: defaultdict[CallCount, list[int]] = defaultdict(list)
-
-    def __enter__(self) -> None:
-        self.numbers.clear()
-        _local.contexts.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        _local.contexts.pop()
-
-
-class _Repeat:
-    """In the repeat: hands the noted numbers out again."""
-
-    def __init__(self, note: _Note) -> None:
-        self.numbers = note.numbers
-
-    def __enter__(self) -> None:
-        self._left = {calls: iter(numbers) for calls, numbers in self.numbers.items()}
-        _local.contexts.append(self)
-
-    def __exit__(self, *error: object) -> None:
-        _local.contexts.pop()
-
-    def next(self, calls: CallCount) -> int:
-        number = next(self._left.get(calls, iter(())), None)
-        if number is None:
-            raise RuntimeError("a checkpoint calls a random layer more often than in its forward")
-        return number
-
-
 class _Checked(Function):
-    """The identity. What it saves is its number; a checkpoint puts the number of the repeat in its place."""
+    """The identity. It saves a tensor, so that every worker's checkpoint recomputes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, number: int, inside: bool) -> torch.Tensor:
-        ctx.call = (number, inside)
-        ctx.save_for_backward(torch.tensor(number))
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, inside: bool) -> torch.Tensor:
+        ctx.inside = inside
+        ctx.save_for_backward(anchor.detach())
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (repeated,) = ctx.saved_tensors
-        number, inside = ctx.call
-        if inside:  # what a checkpoint without re-entry recomputes has no backward of its own
-            raise RuntimeError(f"a random layer needs torch.utils.checkpoint with use_reentrant=False; {_ADVICE}")
-        if int(repeated) != number:
-            raise RuntimeError(
-                f"a checkpoint repeats call {number} of a random layer, and the layer's latest was call "
-                f"{int(repeated)}; {_ADVICE}"
-            )
-        return dy, None, None, None
+        _ = ctx.saved_tensors
+        if ctx.inside:
+            raise RuntimeError(f"what is random needs torch.utils.checkpoint with use_reentrant=False; {_ADVICE}")
+        return dy, None, None
 
 
-_ADVICE = "pass context_fn=distdl.nn.repeat_calls to torch.utils.checkpoint.checkpoint"
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.contexts: list[_Note | _Repeat] = []
-
-
-_local = _Local()
+_ADVICE = "a re-entrant checkpoint does not draw again what it drew"
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _checkpoints() -> list[tuple[Any, Any]]:
+    """The checkpoints whose hooks are open, innermost first: with the number of the backward for which one recomputes,
+    or None for one that runs its forward.
+    """
+    found, taken = [], []
+    while True:
+        hooks = _stack._top_saved_tensors_default_hooks(True)
+        if hooks is None:
+            break
+        _stack._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+        variables = _variables(hooks[0])
+        if "target_frame_ref" in variables:
+            found.append((variables["target_frame_ref"](), variables["gid"]))
+        elif "frame" in variables:
+            found.append((variables["frame"], None))
+    for hooks in reversed(taken):
+        _stack._push_saved_tensors_default_hooks(*hooks)
+    return found
+
+
+def _variables(function: Any) -> dict[str, Any]:
+    """The variables that a function has from around it."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    return (
+        {} if code is None or not cells else {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True)}
+    )

@@ -186,7 +186,7 @@ def dropped(
         note_written(x, name)
         return x
     # (what a backward computes once more draws what it drew)
-    y = masked(block if x._context.draws.repeats else checked(block, draw.number), mask, scale)
+    y = masked(block if x._context.draws.repeats else checked(block), mask, scale)
     return GlobalTensor._of(y if shift is None else y + shift, layout)
 
 
