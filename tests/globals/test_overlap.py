@@ -95,10 +95,19 @@ def test_graphs_that_are_gone_through_again_and_differentiated():
     run(work)
 
 
+def _pair(make=Net):
+    """A distributed model, and the sequential one."""
+    sequential = network(make)
+    return distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3))), sequential
+
+
+def _fail(grad):
+    raise ZeroDivisionError
+
+
 def _assert_steps_alike(make):
     """One backward of a distributed model leaves what that of the sequential one does."""
-    sequential = network(make)
-    model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+    model, sequential = _pair(make)
     x, target = batch(0)
     for one in (model, sequential):
         (one(x) - target).square().mean().backward()
@@ -137,8 +146,7 @@ def test_a_backward_inside_a_backward():
 
 def test_gradients_of_some_weights():
     def work():
-        sequential = network(Net)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model, sequential = _pair()
         x, target = batch(0)
         found = []
         for one in (model, sequential):
@@ -174,26 +182,19 @@ def test_a_backward_that_fails_on_every_worker():
     """What is under way then is kept until it is through, and later backwards are right."""
 
     def work():
-        sequential = network(Net)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model, sequential = _pair()
         x, target = batch(0)
 
-        def fail(grad):
-            raise ZeroDivisionError
-
-        for _ in range(6):
-            loss = (model(x) - target).square().mean()
-            handle = model.first.weight.register_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward()
-            handle.remove()
         for one in (model, sequential):
+            for _ in range(6):
+                loss = (one(x) - target).square().mean()
+                handle = one.first.weight.register_hook(_fail)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                handle.remove()
             one.zero_grad()
             (one(x) - target).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if theirs.grad is not None:
-                assert_close(ours.grad, theirs.grad)
+        assert_same_state(model, sequential)
 
     run(work)
 
@@ -203,25 +204,18 @@ def test_a_graph_whose_backward_has_failed_is_gone_through_again(monkeypatch):
     monkeypatch.setattr(entering, "_AHEAD", 900)
 
     def work():
-        sequential = network(Net)
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model, sequential = _pair()
         x, target = batch(0)
-
-        def fail(grad):
-            raise ZeroDivisionError
 
         for one in (model, sequential):
             loss = (one(x) - target).square().mean()
-            handle = one.last.weight.register_hook(fail)
+            handle = one.last.weight.register_hook(_fail)
             with pytest.raises(ZeroDivisionError):
                 loss.backward(retain_graph=True)
             handle.remove()
             one.zero_grad()
             (loss * 3).backward()
-        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if theirs.grad is not None:
-                assert_close(ours.grad, theirs.grad)
+        assert_same_state(model, sequential)
 
     run(work)
 
@@ -230,24 +224,19 @@ def test_messages_of_a_failed_backward_that_workers_have_sent_in_another_order()
     """Of three workers, each waits for two rounds of a message."""
 
     def work():
-        sequential = network(lambda: nn.Sequential(_Reading("values"), nn.Conv1d(3, 6, 3, bias=False)))
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model, sequential = _pair(lambda: nn.Sequential(_Reading("values"), nn.Conv1d(3, 6, 3, bias=False)))
         model[0].reads = distdl.world().rank == 0
-
-        def fail(grad):
-            raise ZeroDivisionError
 
         x, _ = batch(0)
         loss = model(x).square().sum()
-        handle = model[1].weight.register_hook(fail)  # (the first one to be there)
+        handle = model[1].weight.register_hook(_fail)  # (the first one to be there)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         handle.remove()
         for one in (model, sequential):
             one.zero_grad()
             one(x).square().sum().backward()
-        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad)
+        assert_same_state(model, sequential)
 
     run(work, 3)
 
@@ -257,8 +246,7 @@ def test_a_forward_without_gradients_between_forward_and_backward(by):
     """A checkpoint then reads the weights of the forward that had gradients."""
 
     def work():
-        sequential = network(lambda: Checkpointed(by))
-        model = distdl.distribute(copy.deepcopy(sequential), partition((1, 1, 3)))
+        model, sequential = _pair(lambda: Checkpointed(by))
         for step in range(2):
             x, target = batch(step)
             for one in (model, sequential):
@@ -359,7 +347,6 @@ def test_a_worker_that_reads_a_weight_before_the_others(how, workers):
             x, _ = batch(step)
             for one in (model, sequential):
                 one(x).square().sum().backward()
-        for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad)
+        assert_same_state(model, sequential)
 
     run(work, workers)
