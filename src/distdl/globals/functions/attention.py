@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from distdl.geometry.boxes import Interval
 from distdl.globals.functions.products import batch_labels
-from distdl.globals.functions.spreading import Work, checked, work_on
+from distdl.globals.functions.work import Work, checked, work_on
 from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local

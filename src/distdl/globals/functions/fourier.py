@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged
-from distdl.globals.functions.spreading import checked, pencils
+from distdl.globals.functions.spreading import pencils
+from distdl.globals.functions.work import checked
 from distdl.globals.operands import moved
 from distdl.globals.table import SPACES, TABLE, handles
 from distdl.globals.tensor import GlobalTensor

@@ -14,7 +14,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
-from distdl.globals.functions.spreading import work_on
+from distdl.globals.functions.work import work_on
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, entire, taken
 from distdl.globals.replicas import Replica, entered, plain_of

@@ -13,7 +13,8 @@ from distdl.globals.apart import LinAlgError
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import frozen, judged
-from distdl.globals.functions.spreading import Work, pencils, work_on
+from distdl.globals.functions.spreading import pencils
+from distdl.globals.functions.work import Work, work_on
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import moved
 from distdl.globals.replicas import plain_of

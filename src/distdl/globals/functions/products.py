@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import autocast_dtype
-from distdl.globals.functions.spreading import checked, work_on
+from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
 from distdl.globals.table import TABLE, handles
