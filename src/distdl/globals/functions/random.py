@@ -16,6 +16,16 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.distributions import (
+    between,
+    cauchy,
+    exponential,
+    geometric,
+    integers,
+    integers_of,
+    log_normal,
+    normal,
+)
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of
@@ -76,62 +86,6 @@ def drawn(
 def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The block of a random tensor that lies as x does."""
     return drawn(x._layout, next_draw(x._context), value, dtype or x.dtype, x.device)
-
-
-def _bits(dtype: torch.dtype) -> int:
-    """How many bits a number below 1 may have so that a dtype does not round it to 1."""
-    return {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}.get(dtype, 53)
-
-
-def between(low: float, high: float, dtype: torch.dtype) -> Value:
-    """Uniform numbers from low, up to and without high.
-
-    Raises: RuntimeError if high is less, as torch.
-    """
-    if low > high:
-        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={low} > to={high}")
-    steps = 2.0 ** _bits(dtype)
-    return lambda u: (u * steps).floor_() / steps * (high - low) + low
-
-
-def normal(mean: float = 0.0, std: float = 1.0) -> Value:
-    """Normally distributed numbers.
-
-    Raises: RuntimeError for a negative deviation, as torch.
-    """
-    if std < 0:
-        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
-    # (2u - 1 is shifted by half of its step, so that it lies between -1 and 1, without these)
-    return lambda u: torch.erfinv(2 * u - 1 + 2.0**-53) * (math.sqrt(2) * std) + mean
-
-
-def exponential(rate: float = 1.0) -> Value:
-    """Exponentially distributed numbers, none of them 0.
-
-    Raises: RuntimeError for a rate that is not positive, as torch.
-    """
-    _check_positive("exponential_", "lambda", rate)
-    return lambda u: -torch.log1p(-(u + 2.0**-54)) / rate
-
-
-def _log_normal(mean: float = 1.0, std: float = 2.0) -> Value:
-    _check_positive("log_normal_", "std", std)
-    return lambda u: normal(mean, std)(u).exp()
-
-
-def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Value:
-    _check_positive("cauchy_", "sigma", sigma)
-    return lambda u: torch.tan(math.pi * (u + 2.0**-54 - 0.5)) * sigma + median
-
-
-def _check_positive(function: str, name: str, value: float) -> None:
-    if not value > 0:
-        raise RuntimeError(f"{function} expects {name} > 0.0, but found {name}={value}")
-
-
-def integers(low: int, high: int) -> Value:
-    """Integers from low, up to and without high."""
-    return lambda u: (u * (high - low)).floor_() + low
 
 
 # -- dropout
@@ -219,16 +173,9 @@ def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
     return handler
 
 
-def _range(dtype: torch.dtype, *numbers: int) -> Value:
-    low, high = (0, *numbers)[-2:]
-    if low >= high:
-        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={low} >= to={high}")
-    return integers(int(low), int(high))
-
-
 handles("rand_like", "torch")(_like(lambda dtype: between(0.0, 1.0, dtype)))
 handles("randn_like", "torch")(_like(lambda dtype: normal()))
-handles("randint_like", "torch")(_like(_range))
+handles("randint_like", "torch")(_like(lambda dtype, *numbers: integers(*numbers)))
 
 
 # -- in place
@@ -255,30 +202,12 @@ def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
     return handler
 
 
-def geometric(p: float) -> Value:
-    """Trials up to the first success, of odds p.
-
-    Raises: RuntimeError for other odds, as torch.
-    """
-    if not 0 < p < 1:
-        raise RuntimeError(f"geometric_ expects p to be in (0, 1), but got p={p}")
-    return lambda u: (torch.log1p(-(u + 2.0**-54)) / math.log1p(-p)).ceil_().clamp_(min=1)
-
-
-def _all_integers(dtype: torch.dtype, low: int | None = None, to: int | None = None) -> Value:
-    if low is not None and to is None:
-        low, to = 0, low
-    if to is None:
-        to = 2 ** _bits(dtype) if dtype.is_floating_point else min(torch.iinfo(dtype).max, 2**53)
-    return _range(dtype, low or 0, to)
-
-
 handles("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(low, to, dtype)))
 handles("normal_", "Tensor")(_in_place(lambda dtype, mean=0.0, std=1.0: normal(mean, std)))
 handles("exponential_", "Tensor")(_in_place(lambda dtype, lambd=1.0: exponential(lambd)))
-handles("random_", "Tensor")(_in_place(_all_integers))
-handles("log_normal_", "Tensor")(_in_place(lambda dtype, *numbers, **named: _log_normal(*numbers, **named)))
-handles("cauchy_", "Tensor")(_in_place(lambda dtype, *numbers, **named: _cauchy(*numbers, **named)))
+handles("random_", "Tensor")(_in_place(integers_of))
+handles("log_normal_", "Tensor")(_in_place(lambda dtype, *numbers, **named: log_normal(*numbers, **named)))
+handles("cauchy_", "Tensor")(_in_place(lambda dtype, *numbers, **named: cauchy(*numbers, **named)))
 handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
 
 
