@@ -4,6 +4,7 @@
 
 from distdl.globals.functions import (
     attention,
+    attributes,
     autograd,
     composites,
     convolutions,

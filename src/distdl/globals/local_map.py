@@ -10,7 +10,6 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.autograd import connected
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, tied_of
@@ -148,5 +147,12 @@ def _global(y: Any, layout: KnownLayout | None, inputs: list[torch.Tensor]) -> A
         y = zeros_on(y, layout.local)
     differentiable = torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex())
     if differentiable and not (y.requires_grad and y.numel()):  # (a function of nothing may have lost its graph)
-        y = connected(y, *inputs)
+        y = _connected(y, *inputs)
     return GlobalTensor._of(y, layout)
+
+
+def _connected(block: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """A block that depends on others, too, in the autograd graph."""
+    for other in others:
+        block = block + zeros_on(other, ()).to(block.dtype)
+    return block

@@ -10,7 +10,7 @@ import torch
 
 from distdl import nn
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.autograd import part_of
+from distdl.globals.operands import part_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.sharing import gather_values

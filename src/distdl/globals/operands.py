@@ -77,6 +77,12 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     return plain[index]
 
 
+def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
+    """This worker's block of a tensor, global or the same everywhere, in a layout of its shape."""
+    block = moved(value, layout, name) if type(value) is GlobalTensor else taken(value, layout)
+    return block if block.shape == layout.local else block.reshape(layout.local)
+
+
 def entire(value: Any) -> Any:
     """What every worker has whole: of a global tensor, all of it, as a plain one. Other values as they are."""
     return value.full_tensor() if type(value) is GlobalTensor else value

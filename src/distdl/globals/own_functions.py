@@ -23,8 +23,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.autograd import part_of
-from distdl.globals.operands import block_of
+from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import apply_to_variables, variable_of
 from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
 from distdl.globals.running import is_on_blocks, may_be_block

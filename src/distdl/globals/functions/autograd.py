@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.entry import NO_TANGENTS, full_tensor
+from distdl.globals.entry import NO_TANGENTS
 from distdl.globals.functions.drawing import redrawing
-from distdl.globals.operands import block_of, moved, taken
+from distdl.globals.operands import block_of, moved, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
-from distdl.globals.strides import of_memory, same_strides, strides_of, whole_view
-from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
+from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
-from distdl.tensors.connection import zeros_on
 
 # (as they are without what takes them to a mode, which would then be off inside)
 _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
-
-
-def seed_of(y: GlobalTensor, gradient: Any) -> torch.Tensor:
-    """This worker's block of the gradient with which a backward begins."""
-    if gradient is None:
-        if y.numel() != 1:
-            raise RuntimeError("grad can be implicitly created only for scalar outputs")
-        return torch.ones_like(block_of(y))
-    if gradient.shape != y.shape:
-        raise RuntimeError(
-            f"Mismatch in shape: a gradient has a shape of {tuple(gradient.shape)} and its output has a shape of "
-            f"{tuple(y.shape)}"
-        )
-    return part_of(gradient, y._layout, "backward")
-
-
-def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:
-    """This worker's block of a tensor, global or the same everywhere, in a layout of its shape."""
-    block = moved(value, layout, name) if type(value) is GlobalTensor else taken(value, layout)
-    return block if block.shape == layout.local else block.reshape(layout.local)
 
 
 @handles("backward", "Tensor")
@@ -102,18 +79,8 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         inputs = _listed(inputs)
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
         if is_grads_batched:  # (torch takes all of them at once, by vmap)
-            counts = {len(dy) for dy in seeds if dy is not None}
-            if len(counts) != 1 or 0 in counts:
-                raise ValueError(
-                    f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}"
-                )
-            last, kept = max(counts) - 1, create_graph if retain_graph is None else retain_graph
             options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
-            each = []
-            for place in range(last + 1):
-                own = [None if dy is None else dy[place] for dy in seeds]
-                each.append(grad(func, (outputs, inputs, own, kept or place < last, create_graph), options))
-            return tuple(None if dx[0] is None else torch.stack(dx) for dx in zip(*each, strict=True))
+            return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
         with redrawing(outputs):
             found = _grad(
                 [_output(y) for y in outputs],
@@ -127,6 +94,27 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
 
     return run(*args, **kwargs)
+
+
+def _one_by_one(
+    func: Any,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    seeds: Sequence[Any],
+    retain_graph: bool | None,
+    create_graph: bool,
+    options: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The gradients of several seeds, which lie beside each other in dim 0."""
+    counts = {len(dy) for dy in seeds if dy is not None}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(f"is_grads_batched needs gradients of one first dim that is not 0; got {sorted(counts)}")
+    last, kept = max(counts) - 1, create_graph if retain_graph is None else retain_graph
+    each = []
+    for place in range(last + 1):
+        own = [None if dy is None else dy[place] for dy in seeds]
+        each.append(grad(func, (outputs, inputs, own, kept or place < last, create_graph), options))
+    return tuple(None if dx[0] is None else torch.stack(dx) for dx in zip(*each, strict=True))
 
 
 for _function, _handler in ((torch.Tensor.backward, backward), (torch.autograd.backward, backward_of_all),
@@ -163,82 +151,20 @@ def _output(y: Any) -> Any:
     return block_of(y) if type(y) is GlobalTensor else variable_of(y)
 
 
-def _seed(y: Any, dy: Any) -> Any:
-    return seed_of(y, dy) if type(y) is GlobalTensor else dy if dy is None else variable_of(dy)
-
-
-_READ = """
-grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
-is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
-grad_dtype
-"""
-_CALLED = """
-retain_grad element_size is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
-is_distributed is_coalesced __dlpack_device__
-"""
-
-
-def _attribute(name: str) -> Handler:
-    return lambda func, args, kwargs: getattr(args[0]._block, name)
-
-
-@handles_property("nbytes")
-def bytes_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Of all cells, wherever they are."""
-    x = args[0]
-    return int(x.numel() * x._block.element_size())
-
-
-def _method(name: str) -> Handler:
-    return lambda func, args, kwargs: getattr(args[0]._block, name)(*args[1:], **kwargs)
-
-
-for _name in _READ.split():
-    if hasattr(torch.Tensor, _name):
-        TABLE[getattr(torch.Tensor, _name).__get__] = _attribute(_name)
-for _name in _CALLED.split():
-    TABLE[getattr(torch.Tensor, _name)] = _method(_name)
-for _name in [
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_inference",
-    "is_conj",
-    "is_neg",
-    "get_device",
-    "is_distributed",
-]:
-    TABLE[getattr(torch, _name)] = _method(_name)
-
-
-@handles_property("shape")
-def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
-    size: torch.Size = args[0].layout.size
-    return size
-
-
-_OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim"
-
-
-@handles(f"size dim numel nelement ndimension __len__ is_floating_point is_complex {_OF_MEMORY}", "Tensor")
-def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What is known of the whole tensor."""
-    x, *rest = args
-    name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
-    if name in _OF_MEMORY:
-        return of_memory(x, name, *rest, **kwargs)
-    return getattr(x, name)(*rest, **kwargs)
-
-
-@handles_property("_base")
-def base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
-    """What a tensor is a view of."""
-    return base_of(args[0])
-
-
-@handles("numel", "torch")
-def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return int(args[0].numel())
+def _seed(y: Any, dy: Any) -> torch.Tensor | None:
+    """This worker's part of the gradient with which a backward begins."""
+    if type(y) is not GlobalTensor:
+        return None if dy is None else variable_of(dy)
+    if dy is None:
+        if y.numel() != 1:
+            raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        return torch.ones_like(block_of(y))
+    if dy.shape != y.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: a gradient has a shape of {tuple(dy.shape)} and its output has a shape of "
+            f"{tuple(y.shape)}"
+        )
+    return part_of(dy, y._layout, "backward")
 
 
 @handles("requires_grad_", "Tensor")
@@ -259,22 +185,6 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block.detach_()
     note_requires(x)
     return x
-
-
-@handles("__deepcopy__", "Tensor")
-def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A copy of a leaf, and of its gradient if it is no parameter. Layout and context are values of the world."""
-    x, memo = args
-    if type(x) is not GlobalTensor:  # (one beside those that the memo has)
-        return deepcopy(plain_of(x), memo)
-    found: GlobalTensor | None = memo.get(id(x))
-    if found is None:
-        found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)
-        same_strides(x, found)
-        if isinstance(x, torch.nn.Parameter):
-            found._is_param = True
-            found._block.grad = None
-    return found
 
 
 @handles_property("grad")
@@ -311,36 +221,6 @@ TABLE[_gradient.__set__] = write_gradient
 TABLE[_gradient.__delete__] = delete_gradient
 
 
-@handles_property("data")
-def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    return whole_view(args[0], args[0]._block.data)
-
-
-def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    x, value = args
-    if not isinstance(value, torch.Tensor) or value.shape != x.shape:
-        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
-    part = part_of(value, x._layout, "data").detach()
-    x._block.data = part if type(value) is GlobalTensor else part.clone()
-    x._strides = strides_of(value) if type(value) is GlobalTensor else ()
-
-
-_data: Any = torch.Tensor.data
-TABLE[_data.__set__] = write_data
-
-
-def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``self.w.data = x``: the parameter gets the values, all of them on every worker, and so does its copy."""
-    replica, value = args
-    whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
-    for one in (replica.__dict__.get("_variable"), replica._plain):
-        if one is not None:
-            func(one, whole)
-
-
-REPLICATED[_data.__set__] = write_data_of_replica
-
-
 def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
     layout = x._layout
@@ -362,10 +242,3 @@ TABLE[torch.Tensor.register_post_accumulate_grad_hook] = lambda func, args, kwar
 def refuse_tangents(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What moves follows from what all workers know, and whether a block has a tangent its worker alone knows."""
     raise NotImplementedError(f"{func.__name__.removeprefix('_')} of a global tensor: {NO_TANGENTS}")
-
-
-def connected(block: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """A block that depends on others, too, in the autograd graph."""
-    for other in others:
-        block = block + zeros_on(other, ()).to(block.dtype)
-    return block

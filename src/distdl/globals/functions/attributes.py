@@ -1,0 +1,135 @@
+"""Attributes of global tensors: what a tensor says of itself, which its block says or its layout; and its data."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from distdl.globals.entry import full_tensor
+from distdl.globals.operands import block_of, part_of
+from distdl.globals.replicas import plain_of
+from distdl.globals.strides import of_memory, same_strides, strides_of, whole_view
+from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import base_of
+
+_READ = """
+grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
+is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
+grad_dtype
+"""
+_CALLED = """
+retain_grad element_size is_signed is_conj is_neg is_inference get_device is_pinned _is_view is_shared
+is_distributed is_coalesced __dlpack_device__
+"""
+
+
+def _attribute(name: str) -> Handler:
+    return lambda func, args, kwargs: getattr(args[0]._block, name)
+
+
+@handles_property("nbytes")
+def bytes_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Of all cells, wherever they are."""
+    x = args[0]
+    return int(x.numel() * x._block.element_size())
+
+
+def _method(name: str) -> Handler:
+    return lambda func, args, kwargs: getattr(args[0]._block, name)(*args[1:], **kwargs)
+
+
+for _name in _READ.split():
+    if hasattr(torch.Tensor, _name):
+        TABLE[getattr(torch.Tensor, _name).__get__] = _attribute(_name)
+for _name in _CALLED.split():
+    TABLE[getattr(torch.Tensor, _name)] = _method(_name)
+for _name in [
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_conj",
+    "is_neg",
+    "get_device",
+    "is_distributed",
+]:
+    TABLE[getattr(torch, _name)] = _method(_name)
+
+
+@handles_property("shape")
+def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Size:
+    size: torch.Size = args[0].layout.size
+    return size
+
+
+_OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim"
+
+
+@handles(f"size dim numel nelement ndimension __len__ is_floating_point is_complex {_OF_MEMORY}", "Tensor")
+def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What is known of the whole tensor."""
+    x, *rest = args
+    name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
+    if name in _OF_MEMORY:
+        return of_memory(x, name, *rest, **kwargs)
+    return getattr(x, name)(*rest, **kwargs)
+
+
+@handles_property("_base")
+def base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
+    """What a tensor is a view of."""
+    return base_of(args[0])
+
+
+@handles("numel", "torch")
+def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(args[0].numel())
+
+
+@handles("__deepcopy__", "Tensor")
+def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy of a leaf, and of its gradient if it is no parameter. Layout and context are values of the world."""
+    x, memo = args
+    if type(x) is not GlobalTensor:  # (one beside those that the memo has)
+        return deepcopy(plain_of(x), memo)
+    found: GlobalTensor | None = memo.get(id(x))
+    if found is None:
+        found = memo[id(x)] = GlobalTensor._of(deepcopy(block_of(x), memo), x._layout)
+        same_strides(x, found)
+        if isinstance(x, torch.nn.Parameter):
+            found._is_param = True
+            found._block.grad = None
+    return found
+
+
+@handles_property("data")
+def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+    return whole_view(args[0], args[0]._block.data)
+
+
+def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x, value = args
+    if not isinstance(value, torch.Tensor) or value.shape != x.shape:
+        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
+    part = part_of(value, x._layout, "data").detach()
+    x._block.data = part if type(value) is GlobalTensor else part.clone()
+    x._strides = strides_of(value) if type(value) is GlobalTensor else ()
+
+
+_data: Any = torch.Tensor.data
+TABLE[_data.__set__] = write_data
+
+
+def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``self.w.data = x``: the parameter gets the values, all of them on every worker, and so does its copy."""
+    replica, value = args
+    whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
+    for one in (replica.__dict__.get("_variable"), replica._plain):
+        if one is not None:
+            func(one, whole)
+
+
+REPLICATED[_data.__set__] = write_data_of_replica
