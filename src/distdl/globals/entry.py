@@ -12,7 +12,6 @@ from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.functions.random import seed
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
@@ -20,6 +19,7 @@ from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
+from distdl.tensors.draws import seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+
 from distdl.tensors.repeats import repeated
 
 
@@ -67,3 +69,8 @@ class Draws:
         assert self.seed is not None
         self._counts[self.seed] += 1
         return Draw(self.seed, self._counts[self.seed])
+
+
+def seed() -> int:
+    """The seed of torch on this worker, as a number that fits into a message."""
+    return (torch.initial_seed() + 2**63) % 2**64 - 2**63

@@ -1,8 +1,8 @@
 """Random functions of global tensors: each element is drawn by its place, so no partition changes what is drawn.
 
-What is drawn follows from the seed of torch (that of the worker from which tensors entered; see :func:`seed`), from how
-many random calls there were since, and from the element's place in the whole tensor. Torch's generators are not drawn
-from. A forward that a checkpoint recomputes draws what it drew before.
+What is drawn follows from the seed of torch (that of the worker from which tensors entered), from how many random calls
+there were since, and from the element's place in the whole tensor. Torch's generators are not drawn from. A forward
+that a checkpoint recomputes draws what it drew before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.draws import Draw
+from distdl.tensors.draws import Draw, seed
 from distdl.tensors.repeats import checked
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
@@ -48,11 +48,6 @@ def next_draw(context: Context) -> Draw:
         context.comm.where = "the seed of random numbers"
         context.draws.seed = broadcast_value(context.comm, context.everyone, "the seed of random numbers", 0, seed())
     return context.draws.next()
-
-
-def seed() -> int:
-    """That of torch on this worker, as a number that fits into a message."""
-    return (torch.initial_seed() + 2**63) % 2**64 - 2**63
 
 
 def drawn(
