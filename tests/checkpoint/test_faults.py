@@ -13,7 +13,7 @@ from torch import nn
 
 import distdl
 from distdl.__main__ import main as command_line
-from distdl.checkpoint import files, loading, randomness, saving
+from distdl.checkpoint import files, folders, loading, randomness, saving
 
 WORKERS = 3
 
@@ -558,7 +558,7 @@ def test_what_does_not_belong_there_is_not_followed(tmp_path):
 
 @pytest.mark.fault("threads")
 def test_two_saves_into_one_place(tmp_path):
-    other = files.Place(tmp_path, None, None, "0" * 16)  # that of another job
+    other = folders.Place(tmp_path, None, None, "0" * 16)  # that of another job
     kind, text = run(lambda: distdl.save(tmp_path, make("plain", None)))
     assert kind is ValueError and text.startswith(f"another save into {tmp_path} goes on")
     assert other.data.exists()

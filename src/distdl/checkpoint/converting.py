@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from distdl.checkpoint.exporting import States, plain_states
-from distdl.checkpoint.files import INDEX, Place, Reader, find, name_of, on_disk, safetensors, write_blocks
+from distdl.checkpoint.files import Reader, name_of, on_disk, safetensors, write_blocks
+from distdl.checkpoint.folders import INDEX, Place, find
 from distdl.checkpoint.index import MODEL, Index, blocks_of, described, from_text
 from distdl.checkpoint.records import Record
 from distdl.checkpoint.values import decode, encode

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distdl.checkpoint.files import INDEX, Reader, find
+from distdl.checkpoint.files import Reader
+from distdl.checkpoint.folders import INDEX, find
 from distdl.checkpoint.index import MODEL, Index, from_text
 from distdl.partition import dims
 

@@ -14,7 +14,8 @@ import torch
 from distdl.checkpoint import optimisers, randomness
 from distdl.checkpoint.checking import is_kind
 from distdl.checkpoint.contents import check_alike, having_extra_state, of_model, state_of
-from distdl.checkpoint.files import INDEX, Reader, find, safetensors
+from distdl.checkpoint.files import Reader, safetensors
+from distdl.checkpoint.folders import INDEX, find
 from distdl.checkpoint.index import MODEL, Index, from_text
 from distdl.checkpoint.records import Record, Records, communicator_of, local
 from distdl.checkpoint.saving import finish_saving

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from distdl.checkpoint.contents import Contents, agree, collect
-from distdl.checkpoint.files import Place, name_of, on_disk, safetensors, write_blocks
+from distdl.checkpoint.files import name_of, on_disk, safetensors, write_blocks
+from distdl.checkpoint.folders import Place
 from distdl.checkpoint.index import Index
 from distdl.checkpoint.records import communicator_of
 from distdl.checkpoint.together import together
