@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -167,7 +167,7 @@ class Context:
         places = workers.shape + (1,) * (len(extents) - workers.ndim)
         return self.layout(workers.reshape(places), [balanced(n, p) for n, p in zip(extents, places, strict=True)])
 
-    def tiled(self, workers: IntArray, shapes: Sequence[Shape], what: str) -> KnownLayout:
+    def tiled(self, workers: IntArray, shapes: Sequence[Shape] | Mapping[int, Shape], what: str) -> KnownLayout:
         """The layout of a tensor of which each worker of an array has a block; dims behind its last axis are not split.
 
         Args:

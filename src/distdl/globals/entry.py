@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,60 @@ NO_TANGENTS = (
 )
 
 
+class _Header(NamedTuple):
+    """What a worker reports of a tensor that enters.
+
+    Attributes:
+        code: of the dtype.
+        gradient: whether it requires one.
+        seed: that of torch on the worker.
+        bounds: of its values, if they are integers.
+    """
+
+    extents: Shape
+    code: int
+    gradient: bool
+    seed: int
+    bounds: Bounds | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.code]
+
+
+def _header(x: Any) -> _Header | str:
+    """The header of a plain tensor; of what cannot enter, its kind, for errors."""
+    if type(x) is GlobalTensor or not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    if has_tangent(x):
+        return f"{type(x).__name__} with a tangent ({NO_TANGENTS})"
+    gradient = x.requires_grad and torch.is_grad_enabled()
+    return _Header(tuple(x.shape), dtype_code(x.dtype), gradient, seed(), Bounds.of(x))
+
+
+def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
+    """The headers of blocks on the workers of a partition, from what all workers have told.
+
+    Raises: ValueError if one of them has no block, or if the blocks differ in dtype or in their number of dims.
+    """
+    headers: dict[int, _Header] = {}
+    for worker in P.workers.ravel().tolist():
+        if isinstance(told[worker], str):
+            raise ValueError(
+                f"GlobalTensor.from_local needs a plain tensor on every worker of {P}; on worker {worker} it is a "
+                f"{told[worker]}"
+            )
+        headers[worker] = _Header(*told[worker])
+    kinds = {(len(one.extents), one.code) for one in headers.values()}
+    if len(kinds) > 1 or min(kinds)[0] < P.workers.ndim:
+        listed = "; ".join(f"worker {worker}: {dims(one.extents)} {one.dtype}" for worker, one in headers.items())
+        raise ValueError(
+            "GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the "
+            f"partition {P} has axes; got {listed}"
+        )
+    return headers
+
+
 def distribute_tensor(
     x: torch.Tensor | None, P: Partition, src: int = 0, axes: Sequence[int | None] | None = None
 ) -> GlobalTensor:
@@ -56,27 +110,22 @@ def distribute_tensor(
     _check_worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
-    mine: Any = None
-    if context.me == src:
-        mine = (
-            (tuple(x.shape), dtype_code(x.dtype), x.requires_grad and torch.is_grad_enabled(), seed(), Bounds.of(x))
-            if isinstance(x, torch.Tensor) and not has_tangent(x)
-            else _kind(x)
-        )
+    mine = _header(x) if context.me == src else None
     _begin(context, "distribute_tensor")
     told = broadcast_value(context.comm, context.everyone, "distribute_tensor", src, mine)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
-    extents, code, requires_grad, context.draws.seed, bounds = told
-    needed = _split(context, P, extents, "distribute_tensor", axes)
-    owned = context.whole(extents, src)
+    header = _Header(*told)
+    context.draws.seed = header.seed
+    needed = _split(context, P, header.extents, "distribute_tensor", axes)
+    owned = context.whole(header.extents, src)
     if context.me == src:
         assert isinstance(x, torch.Tensor)
         block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
     else:
         device = x.device if isinstance(x, torch.Tensor) else None
-        block = torch.zeros(owned.local, dtype=DTYPES[code], device=device, requires_grad=requires_grad)
-    return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([bounds]))
+        block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
+    return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -88,44 +137,26 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
         P = _along(context, P, axes, "GlobalTensor.from_local")
     _begin(context, "GlobalTensor.from_local")
     block = plain_of(block)  # (a block that was computed with a weight is no copy of one)
-    mine: Any = _kind(block)
-    if type(block) is not GlobalTensor and isinstance(block, torch.Tensor) and not has_tangent(block):
-        wants = block.requires_grad and torch.is_grad_enabled()
-        mine = (tuple(block.shape), dtype_code(block.dtype), wants, seed(), Bounds.of(block))
-    told = gather_values(context.comm, context.everyone, "GlobalTensor.from_local", mine)
-    members = P.workers.ravel().tolist()
-    for worker in members:
-        if isinstance(told[worker], str):
-            raise ValueError(
-                f"GlobalTensor.from_local needs a plain tensor on every worker of {P}; on worker {worker} it is a "
-                f"{told[worker]}"
-            )
-    context.draws.seed = told[members[0]][3]
-    ranks = {len(told[worker][0]) for worker in members}
-    codes = {told[worker][1] for worker in members}
-    if len(ranks) > 1 or len(codes) > 1 or min(ranks) < P.workers.ndim:
-        listed = "; ".join(f"worker {w}: {dims(told[w][0])} {DTYPES[told[w][1]]}" for w in members)
-        raise ValueError(
-            "GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the "
-            f"partition {P} has axes; got {listed}"
-        )
-    (rank,), (code,) = ranks, codes
-    if axes is not None and len(axes) != rank:
+    told = gather_values(context.comm, context.everyone, "GlobalTensor.from_local", _header(block))
+    headers = _headers(told, P)
+    first = headers[int(P.workers.flat[0])]
+    context.draws.seed = first.seed
+    if axes is not None and len(axes) != len(first.extents):
         raise ValueError(
             f"GlobalTensor.from_local needs axes= to name an axis, or None, for each dim of the blocks; these have "
-            f"{rank} dims, and the axes are {tuple(axes)}"
+            f"{len(first.extents)} dims, and the axes are {tuple(axes)}"
         )
-    layout = context.tiled(P.workers, [one[0] for one in told], "the tensor")
-    if layout.active and any(told[worker][2] for worker in members) and not mine[2]:
+    layout = context.tiled(P.workers, {worker: one.extents for worker, one in headers.items()}, "the tensor")
+    wants = any(one.gradient for one in headers.values())
+    if layout.active and wants and not headers[context.me].gradient:
         block = block.detach().requires_grad_()  # as that of another worker does
     if not layout.active:
-        wants = any(told[worker][2] for worker in members)
-        device = block.device if isinstance(block, torch.Tensor) else None
         if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # (what made it takes part in backward)
-            block = zeros_on(block.to(DTYPES[code]), layout.local)
+            block = zeros_on(block.to(first.dtype), layout.local)
         else:
-            block = torch.zeros(layout.local, dtype=DTYPES[code], device=device, requires_grad=wants)
-    return know(GlobalTensor._of(block, layout), Bounds.merged(told[worker][4] for worker in members))
+            device = block.device if isinstance(block, torch.Tensor) else None
+            block = torch.zeros(layout.local, dtype=first.dtype, device=device, requires_grad=wants)
+    return know(GlobalTensor._of(block, layout), Bounds.merged(one.bounds for one in headers.values()))
 
 
 def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
@@ -183,12 +214,6 @@ def _check_axes(axes: Any, what: str) -> None:
         raise TypeError(
             f"{what} needs axes= to be a sequence, for each dim an axis of the partition or None; got {axes!r}"
         )
-
-
-def _kind(x: object) -> str:
-    """What was given in the place of a plain tensor, for errors."""
-    dual = type(x) is not GlobalTensor and isinstance(x, torch.Tensor) and has_tangent(x)
-    return f"{type(x).__name__} with a tangent ({NO_TANGENTS})" if dual else type(x).__name__
 
 
 def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str) -> Partition:
