@@ -96,12 +96,18 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             if "_strides" in first.__dict__:
                 keep_strides(first, made, func)
             return made
+    return _of_operands(func, args, kwargs)
+
+
+def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of operands that broadcast to each other, and may lie on different workers."""
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
-    context = next(one for one in operands if type(one) is GlobalTensor)._context
+    whole = [one for one in operands if type(one) is GlobalTensor]
+    context = whole[0]._context
     lead = 0 if writes(func, kwargs) else None
-    if lead == 0 and type(first) is not GlobalTensor:
-        return write(func, args, kwargs, first, (args, kwargs))
+    if lead == 0 and not (args and type(args[0]) is GlobalTensor):
+        return write(func, args, kwargs, args[0] if args else None, (args, kwargs))
     target, found = aligned(context, operands, lead, name_of(func))
     given, rest = found[: len(args)], found[len(args) :]
     named = {**kwargs, **dict(zip(named_tensors, rest, strict=True))}
@@ -117,7 +123,6 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             given, rest = numbers[: len(args)], numbers[len(args) :]
             y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
             y = y if lead is None else found[0].add_(y)
-    whole = [one for one in operands if type(one) is GlobalTensor]
     made = result_of(func, whole[0], y, whole, target)
     for one in operands:
         if type(one) is GlobalTensor:
