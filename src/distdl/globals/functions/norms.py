@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.judging import judged, shape_of
@@ -40,48 +41,59 @@ def moments(
         wide: Any = x.float()
         var, mean = moments(wide, dim, keepdim, unbiased, correction)
         return var.to(x.dtype), mean.to(x.dtype)
-    dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
+    dims, layout = dims_of(x, dim), x._layout
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
-    least, shape = (1,) * x.dim(), reduced_shape(layout, dims)
-    target = reduced_layout(layout, dims)
     count = prod(x.shape[one] for one in dims)
-    if not split_along(layout, dims) and count:
-        # (where this worker has no block, it has no cells of the result, either)
-        if block.numel():
-            pair = torch.var_mean(block, dims or None, correction=less, keepdim=bool(dims))
-        else:
-            spread = local(
-                lambda one: one.var(dims or None, correction=0, keepdim=bool(dims)), target.local, (block, least)
-            )
-            pair = spread, zeros_on(block, target.local)
-        own = GlobalTensor._of(pair[0], target), GlobalTensor._of(pair[1], target)
-        return own if keepdim else (without_dims(own[0], dims), without_dims(own[1], dims))
     if not count:
         nothing: Any = total(x, dims, keepdim) * torch.nan
         return nothing.real if x.is_complex() else nothing, nothing
+    target = reduced_layout(layout, dims)
+    if not split_along(layout, dims):
+        pair = _by_torch(x, dims, less, target)
+    else:
+        centre, squares = _merged(x, dims, count, target)
+        pair = (squares.real if x.is_complex() else squares) / max(count - less, 0), centre
+    found = GlobalTensor._of(pair[0], target), GlobalTensor._of(pair[1], target)
+    return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
+
+
+def _by_torch(
+    x: GlobalTensor, dims: tuple[int, ...], less: Any, target: KnownLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean over dims that are not split. (A worker without a block has no cells of the result, either.)"""
+    block, keepdim = block_of(x), bool(dims)
+    if block.numel():
+        return torch.var_mean(block, dims or None, correction=less, keepdim=keepdim)
+    spread = local(
+        lambda one: one.var(dims or None, correction=0, keepdim=keepdim), target.local, (block, (1,) * x.dim())
+    )
+    return spread, zeros_on(block, target.local)
+
+
+def _merged(
+    x: GlobalTensor, dims: tuple[int, ...], count: int, target: KnownLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and sum of squared deviations over dims that are split, of those of all blocks."""
+    layout = x._layout
 
     def measure(one: torch.Tensor) -> torch.Tensor:
-        mean = one.mean(dims, keepdim=True) if dims else one.clone()
+        mean = one.mean(dims, keepdim=True)
         offset = one - mean
-        squares = (offset * offset.conj()).to(one.dtype)
-        return torch.stack([mean, squares.sum(dims, keepdim=True) if dims else squares])
+        return torch.stack([mean, (offset * offset.conj()).to(one.dtype).sum(dims, keepdim=True)])
 
-    states = local(measure, (2, *shape), (block, least))
-    if split_along(layout, dims):
-        n = _counts(layout, dims)
-        states = gathered(states, layout, dims, "var", kinds=2)
-        if target.active:
-            mean, squares = states
-            n = n.to(states.device, states.dtype)
-            merged = (mean * n).sum(dims, keepdim=True) / count
-            away = mean - merged
-            states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
-        else:
-            states = always_curved(states.reshape((2, *target.local)), states)
+    states = local(measure, (2, *reduced_shape(layout, dims)), (block_of(x), (1,) * x.dim()))
+    n = _counts(layout, dims)
+    states = gathered(states, layout, dims, "var", kinds=2)
+    if target.active:
+        mean, squares = states
+        n = n.to(states.device, states.dtype)
+        merged = (mean * n).sum(dims, keepdim=True) / count
+        away = mean - merged
+        states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
+    else:
+        states = always_curved(states.reshape((2, *target.local)), states)
     mean, squares = states
-    var = (squares.real if x.is_complex() else squares) / max(count - less, 0)
-    found = GlobalTensor._of(var, target), GlobalTensor._of(mean, target)
-    return found if keepdim else (without_dims(found[0], dims), without_dims(found[1], dims))
+    return mean, squares
 
 
 def _counts(layout: Any, dims: tuple[int, ...]) -> torch.Tensor:
