@@ -127,11 +127,9 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     def run(input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any) -> Any:
         if type(input) is not GlobalTensor:
-            in_place = func.__name__.endswith("_")
-            others = (index, src)
-            if in_place:
-                return write(func, args, kwargs, input, others)
-            input = split_beside(input, others)
+            if func.__name__.endswith("_"):
+                return write(func, args, kwargs, input, (index, src))
+            input = split_beside(input, (index, src))
         if src is None:
             src = value.item() if isinstance(value, torch.Tensor) else value
         if not input.dim():
@@ -175,11 +173,9 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     def run(input: Any, dim: int, index: Any, source: Any = None, *, value: Any = None, **more: Any) -> Any:
         if type(input) is not GlobalTensor:
-            in_place = func.__name__.endswith("_")
-            others = (index, source)
-            if in_place:
-                return write(func, args, kwargs, input, others)
-            input = split_beside(input, others)
+            if func.__name__.endswith("_"):
+                return write(func, args, kwargs, input, (index, source))
+            input = split_beside(input, (index, source))
         if not input.dim():
             return fall_back(func, args, kwargs)
         source = value if source is None else source
