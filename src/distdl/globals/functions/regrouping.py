@@ -63,15 +63,9 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
         if fit is None:
             fit = _fit(before, after, places)
         if fit is None:
-            rooms = [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
-            if rooms:
-                best = max(rooms, key=lambda one: outer[one][-1][1] / grid.shape[one])
-                longest, extent = max(stop - start for start, stop in outer[best]), outer[best][-1][1]
-                if longest > 2 * -(-extent // len(outer[best])):  # (it stays where it is, unless that is too uneven)
-                    outer[best] = balanced(extent, len(outer[best]))
-                spread = Spread(tuple(range(len(groups))), grid, tuple(tuple(one or ((0, 1),)) for one in outer))
-                spread = spread.whole_along(at, [best])
-                grid, outer[best] = spread.workers, spread.along(best)
+            roomy = [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
+            if roomy:
+                grid = _give_away(grid, outer, at, max(roomy, key=lambda one: outer[one][-1][1] / grid.shape[one]))
             else:
                 used = next(n for n in range(places, 0, -1) if _fit(before, after, n) is not None)
                 grid = grid.take(range(used), axis=at)
@@ -84,6 +78,20 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
     owned = context.layout(workers, given)
     target = _with_units(context, grid, after_, shape)
     return Reshape(None if needed is owned else _with_units(context, grid, before_, extents), target)
+
+
+def _give_away(grid: Any, outer: list[Intervals], at: int, to: int) -> Any:
+    """The workers where the places of one group split another one further, whose intervals change in the list.
+
+    They stay inside of those that were, unless these are too uneven.
+    """
+    longest, extent = max(stop - start for start, stop in outer[to]), outer[to][-1][1]
+    if longest > 2 * -(-extent // len(outer[to])):
+        outer[to] = balanced(extent, len(outer[to]))
+    spread = Spread(tuple(range(len(outer))), grid, tuple(tuple(one or ((0, 1),)) for one in outer))
+    spread = spread.whole_along(at, [to])
+    outer[to] = spread.along(to)
+    return spread.workers
 
 
 def _with_units(context: Context, grid: Any, intervals: list[Intervals], shape: Shape) -> KnownLayout:
