@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.exchange import Operator, Together
-from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, shape
+from distdl.geometry.boxes import Interval, Shape
 from distdl.ops.affine import affine, less
 from distdl.ops.fused_normalisation import Fused
 from distdl.ops.moments import Moments
+from distdl.ops.provision import statistics_for, weights_for
 from distdl.ops.rows import Rows
 from distdl.ops.setup import Parts, Setup, Site, same
-from distdl.partition import Layout, Partition, Signature
+from distdl.partition import Layout, Signature
 from distdl.partition.groups import dims
-from distdl.partition.layout import Lookup
-from distdl.plan import Plan
-from distdl.plan.planning import broadcast, copy
 from distdl.tensors.connection import local, tie
 from distdl.tensors.derivatives import NONE, Derivatives
 from distdl.tensors.dtypes import carries_gradients
@@ -142,12 +140,16 @@ class Normalisation(ABC):
         plan = None if arrangement.moments is None else arrangement.moments.plan()
         row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
         everywhere = bool(weights) and weights[0].layout.is_everywhere
-        spread = [_spread(site, needed, row, weights)] if weights and not everywhere else []
+        spread = [weights_for(site, needed, row, weights)] if weights and not everywhere else []
         derivatives = reduce(or_, (one.derivatives for one in weights), NONE)
         absent = bool(weights) and site.me not in weights[0].layout.partition
         given = _Given(len(weights), part if everywhere else None, derivatives, absent)
         if arrangement.moments is None or plan is None:
-            lent = [_lend(site, needed, row)] if arrangement.moments is None and not arrangement.everywhere else []
+            lent = (
+                [statistics_for(site, needed, row)]
+                if arrangement.moments is None and not arrangement.everywhere
+                else []
+            )
             return _by_torch(self, site, arrangement, x, weights, given, part, spread, lent)
         moments = arrangement.moments
         gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
@@ -313,55 +315,6 @@ def _standardise(
     if not rows:
         return affine(rest, scale, shift, own)
     return affine(affine(rest, scale, shift), rows[0], rows[1] if len(rows) > 1 else None, own)
-
-
-def _spread(site: Site, needed: Mapping[int, Intervals], row: Shape, weights: Sequence[Signature]) -> Operator:
-    """Weight and bias, from the workers that store them to those that have their part of x, as one message."""
-    layout, dtype, count = weights[0].layout, weights[0].dtype, len(weights)
-    derivatives = reduce(or_, (one.derivatives for one in weights))
-    stored = dict(zip(needed, layout.intervals, strict=True))
-    P_x = site.partition
-    home = layout.partition.reshape([n if dim in needed else 1 for dim, n in enumerate(P_x.workers.shape)])
-    plan = _rows_plan(site, home, stored, needed, count)
-    own = [one.local for one in weights]
-    if plan is None:
-        return site.identity(dtype, derivatives, *own)
-    return site.operator(plan, dtype, derivatives, own, [row] * count)
-
-
-def _lend(site: Site, needed: Mapping[int, Intervals], row: Shape) -> Operator:
-    """The running mean and variance, from workers that keep those of a balanced block to those that use others."""
-    P_x = site.partition
-    kept = {dim: balanced(intervals[-1][1], len(intervals)) for dim, intervals in needed.items()}
-    home = P_x[tuple(slice(None if dim in needed else 1) for dim in range(P_x.workers.ndim))]
-    if kept == needed:
-        return site.identity(torch.float64, NONE, *[(prod(row),)] * 2)
-    plan = _rows_plan(site, home, kept, needed, 2)
-    own = prod(shape(_over(home, kept)[site.me])) if site.me in home else 0
-    assert plan is not None
-    return site.operator(plan, torch.float64, NONE, [(own,)] * 2, [row] * 2)
-
-
-def _rows_plan(
-    site: Site,
-    home: Partition,
-    stored: Mapping[int, Intervals],
-    needed: Mapping[int, Intervals],
-    rows: int,
-) -> Plan | None:
-    """How rows move from the blocks that are stored to those that are needed; None if they are all there."""
-    if needed == stored and home == site.partition:
-        return None
-    if needed != stored:
-        return copy(_over(home, stored, rows), _over(site.partition, needed, rows), site.me)
-    blocks = _over(home, stored)
-    return broadcast(home, site.partition, Lookup(tuple(blocks), lambda w: (rows, *shape(blocks[w]))), site.me)
-
-
-def _over(P: Partition, blocks: Mapping[int, Intervals], rows: int = 0) -> Layout:
-    """A row over the workers of P: split in the dims in which it varies; or, in dim 0, several rows."""
-    along = [blocks.get(dim, [(0, 1)] * places) for dim, places in enumerate(P.workers.shape)]
-    return Layout.along(P.reshape(1, *P.workers.shape), [[(0, rows)], *along]) if rows else Layout.along(P, along)
 
 
 def _check(op: Normalisation, label: Label, x: Signature, weights: Sequence[Signature]) -> None:
