@@ -145,11 +145,8 @@ class Normalisation(ABC):
         absent = bool(weights) and site.me not in weights[0].layout.partition
         given = _Given(len(weights), part if everywhere else None, derivatives, absent)
         if arrangement.moments is None or plan is None:
-            lent = (
-                [statistics_for(site, needed, row)]
-                if arrangement.moments is None and not arrangement.everywhere
-                else []
-            )
+            lends = arrangement.moments is None and not arrangement.everywhere
+            lent = [statistics_for(site, needed, row)] if lends else []
             return _by_torch(self, site, arrangement, x, weights, given, part, spread, lent)
         moments = arrangement.moments
         gather = site.operator(plan, torch.float64, x.derivatives, [moments.measured], [moments.arriving])
