@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -19,6 +20,25 @@ from distdl.tensors.memory import parts_of
 
 _DEVICE = re.compile(r" \((?:cpu|cuda|mps|xpu)[:\d]*\)")
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
+
+
+_Weights = tuple[tuple[str, tuple[int, ...], int], ...]
+
+
+class _Report(NamedTuple):
+    """What a worker says of its model.
+
+    Attributes:
+        weights: name, shape and code of the dtype of each parameter and buffer.
+        checksum: of their bytes.
+        parts: the checksum of what its modules and options are.
+        blank: the name of the first weight on the meta device; empty if there is none.
+    """
+
+    weights: _Weights
+    checksum: int
+    parts: int
+    blank: str
 
 
 def make_equal(
@@ -51,26 +71,21 @@ def make_equal(
     checksum = 0
     for one in cells:
         checksum = crc32(one.numpy().data, checksum)
+    mine = _Report(described, checksum, crc32("\n".join(parts).encode()), blank)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
-    summed = crc32("\n".join(parts).encode())
-    told = gather_values(context.comm, context.everyone, call, (described, checksum, summed, blank))
-    for worker, (theirs, *_) in enumerate(told):
-        if theirs != told[0][0]:
-            raise ValueError(
-                f"distribute needs the same model on every worker; worker 0 has {_difference(told[0][0], theirs)} and "
-                f"worker {worker} {_difference(theirs, told[0][0])}"
-            )
-    if any(theirs != summed for _, _, theirs, _ in told):
+    told = [_Report(*one) for one in gather_values(context.comm, context.everyone, call, mine)]
+    _check_same_weights(told)
+    if any(one.parts != mine.parts for one in told):
         _check_same_parts(context, call, parts)
-    for worker, (*_, theirs) in enumerate(told):
-        if theirs:
+    for worker, theirs in enumerate(told):
+        if theirs.blank:
             raise ValueError(
-                f"distribute needs a model whose weights have values; on worker {worker}, {theirs} is on the meta "
-                "device. Load them before (model.load_state_dict(state, assign=True)), or give them memory "
+                f"distribute needs a model whose weights have values; on worker {worker}, {theirs.blank} is on the "
+                "meta device. Load them before (model.load_state_dict(state, assign=True)), or give them memory "
                 '(model.to_empty(device="cpu")): all workers get what worker 0 has'
             )
-    if all(theirs == told[0][1] for _, theirs, _, _ in told):
+    if all(one.checksum == told[0].checksum for one in told):
         return
     with torch.no_grad():
         for (_, one), own in zip(found, cells, strict=True):
@@ -88,6 +103,16 @@ def _parts(module: torch.nn.Module) -> list[str]:
         # (lists of parameters say where these are)
         found.append(f"{path or 'the model'} is {kind.__name__}({_DEVICE.sub('', options)})")
     return found
+
+
+def _check_same_weights(told: Sequence[_Report]) -> None:
+    first = told[0].weights
+    for worker, theirs in enumerate(told):
+        if theirs.weights != first:
+            raise ValueError(
+                f"distribute needs the same model on every worker; worker 0 has {_difference(first, theirs.weights)} "
+                f"and worker {worker} {_difference(theirs.weights, first)}"
+            )
 
 
 def _check_same_parts(context: Context, call: str, parts: Sequence[str]) -> None:
@@ -136,9 +161,8 @@ def bytes_of(one: torch.Tensor) -> torch.Tensor:
     return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _difference(one: tuple[tuple[str, tuple[int, ...], int], ...], other: object) -> str:
+def _difference(one: _Weights, other: _Weights) -> str:
     """The first parameter or buffer in which one model differs from another."""
-    assert isinstance(other, tuple)
     for place, entry in enumerate(one):
         if place >= len(other) or other[place] != entry:
             return f"{entry[0]} of shape {dims(entry[1])} and {DTYPES[entry[2]]}"
