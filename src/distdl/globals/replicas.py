@@ -6,7 +6,7 @@ with its own copy, which has entered (see ``globals.entering``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,14 @@ class Replica(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._plain.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._plain.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
 
     def dim(self) -> int:
         return self._plain.dim()
@@ -213,16 +221,19 @@ def plain_of(value: torch.Tensor) -> torch.Tensor:
     return copy_of(value) if type(value) is Replica else value
 
 
-def without_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a function of a global tensor gets: replicas that have no gradient (indices, statistics) as plain tensors.
 
     The first one stays what it is: it may be what is written.
     """
 
+    if not any(type(one) is Replica and not one.requires_grad for one in tensors_in((args[1:], kwargs))):
+        return args, kwargs  # (most have one)
+
     def plain(value: torch.Tensor) -> torch.Tensor:
         return plain_of(value) if type(value) is Replica and not value.requires_grad else value
 
-    rest, named = map_tensors((args[1:], dict(kwargs)), plain)
+    rest, named = map_tensors((args[1:], kwargs), plain)
     return (*args[:1], *rest), named
 
 
