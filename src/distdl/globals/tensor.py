@@ -72,6 +72,7 @@ class GlobalTensor(torch.Tensor):
     _strides: tuple[int, ...]  # those of the whole tensor in torch, if it is not contiguous there
     _offset: int  # how many elements lie before it in that memory, if any
     _ties: list[Tie]
+    _wants: bool  # whether it says that it requires a gradient
     _known: Any  # what all workers know of its values: bounds.Known
 
     def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
@@ -83,14 +84,15 @@ class GlobalTensor(torch.Tensor):
     def _of(block: torch.Tensor, layout: KnownLayout, above: torch.Tensor | None = None) -> GlobalTensor:
         """The global tensor of which this worker has this block; that may be a view of a block that is above."""
         # (on "meta", so that torch refuses it as the .data of a plain tensor, reading which would end the process)
+        wants = block.requires_grad
         made: GlobalTensor = torch.Tensor._make_wrapper_subclass(
-            GlobalTensor, layout.size, dtype=block.dtype, device=_NOWHERE, requires_grad=block.requires_grad,
-            dispatch_device=True,
-        )  # fmt: skip
+            GlobalTensor, layout.size, dtype=block.dtype, device=_NOWHERE, requires_grad=wants, dispatch_device=True
+        )
         _has_no_memory(made)  # (C++ code that asks for its address gets an error, and not nothing to read from)
         made._block = replayed(block, above) if layout.empty else block
         made._layout = layout
         made._context = layout.context
+        made._wants = wants
         return made
 
     # -- what torch calls
@@ -339,8 +341,9 @@ GlobalTensor.__module__ = "torch"  # opt_einsum and others choose by the first n
 def note_requires(x: GlobalTensor) -> None:
     """Take note of whether the block of a global tensor requires a gradient, which may have changed in place."""
     wants = x._block.requires_grad
-    if wants and not (x._block.is_floating_point() or x._block.is_complex()):
+    if wants is x._wants or (wants and not (x._block.is_floating_point() or x._block.is_complex())):
         return  # (``number.lt_(x)`` has a graph, which torch lets no leaf say)
+    x._wants = wants
     with torch._C.DisableTorchFunctionSubclass():
         _raw_requires(x, wants)  # for check_usable
 
