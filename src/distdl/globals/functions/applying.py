@@ -89,12 +89,7 @@ def apply(
         weights: tensors that are the same on every worker.
     """
     context, layout, block = x._context, x._layout, block_of(x)
-    given = [
-        # (most are copies that a model has made, and are taken at a glance)
-        one._plain if type(one) is Replica and one._plain.requires_grad else weight_of(one, context)
-        for one in weights
-        if one is not None
-    ]
+    given = [weight_of(one, context) for one in weights if one is not None]
     made = ready(
         context, key, lambda: (op(), layout.partition if work is None else work()), name, (layout, block),
         *[(None, one) for one in given],
@@ -104,11 +99,15 @@ def apply(
 
 def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
     """This worker's own copy of a weight. A global one comes to every worker."""
+    if type(weight) is Replica and weight._plain.requires_grad:
+        return weight._plain  # (at a glance: most are copies that a model has made)
     return entered(weight.full_tensor() if type(weight) is GlobalTensor else weight, context)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype in which torch computes products of a tensor on its device, if its autocast is on."""
+    if not torch._C._is_any_autocast_enabled():  # (which takes no time to find the name of the device)
+        return None
     kind = x.device.type
     is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
     return torch.get_autocast_dtype(kind) if is_on else None
