@@ -136,8 +136,8 @@ class Rows(NamedTuple):
             found = found.mean(dims, keepdim=True)
         return found.view(1, -1)
 
-    def measured(self, x: torch.Tensor) -> torch.Tensor:
-        """What this block has of each mean and variance, in float64, whether or not a mean is far."""
+    def measured(self, x: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """What this block has of each mean and variance, whether or not a mean is far."""
         batch, rows, cells = self.extents
         if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
             shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_MEASURED // cells, 1)
@@ -145,11 +145,11 @@ class Rows(NamedTuple):
             parts = [
                 torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0) for one in chunks
             ]
-            found = torch.cat([part[kind] for kind in (1, 2) for part in parts], 1).double().view(2, *shape)
+            found = torch.cat([part[kind] for kind in (1, 2) for part in parts], 1).to(dtype).view(2, *shape)
             found[1].pow_(-2)
         else:
             shape = (1, *self.leading)
-            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
+            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).to(dtype).view(2, *shape)
         dims = [dim for dim, n in enumerate((1, *self.own)) if n == 1 and shape[dim] != 1]
         if dims:
             mean, variance = found.unbind()

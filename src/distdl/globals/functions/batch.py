@@ -43,7 +43,7 @@ def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
 
 
 class BatchStatistics:
-    """How mean and variance of each channel come together, of tensors of one layout.
+    """How mean and variance of each channel come together, of tensors of one layout and dtype.
 
     Attributes:
         count: the cells behind each mean.
@@ -51,7 +51,7 @@ class BatchStatistics:
             cells as a variance needs.
     """
 
-    def __init__(self, layout: KnownLayout) -> None:
+    def __init__(self, layout: KnownLayout, dtype: torch.dtype) -> None:
         context = layout.context
         channels, dims = layout.extents[1], len(layout.extents)
         cells = {
@@ -62,12 +62,12 @@ class BatchStatistics:
         everyone = context.world.workers.reshape(-1, 1, 1)
         owned = context.layout(everyone, [runs(filled), ((0, 2),), ((0, channels),)])
         entries = context.everywhere(owned.extents)
-        self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
+        self._gather: Operator = context.moving(owned, entries, dtype, NONE, "batch_norm")
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
         shapes = [(2 * channels,)]
         # (with its length: some transports end the process where messages of two lengths meet)
         label = Label("batch_norm", detail=layout)
-        self._sum = Operator(plan, context.comm, context.everyone, label, torch.float64, NONE, shapes, shapes)
+        self._sum = Operator(plan, context.comm, context.everyone, label, dtype, NONE, shapes, shapes)
         self._own = owned.local
         own, space = layout.local, range(2, dims)
         rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, max(prod(own), 1))
@@ -78,7 +78,7 @@ class BatchStatistics:
         self.count = sum(counts)
         workers = layout.partition.workers
         self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
-        self._shares = torch.tensor(counts, dtype=torch.float64) / self.count
+        self._shares = torch.tensor(counts, dtype=torch.float64).div_(self.count).to(dtype)
         self.row = (1, channels, *[1] * (dims - 2))
         self._channels = channels
 
@@ -88,19 +88,19 @@ class BatchStatistics:
         return self._gather.history
 
     @classmethod
-    def of(cls, layout: KnownLayout) -> BatchStatistics:
-        found: BatchStatistics = layout.context.keep((cls, layout), lambda: cls(layout))
+    def of(cls, layout: KnownLayout, dtype: torch.dtype) -> BatchStatistics:
+        found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
         return found
 
     def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of each channel of the whole tensor, on every worker."""
         if x.numel():
             if x.is_contiguous() or x.is_meta:
-                entries = self._rows.measured(self._rows.of_block(x))
+                entries = self._rows.measured(self._rows.of_block(x), x.dtype)
             else:
-                entries = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double()
+                entries = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
         else:
-            entries = x.new_zeros(self._own, dtype=torch.float64)
+            entries = x.new_zeros(self._own)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
         shares = self._shares.to(x.device)
         mean = shares @ means
@@ -109,7 +109,7 @@ class BatchStatistics:
 
     def averages(self, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Minus the sums over all workers of what each has of two rows, per cell."""
-        both: torch.Tensor = self._sum.execute(torch.cat([bias, weight]).double())
+        both: torch.Tensor = self._sum.execute(torch.cat([bias, weight]))
         return both.div_(-self.count).view(2, self._channels)
 
 
@@ -143,7 +143,7 @@ class _BatchNorm(Function):
     ) -> torch.Tensor:
         statistics = options.statistics
         ctx.began = statistics.history
-        mean, variance = (one.to(x.dtype) for one in statistics.merged(x))
+        mean, variance = statistics.merged(x)
         if options.running is not None:
             unbiased = variance * (statistics.count / (statistics.count - 1))
             for one, towards in zip(options.running, (mean, unbiased), strict=True):
@@ -177,7 +177,7 @@ class _BatchNorm(Function):
                 scale = (variance + eps).rsqrt_()
                 if weight is not None:
                     scale.mul_(weight)
-                shift, slope = averages.mul_(scale).to(x.dtype)
+                shift, slope = averages.mul_(scale).unbind()
                 dx = _KERNEL(x, slope, shift, mean, variance, False, 0.0, eps)[0]
                 dx.addcmul_(dy, scale.view(statistics.row))
             else:

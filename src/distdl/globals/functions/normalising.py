@@ -114,7 +114,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             of_input = partial(functional.batch_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
         if training and momentum is not None and batch.fits(input._block, weight, bias):
-            statistics = batch.BatchStatistics.of(input._layout)
+            statistics = batch.BatchStatistics.of(input._layout, input.dtype)
             if statistics.shared:
                 kept = None if running_mean is None or running_var is None else (running_mean, running_var)
                 steps = partial(_in_steps, input._layout, eps)
