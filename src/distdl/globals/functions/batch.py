@@ -145,9 +145,9 @@ class _BatchNorm(Function):
         ctx.began = statistics.history
         mean, variance = statistics.merged(x)
         if options.running is not None:
-            unbiased = variance * (statistics.count / (statistics.count - 1))
-            for one, towards in zip(options.running, (mean, unbiased), strict=True):
-                one.lerp_(towards.to(one.dtype), options.momentum)
+            unbiased = options.momentum * statistics.count / (statistics.count - 1)
+            for one, new, part in zip(options.running, (mean, variance), (options.momentum, unbiased), strict=True):
+                one.mul_(1 - options.momentum).add_(new, alpha=part)
         ctx.options = options
         ctx.save_for_backward(x, weight, bias, mean, variance)
         if not x.numel():
