@@ -10,7 +10,7 @@ from distdl.exchange import Together
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Signature
 from distdl.tensors.dtypes import carries_gradients
-from distdl.tensors.repeats import CallCount, checked
+from distdl.tensors.repeats import CallCount, repeatable
 from distdl.tensors.uniform import Key, mask_block
 
 
@@ -52,11 +52,11 @@ class Dropout:
 
         def drop(x: torch.Tensor, calls: CallCount) -> torch.Tensor:
             number = calls.next()
-            x = checked(x if x.numel() else x.to(dtype))
+            x = repeatable(x if x.numel() else x.to(dtype))
             kept = mask_block((*self.key, number), box, extents, self.p, x.device)
             return masked(x, kept.reshape(*kept.shape, *[1] * (x.dim() - kept.dim())), factor)
 
-        return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded by `checked`)
+        return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded by `repeatable`)
 
 
 def masked(x: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:

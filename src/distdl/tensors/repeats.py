@@ -80,7 +80,7 @@ def repeat_calls() -> tuple[Any, Any]:
     return nullcontext(), nullcontext()
 
 
-def checked(x: torch.Tensor) -> torch.Tensor:
+def repeatable(x: torch.Tensor) -> torch.Tensor:
     """x, unchanged, for a random call. Its backward raises RuntimeError if a re-entrant checkpoint has repeated it."""
     inside = _in_backward()
     if not torch.is_grad_enabled() or not (inside or is_checkpointed()):
@@ -88,11 +88,11 @@ def checked(x: torch.Tensor) -> torch.Tensor:
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     # (what recomputes without re-entry has no backward of its own)
-    y: torch.Tensor = _Checked.apply(x, anchor, inside)
+    y: torch.Tensor = _Repeatable.apply(x, anchor, inside)
     return y
 
 
-class _Checked(Function):
+class _Repeatable(Function):
     """The identity. It saves a tensor, so that every worker's checkpoint recomputes."""
 
     @staticmethod

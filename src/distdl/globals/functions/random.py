@@ -35,7 +35,7 @@ from distdl.globals.ties import note_written
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, seed
-from distdl.tensors.repeats import checked
+from distdl.tensors.repeats import repeatable
 from distdl.tensors.uniform import Value, mask_block, uniform_block
 
 _KIND = 2  # (parameters and layers of nn have 0 and 1)
@@ -135,7 +135,7 @@ def dropped(
         note_written(x, name)
         return x
     # (what a backward computes once more draws what it drew)
-    y = masked(block if x._context.draws.repeats else checked(block), mask, scale)
+    y = masked(block if x._context.draws.repeats else repeatable(block), mask, scale)
     return GlobalTensor._of(y if shift is None else y + shift, layout)
 
 
