@@ -17,6 +17,7 @@ from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import lies_alone
 from distdl.tensors.connection import zeros_on
 
 
@@ -160,6 +161,7 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError(f"{name} needs out= of the result's dtype {result.dtype}; got one of {target.dtype}")
         if not target.numel() and type(target) is GlobalTensor is type(result):
             target._block, target._layout, target._strides = result._block.to(target.dtype), result._layout, ()
+            lies_alone(target)
             continue
         if not target.numel() and type(target) is torch.Tensor:
             target.resize_(result.shape)

@@ -24,7 +24,7 @@ from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
 from distdl.globals.tensor import GlobalTensor, is_leaf
-from distdl.globals.ties import note_copied, note_written
+from distdl.globals.ties import check_apart, lies_alone, note_copied, note_written
 from distdl.globals.writes import Writes
 from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
@@ -178,7 +178,7 @@ def _spread(
         if described.strides:
             y._strides = described.strides
         if described.view >= 0:  # what is written into it would not reach the tensor that it is a view of
-            note_copied(found[described.view], y)
+            note_copied(found[described.view], y, placed=False)
         return y
     if resized:
         if not x.is_contiguous():
@@ -187,7 +187,9 @@ def _spread(
                 ".contiguous() first"
             )
         x._block, x._layout, x._strides = block, target, ()
+        lies_alone(x)
     elif block is not x._block:
+        check_apart(x, name)
         # (into a leaf, torch writes without a gradient only)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not (x._block.requires_grad and is_leaf(x))):
             x._block.copy_(block)

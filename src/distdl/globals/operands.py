@@ -30,7 +30,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
     Raises: RuntimeError if it is not what it seems to be (see :func:`check_usable`).
     """
-    if is_leaf(x) or "_ties" in x.__dict__:
+    if is_leaf(x) or "_ties" in x.__dict__ or ("_memory" in x.__dict__ and x._memory.family is not None):
         check_usable(x)
     return x._block
 

@@ -90,9 +90,6 @@ class _Standing:
     def holds(self) -> bool:
         return True
 
-    def base_of(self, x: GlobalTensor) -> None:
-        """Views of the one are no views of the other."""
-
     def written(self, x: GlobalTensor, name: str) -> None:
         """Write what a function has written into the global tensor, or into a view of it."""
         with torch.no_grad():

@@ -29,16 +29,10 @@ _raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__s
 
 
 class Tie(Protocol):
-    """What ties a global tensor to one that shares cells with it in torch, and here does not.
-
-    The cells of that one had to move (see :mod:`distdl.globals.ties`), or it is whole on every worker.
-    """
+    """What ties a global tensor to a plain one, whole on every worker, that is the same tensor in torch."""
 
     def holds(self) -> bool:
         """Whether there may still be anything to say."""
-
-    def base_of(self, x: GlobalTensor) -> GlobalTensor | None:
-        """What x should be a view of, if it should be one."""
 
     def written(self, x: GlobalTensor, name: str) -> None:
         """Take note of a function that has written x."""
@@ -73,6 +67,7 @@ class GlobalTensor(torch.Tensor):
     _offset: int  # how many elements lie before it in that memory, if any
     _ties: list[Tie]
     _wants: bool  # whether it says that it requires a gradient
+    _memory: Any  # what it has in common with its views: ties.Memory
     _known: Any  # what all workers know of its values: bounds.Known
 
     def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
@@ -142,7 +137,9 @@ class GlobalTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor and all(
             type(one) is cls for one in args
         ):  # as parametrisations do
-            args[0]._block.data = args[1].redistribute(args[0]._layout)._block.detach()
+            from distdl.globals.functions.attributes import share_data
+
+            share_data(*args)
             return args[0]
         if (
             func is torch.ops.aten._local_scalar_dense.default
@@ -386,3 +383,6 @@ def check_usable(x: GlobalTensor) -> None:
         )
     for tie in x.__dict__.get("_ties", ()):
         tie.check(x)
+    memory = x.__dict__.get("_memory")
+    if memory is not None and memory.family is not None:
+        memory.check(x)

@@ -3,68 +3,145 @@
 from __future__ import annotations
 
 import weakref
+from math import prod
 
 import torch
 
+from distdl.geometry.regions import Region, meet, overlaps_itself
 from distdl.globals.tensor import GlobalTensor, note_requires
 
 
-class _Moved:
-    """A tensor, and one that in torch would be a view of it, and has cells of its own, because they had to move.
+class Memory:
+    """What a tensor and its views have in common: their cells.
 
-    What is written into one of them does not reach the other, which is an error as soon as that is used. Who writes
-    into a block (``x.to_local().zero_()``) tells nobody, but torch counts the writes.
+    Attributes:
+        family: all that would be the same memory in torch; None as long as there is no other.
+        scattered: how many elements share one place in torch that have several here: 1 if none do, 0 if nobody knows.
     """
 
-    __slots__ = ("_base", "_base_writes", "_copy", "_copy_writes", "_why_base", "_why_copy")
+    __slots__ = ("__weakref__", "_missed", "_placed", "family", "scattered")
 
-    def __init__(self, base: GlobalTensor, copy: GlobalTensor) -> None:
-        self._base, self._base_writes = weakref.ref(base), writes_of(base._block)
-        self._copy, self._copy_writes = weakref.ref(copy), writes_of(copy._block)
-        self._why_base = self._why_copy = ""
-
-    def holds(self) -> bool:
-        """Whether both are still there, or the one that is does not have the values that it should."""
-        base, copy = self._base(), self._copy()
-        return (base is not None and (copy is not None or bool(self._why_base))) or (
-            copy is not None and bool(self._why_copy)
-        )
-
-    def base_of(self, x: GlobalTensor) -> GlobalTensor | None:
-        """What a tensor should be a view of, if it is the one that should."""
-        return self._base() if x is self._copy() else None
-
-    def written(self, x: GlobalTensor, name: str) -> None:
-        """Take note of a function that has written one of them."""
-        if x is self._copy():
-            self._why_base = (
-                f"{name} has written in place into what in torch would be a view of this tensor; its cells had moved "
-                f"to other workers, so this tensor does not have the new values. Use the result of {name} instead, or "
-                "a clone before it"
-            )
-        else:
-            self._why_copy = (
-                f"{name} has written in place into the tensor of which this one would be a view in torch; the cells of "
-                "this one had moved to other workers before, so it does not have the new values. Take it again behind "
-                f"{name}, or write into a clone"
-            )
+    def __init__(self, source: Memory | None = None, placed: bool = True) -> None:
+        """
+        Args:
+            source: that of which this is a copy.
+            placed: whether the strides and the offset of a tensor say where in torch's memory it lies.
+        """
+        self._missed: list[tuple[Region | None, str]] = []  # what has been written elsewhere, and why it is not here
+        self._placed = placed
+        self.family: _Family | None = None
+        self.scattered = 1
+        if source is not None:
+            source.family = source.family or _Family(source)
+            self.family = source.family
+            self.family.join(self)
+            self._placed = placed and source._placed
+            self.scattered = source.scattered
 
     def check(self, x: GlobalTensor) -> None:
-        """Check that the other one has not been written.
+        """Check that x, which lies here, has the values that it has in torch.
 
         Raises: RuntimeError.
         """
-        base, copy = self._base(), self._copy()
-        if x is copy:
-            if not self._why_copy and base is not None and writes_of(base._block) != self._base_writes:
-                self.written(base, "a function of a block (to_local)")
-            why = self._why_copy
-        else:
-            if not self._why_base and copy is not None and writes_of(copy._block) != self._copy_writes:
-                self.written(copy, "a function of a block (to_local)")
-            why = self._why_base
-        if why:
-            raise RuntimeError(why)
+        if self.family is not None:
+            self.family.look()
+            if self.family.is_alone() and not self._missed:
+                self.family = None
+        if self._missed:
+            own = self.region_of(x)
+            for region, why in self._missed:
+                if region is None or own is None or meet(own, region):
+                    raise RuntimeError(why)
+
+    def region_of(self, x: GlobalTensor) -> Region | None:
+        """Where in torch's memory a tensor lies, as far as that is known."""
+        if not self._placed:
+            return None
+        own = x.__dict__
+        return Region.of(tuple(x.shape), own.get("_strides", ()), own.get("_offset", 0), x.dtype.itemsize)
+
+    def miss(self, region: Region | None, why: str) -> None:
+        """Take note of what has been written elsewhere."""
+        if all(region != known for known, _ in self._missed):
+            self._missed.append((region, why))
+
+
+class _Family:
+    """Memories that would be one in torch. The cells of the first one have moved, and so the others are copies.
+
+    What is written into one of them does not reach the others, which is an error as soon as those of their cells are
+    used. Who writes into a block (``x.to_local().zero_()``) tells nobody, but torch counts the writes.
+    """
+
+    def __init__(self, first: Memory) -> None:
+        self._members = [weakref.ref(first)]
+        self._counts: list[_Count] = []
+
+    def join(self, copy: Memory) -> None:
+        self._members = [one for one in self._members if one() is not None] + [weakref.ref(copy)]
+
+    def count(self, x: GlobalTensor, memory: Memory, copy: Memory) -> None:
+        """Count how often the block of x is written, which lies in a memory, because a copy of it has been made."""
+        self._counts.append(_Count(x._block, weakref.ref(memory), weakref.ref(copy)))
+
+    def is_alone(self) -> bool:
+        """Whether only one is left."""
+        return not self._counts and sum(one() is not None for one in self._members) == 1
+
+    def look(self) -> None:
+        """Find out whether blocks have been written."""
+        for one in self._counts:
+            if one.come():
+                self._tell(one.memory(), None, "a function of a block (to_local)")
+        self._counts = [one for one in self._counts if one.copy() is not None]
+
+    def written(self, memory: Memory, region: Region | None, name: str) -> None:
+        """Take note of a function that has written into one of the memories."""
+        self._tell(memory, region, name)
+        for one in self._counts:
+            one.come()
+
+    def _tell(self, memory: Memory | None, region: Region | None, name: str) -> None:
+        why = _INTO_COPY  # (for those that were there before)
+        for ref in self._members:
+            one = ref()
+            if memory is not None and one is memory:
+                why = _INTO_BASE
+            elif one is not None:
+                one.miss(region, why.format(name))
+
+
+class _Count:
+    """How often a block has been written, whatever becomes of it: all views of its memory count together in torch.
+
+    Attributes:
+        memory: in which it lies.
+        copy: because of which that is counted.
+    """
+
+    __slots__ = ("_block", "_writes", "copy", "memory")
+
+    def __init__(self, block: torch.Tensor, memory: weakref.ref[Memory], copy: weakref.ref[Memory]) -> None:
+        self._block = block.detach()
+        self._block.data = self._block.new_empty(0)  # (so that the block may go; torch counts the same writes on)
+        self._writes = writes_of(self._block)
+        self.memory, self.copy = memory, copy
+
+    def come(self) -> bool:
+        """Whether there were writes since this was asked last."""
+        before, self._writes = self._writes, writes_of(self._block)
+        return self._writes != before
+
+
+_INTO_COPY = (
+    "{0} has written in place into what in torch would be a view of this tensor; its cells had moved to other workers, "
+    "so this tensor does not have the new values. Use the result of {0} instead, or a clone before it"
+)
+_INTO_BASE = (
+    "{0} has written in place into the tensor of which this one would be a view in torch, or into another view of it; "
+    "cells had moved to other workers before, so this one does not have the new values. Take it again behind {0}, or "
+    "write into a clone"
+)
 
 
 def writes_of(x: torch.Tensor) -> int:
@@ -72,23 +149,58 @@ def writes_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def note_copied(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move."""
-    above = _lies_in(x)
-    # (what is a copy of a copy should be a view of what the first one is a copy of)
-    above += [base for one in above for tie in one.__dict__.get("_ties", ()) if (base := tie.base_of(one)) is not None]
-    for base in reversed(above):
-        _tie(base, y)
+def memory_of(x: GlobalTensor) -> Memory:
+    found: Memory | None = x.__dict__.get("_memory")
+    if found is None:
+        found = x._memory = Memory()
+    return found
+
+
+def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
+    """Take note that y, which in torch would be a view of x, has cells of its own, because they had to move.
+
+    Args:
+        placed: whether the strides and the offset of y say where in torch's memory it lies.
+    """
+    memory = memory_of(x)
+    own = y._memory = Memory(memory, placed)
+    strides = x.__dict__.get("_strides", ())
+    if strides and own.scattered == 1 and overlaps_itself(tuple(x.shape), strides):
+        own.scattered = _in_one_place(x)
+    for one in (*_lies_in(x), y):
+        lies_in = one.__dict__.get("_memory")
+        if own.family is not None and lies_in in (memory, own):
+            own.family.count(one, lies_in, own)
+
+
+def lies_alone(x: GlobalTensor) -> None:
+    """Take note that x has memory of its own from now on."""
+    x.__dict__.pop("_memory", None)
+
+
+def lies_with(x: GlobalTensor, y: GlobalTensor) -> None:
+    """Take note that x has the memory of y from now on."""
+    x._memory = memory_of(y)
+
+
+def note_scattered(y: GlobalTensor) -> None:
+    """Take note that the elements of a copy that lie in one place in torch have several here."""
+    memory_of(y).scattered = _in_one_place(y)
+
+
+def _in_one_place(x: GlobalTensor) -> int:
+    """How many elements lie in one place: of each one as many, if x has been expanded. 0 for others."""
+    strides = x.__dict__.get("_strides", ())
+    shares = [n for n, step in zip(x.shape, strides, strict=False) if n > 1 and not step]
+    rest = [(n, step) for n, step in zip(x.shape, strides, strict=False) if n > 1 and step]
+    return 0 if overlaps_itself(tuple(n for n, _ in rest), tuple(step for _, step in rest)) else prod(shares)
 
 
 def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
-    """Take note of a view of x; if x should be a view of another tensor, too, so should y."""
+    """Take note of a view of x."""
     above = x.__dict__.get("_views_of", ())
     y._views_of = (weakref.ref(x), *(one for one in above if one() is not None))
-    for tie in x.__dict__.get("_ties", ()):
-        base = tie.base_of(x)
-        if base is not None:
-            _tie(base, y)
+    y._memory = memory_of(x)
 
 
 def _lies_in(x: GlobalTensor) -> list[GlobalTensor]:
@@ -104,13 +216,8 @@ def base_of(x: GlobalTensor) -> GlobalTensor | None:
     return None if base is x else base
 
 
-def _tie(base: GlobalTensor, copy: GlobalTensor) -> None:
-    tie = _Moved(base, copy)
-    for one in (base, copy):
-        one._ties = [*(other for other in one.__dict__.get("_ties", ()) if other.holds()), tie]
-
-
-_WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", "an assignment to a part", "fill_diagonal_"])
+_OF_PART = "an assignment to a part"  # (of which the functions that write the part have taken note)
+_WRITE_EXPANDED = frozenset(["fill_", "zero_", "masked_fill_", _OF_PART, "fill_diagonal_"])
 
 
 def check_written(x: GlobalTensor, name: str = "") -> None:
@@ -126,6 +233,29 @@ def check_written(x: GlobalTensor, name: str = "") -> None:
         )
 
 
+def write_back(x: GlobalTensor, y: GlobalTensor, name: str) -> GlobalTensor:
+    """Write into all of x what a function has made of it that writes into x in torch.
+
+    Raises: RuntimeError; see :func:`check_apart`.
+    """
+    check_apart(x, name)
+    x.copy_(y)
+    return x
+
+
+def check_apart(x: GlobalTensor, name: str) -> None:
+    """Check that a function writes into no windows that overlap: torch's would read what it has written.
+
+    Raises: RuntimeError.
+    """
+    strides = x.__dict__.get("_strides", ())
+    if strides and 0 not in strides and overlaps_itself(tuple(x.shape), strides):
+        raise RuntimeError(
+            f"{name} would write into windows that overlap, where several elements of a tensor lie in one place, and "
+            "its result would depend on their order. Please clone() the tensor before"
+        )
+
+
 def note_written(x: GlobalTensor, name: str) -> None:
     """Take note of a function that has written a global tensor in place (or may have: it returned its argument).
 
@@ -137,7 +267,25 @@ def note_written(x: GlobalTensor, name: str) -> None:
         check_written(x, name)
     if "_known" in x.__dict__:
         x._known.written()
+    memory: Memory | None = x.__dict__.get("_memory")
+    if memory is not None and memory.family is not None and name != _OF_PART:
+        memory.family.written(memory, memory.region_of(x), name)
+        if memory.scattered != 1 and x.numel():
+            _check_all_written(x, memory.scattered, name)
     if "_ties" in x.__dict__ or "_views_of" in x.__dict__:
         for one in _lies_in(x):
             for tie in one.__dict__.get("_ties", ()):
                 tie.written(one, name)
+
+
+def _check_all_written(x: GlobalTensor, count: int, name: str) -> None:
+    """Check that a function has written all elements that lie in one place in torch, and the same into each.
+
+    Raises: RuntimeError.
+    """
+    written = _in_one_place(x) if "_strides" in x.__dict__ else 1
+    if name not in ("fill_", "zero_") or written != count:
+        raise RuntimeError(
+            f"{name} writes a tensor of which several elements lie in one place in torch; their cells had moved to "
+            "other workers, and others do not have the new values. Please clone() the tensor before"
+        )

@@ -10,10 +10,10 @@ import torch
 from distdl.globals.entry import full_tensor
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.replicas import plain_of
-from distdl.globals.strides import of_memory, same_strides, strides_of, whole_view
+from distdl.globals.strides import of_memory, offset_of, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import base_of
+from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied
 
 _READ = """
 grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
@@ -114,9 +114,31 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     x, value = args
     if not isinstance(value, torch.Tensor) or value.shape != x.shape:
         raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
-    part = part_of(value, x._layout, "data").detach()
-    x._block.data = part if type(value) is GlobalTensor else part.clone()
-    x._strides = strides_of(value) if type(value) is GlobalTensor else ()
+    share_data(x, value)
+
+
+def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
+    """Let x have the cells of a tensor: those of a global one themselves, as in torch, and a copy of a plain one's.
+
+    A tensor that has a gradient stays where it is: if the cells have to move there, it is a copy, too.
+    """
+    if type(value) is not GlobalTensor:
+        x._block.data = part_of(value, x._layout, "data").detach().clone()
+        x._strides, x._offset = (), 0
+        lies_alone(x)
+        return
+    moves = value._layout is not x._layout
+    stays = x._block.requires_grad or x._block.grad is not None
+    if not stays:
+        x._block, x._layout = block_of(value).data, value._layout
+    else:
+        x._block.data = part_of(value, x._layout, "data").detach()
+    x._strides, x._offset = strides_of(value), offset_of(value)
+    if moves and stays:
+        lies_alone(x)
+        note_copied(value, x)
+    else:
+        lies_with(x, value)
 
 
 _data: Any = torch.Tensor.data

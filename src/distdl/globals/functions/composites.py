@@ -20,6 +20,7 @@ from distdl.globals.functions.shapes import expanded
 from distdl.globals.nested import map_tensors
 from distdl.globals.table import TABLE, Handler, composite, handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import write_back
 
 
 def _made_of_others(func: Any) -> Handler:
@@ -43,7 +44,8 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return write(func, args, kwargs, x, (args, kwargs))
     judged(func, args, kwargs)
     before = x.clone() if x.requires_grad else x  # (of which a derivative may need the old values)
-    return x.copy_(getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs))
+    y = getattr(torch.Tensor, func.__name__.removesuffix("_"))(before, *args[1:], **kwargs)
+    return write_back(x, y, func.__name__)
 
 
 @handles("put", "torch Tensor")

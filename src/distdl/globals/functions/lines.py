@@ -18,7 +18,7 @@ from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_written
+from distdl.globals.ties import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
 
 
@@ -152,7 +152,7 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return input
         block = getattr(torch.Tensor, name)(block, dim, there, given, *rest, **more)
         z = GlobalTensor._of(block, y._layout)
-        return input.copy_(z) if in_place else z
+        return write_back(input, z, func.__name__) if in_place else z
 
     y: GlobalTensor = run(*args, **kwargs)
     return y
@@ -199,7 +199,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         else:
             block = block + zeros_on(source, ()).to(block.dtype)
         z = GlobalTensor._of(block, y._layout)
-        return z if func.__name__ == name else input.copy_(z)
+        return z if func.__name__ == name else write_back(input, z, func.__name__)
 
     y: GlobalTensor = run(*args, **kwargs)
     return y

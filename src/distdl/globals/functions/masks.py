@@ -22,6 +22,7 @@ from distdl.globals.operands import block_of, moved
 from distdl.globals.strides import note_picked
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import write_back
 from distdl.partition.sharing import gather_values
 
 
@@ -196,7 +197,7 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         if source.numel() < count:
             raise RuntimeError("masked_scatter: expected self and source to have the same number of elements")
         y = reshaped(_replaced(rows, source.reshape(-1)[:count]), shape)
-        return input.copy_(y) if in_place else y
+        return write_back(input, y, func.__name__) if in_place else y
 
     return run(*args, **kwargs)
 

@@ -31,7 +31,7 @@ from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of
 from distdl.globals.table import REPLICATED, TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_written
+from distdl.globals.ties import note_written, write_back
 from distdl.ops.dropout import masked
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.draws import Draw, seed
@@ -256,7 +256,8 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slope = random_like(input, between(lower, upper, input.dtype))
         block = block_of(input)
         y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
-        return input.copy_(GlobalTensor._of(y, input._layout)) if inplace else GlobalTensor._of(y, input._layout)
+        z = GlobalTensor._of(y, input._layout)
+        return write_back(input, z, "rrelu_") if inplace else z
 
     return run(*args, **kwargs)
 

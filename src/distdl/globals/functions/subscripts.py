@@ -21,7 +21,7 @@ from distdl.globals.operands import block_of, entire
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import check_written, note_written
+from distdl.globals.ties import check_written, note_written, write_back
 from distdl.tensors.connection import zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
@@ -231,11 +231,11 @@ def _write_at(x: GlobalTensor, index: tuple[Any, ...], value: Any) -> None:
         dims = masked.mask.dim()
         if masked.at:
             y = y.movedim([masked.at + dim for dim in range(dims)], list(range(dims)))
-        y.copy_(written_by(y, masked.mask, value))
+        write_back(y, written_by(y, masked.mask, value), "an assignment at a mask")
         return
     chosen = _chosen(index, x.shape)
     y = part(x, chosen.basic)
-    y.copy_(with_cells(y, chosen.cells, value, False))
+    write_back(y, with_cells(y, chosen.cells, value, False), "an assignment at indices")
 
 
 def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any, accumulate: bool) -> GlobalTensor:
@@ -307,7 +307,7 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
             if y.dim() > input.dim():  # the dims of truths
                 y = part(y, tuple(0 if step is None else step for step in chosen.basic))
-        return input.copy_(y) if in_place else y
+        return write_back(input, y, func.__name__) if in_place else y
 
     return run(*args, **kwargs)
 

@@ -67,9 +67,6 @@ class _HandedOut:
     def holds(self) -> bool:
         return self._out > 0 or bool(self._why)
 
-    def base_of(self, x: GlobalTensor) -> None:
-        """Views of the one are no views of the other."""
-
     def written(self, x: GlobalTensor, name: str) -> None:
         """The parameter has been written: what was handed out stays what it was."""
 

@@ -1,0 +1,205 @@
+"""Tensors that share cells in torch: what is written into one is in the other, or an error where that is used."""
+
+import pytest
+import torch
+from launched import assert_close, on_workers, split
+from same import noise
+
+import distdl
+
+x46, x64 = noise(4, 6), noise(6, 4)
+
+
+def _of(place):
+    """Two tensors of one shape, of which the second lies on other workers where they are global."""
+    x = place(x46)
+    return x, (split(x64, 2, 1) if type(x) is distdl.GlobalTensor else x64.clone()).t()
+
+
+SHARES = {
+    "data": lambda x, y: setattr(x, "data", y),
+    "data of data": lambda x, y: setattr(x, "data", y.data),
+    "set_": lambda x, y: x.set_(y),
+}
+WRITES = {
+    "one": lambda x, y: x.add_(1),
+    "other": lambda x, y: y.add_(1),
+    "view of one": lambda x, y: x[1:].mul_(2),
+    "view of other": lambda x, y: y.t()[2:].mul_(2),
+    "data of one": lambda x, y: x.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+@on_workers
+def test_what_is_given_as_data_is_shared(share, write):
+    """Also where it lies on other workers, in another order, and where what it replaces had views."""
+    found = []
+    for place in (lambda x: split(x, 2, 1), lambda x: split(x, 1, 2), torch.clone):
+        x, y = _of(place)
+        before = x[:2]
+        share(x, y)
+        before.zero_()
+        write(x, y)
+        found.append([x, y, before, x.t() * 2, torch.tensor([*x.stride(), x.storage_offset()])])
+    for ours in found[:2]:
+        for one, other in zip(ours, found[2], strict=True):
+            assert_close(one, other)
+
+
+@on_workers
+def test_the_data_of_a_leaf_stays_where_its_gradient_is():
+    """So what lies elsewhere is copied there, and says so when it is used later."""
+    for written, stale in ((0, 1), (1, 0)):
+        x, y = _of(split)
+        x.requires_grad_()
+        (x * x).sum().backward()
+        x.data = y
+        assert_close(x, x64.t())
+        assert_close(x.grad, 2 * x46)
+        pair = (x, y)
+        with torch.no_grad():
+            pair[written].add_(1)
+        with pytest.raises(RuntimeError, match="has written in place"):
+            pair[stale].sum()
+        assert_close(pair[written], x64.t() + 1)
+
+
+@on_workers
+def test_copies_follow_the_data_that_a_tensor_has():
+    """Those of what is shared, and no longer those of what was replaced."""
+    x, y = split(x46, 1, 3), split(x46, 1, 3)
+    old, new = x.view(24), y.view(24)
+    x.data = y
+    x.add_(1)
+    assert_close(old, x46.view(24))
+    with pytest.raises(RuntimeError, match="has written in place"):
+        new.sum()
+    x.view(24).add_(1)
+    for stale in (x, y):
+        with pytest.raises(RuntimeError, match="has written in place"):
+            stale.sum()
+    assert_close(old, x46.view(24))
+
+
+@on_workers
+def test_parts_that_were_taken_before_a_write_are_refused():
+    x = split(x46, 1, 3) * 1
+    first, last, moved, other = x[:2], x[2:], x.view(24), x.view(3, 8)
+    moved[:12].zero_()
+    for stale in (first, x, other):
+        with pytest.raises(RuntimeError, match="has written in place"):
+            stale.sum()
+    assert_close(last, x46[2:])
+    del x, first
+    last.zero_()
+    with pytest.raises(RuntimeError, match="has written in place"):
+        moved.sum()
+
+
+@on_workers
+def test_parts_without_a_common_cell_are_told_apart():
+    """As queries, keys and values are, of which one is reshaped, and scaled in place."""
+    x = split(x64, 2, 1) * 1
+    q, k, v = x.chunk(3, 1) if x.shape[1] % 3 == 0 else x.split([1, 1, 2], 1)
+    moved = v.flatten()
+    q.mul_(2)
+    assert_close(moved, x64[:, 2:].flatten())
+    x = split(x46, 1, 3) * 1
+    q, k = x.chunk(2)
+    k = k.view(12)
+    q.mul_(2)
+    assert_close(k, x46[2:].reshape(12))
+    k.mul_(3)
+    assert_close(q, 2 * x46[:2])
+    with pytest.raises(RuntimeError, match="has written in place"):
+        x.sum()
+
+
+@on_workers
+def test_what_is_written_into_a_block_is_noticed_when_its_tensor_has_gone():
+    def both():
+        x = split(x46, 1, 3) * 1
+        return x, x[1:], x.view(24)
+
+    for place, rest in ((0, 2), (1, 2), (2, 1)):
+        found = [*both()]
+        left = found[rest]
+        found[place].to_local().zero_()
+        del found
+        if left.layout.active:  # (of the others, no block was written)
+            with pytest.raises(RuntimeError, match="has written in place"):
+                left.to_local()
+
+
+@on_workers
+def test_copies_of_expanded_tensors_are_written_whole_or_not_at_all():
+    """Elements that lie in one place in torch are on several workers."""
+
+    def copied():
+        return split(x46[:1], 1, 2).expand(3, 6).view(3, 2, 3, 1).view(3, 3, 2)
+
+    for expanded in (lambda: split(x46[:1], 1, 2).expand_as(split(x46[:3].contiguous(), 3, 1)), copied):
+        for write in (
+            lambda y: y[0].add_(1),
+            lambda y: y[1:].fill_(2),
+            lambda y: y.__setitem__(0, 7.0),
+            lambda y: y.masked_fill_(torch.tensor([True, False, False]).view(3, *[1] * (y.dim() - 1)), 1.0),
+        ):
+            y = expanded()
+            with pytest.raises(RuntimeError, match=r"one place in torch|single memory location"):
+                write(y)
+        for write in (torch.Tensor.zero_, lambda y: y.fill_(3), lambda y: y[:, 1:].fill_(2)):
+            y, whole = expanded(), x46[:1].clone().expand(3, 6)
+            whole = whole if y.dim() == 2 else whole.view(3, 3, 2)
+            write(y)
+            write(whole)
+            assert_close(y, whole)
+
+
+WINDOWED = {
+    "cumsum_": lambda y: y.cumsum_(0),
+    "index_add_": lambda y: y.index_add_(0, torch.tensor([0]), torch.ones_like(y[:1])),
+    "index_copy_": lambda y: y.index_copy_(0, torch.tensor([1]), y[:1] * 2),
+    "index_put_": lambda y: y.index_put_((torch.tensor([0]),), y[1] * 2),
+    "at indices": lambda y: y.__setitem__(torch.tensor([0]), 3.0),
+    "at a mask": lambda y: y.__setitem__(torch.ones(3, 3, dtype=torch.bool), 3.0),
+    "tril_": lambda y: y.tril_(),
+    "masked_scatter_": lambda y: y.masked_scatter_(torch.ones(3, 3, dtype=torch.bool), y.clone()),
+}
+
+
+@pytest.mark.parametrize("write", WINDOWED.values(), ids=WINDOWED)
+@on_workers
+def test_windows_that_overlap_are_written_element_by_element_only(write):
+    whole = noise(5, 2)
+    for grid in ((1, 2), (2, 1)):
+        x = split(whole, *grid) * 1
+        y = x.unfold(0, 3, 1)[:, 1]
+        with pytest.raises(RuntimeError, match=r"windows that overlap|has written in place"):
+            write(y)
+            x.sum()
+        assert grid == (2, 1) or torch.equal(x.full_tensor(), whole)
+    x, y = split(whole, 1, 2) * 1, whole.clone()
+    for one in (x, y):
+        one.unfold(0, 3, 1)[1].mul_(2)
+        one.unfold(0, 3, 1)[2, 0] = 5.0
+        one.unfold(0, 2, 2).add_(1)
+    assert_close(x, y)
+
+
+@on_workers
+def test_broadcast_tensors_are_views():
+    found = []
+    for place in (split, torch.clone):
+        x, row = place(x46), place(x46[:1]) if place is torch.clone else split(x46[:1], 1, 2)
+        wide, low = torch.broadcast_tensors(x, row)
+        wide[1:] = 3.0
+        low[0, 1:3] = 7.0
+        assert low.stride() == (0, 1)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+            low.add_(1)
+        found.append([x, row, wide, low])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
