@@ -1,12 +1,14 @@
 """Modules that a distributed model gets later: those that its forward makes, and those that a user puts into it."""
 
 import copy
+import time
 
 import pytest
 import torch
 from nets import assert_close, assert_identical, assert_same_state, network, partition, run
 from same import noise
 from torch import nn
+from torch.nn.utils import parametrize
 
 import distdl
 
@@ -103,3 +105,45 @@ def test_fallbacks_name_the_path_of_a_later_module():
             model(distdl.distribute_tensor(noise(1, 2, 7), P))
 
     run(work)
+
+
+class _Symmetric(torch.nn.Module):
+    def forward(self, w):
+        return w.triu() + w.triu(1).T
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_parametrisations_are_cached_for_each_thread(weights):
+    """A worker that is still in the context of torch's cache does not keep the old weights of those that have left."""
+
+    def outcome(model, x, leave=lambda: None):
+        parametrize.register_parametrization(model, "weight", _Symmetric())
+        found = []
+        for _ in range(2):
+            with parametrize.cached():
+                assert model.weight is model.weight
+                found.append(model(x).sum())
+                leave()
+            assert not torch.is_grad_enabled() or model.weight is not model.weight
+            with torch.no_grad():
+                model.parametrizations.weight.original.mul_(2)
+            found.append(model(x).sum())
+        return found
+
+    def made():
+        model = torch.nn.Linear(4, 4, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(noise(4, 4))
+        return model
+
+    expected = outcome(made(), noise(6, 4))
+
+    def work():
+        world = distdl.world()
+        P = world[:2].reshape(2, 1)
+        model = distdl.distribute(made(), P, weights=weights)
+        found = outcome(model, distdl.distribute_tensor(noise(6, 4), P), lambda: time.sleep(0.05 * world.rank))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)

@@ -13,11 +13,13 @@ from distdl.globals.models import (
 )
 from distdl.globals.register import register
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors import caching
 
 own_functions.install()
 numbers.install()
 following.install()
 initial.install()
+caching.install()
 
 __all__ = [
     "GlobalTensor",

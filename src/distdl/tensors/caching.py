@@ -1,0 +1,64 @@
+"""What torch computes once in ``with parametrize.cached():``, for each thread.
+
+Torch has one count and one cache for all threads of the process. So a worker that has left the context would go on with
+weights of before, as long as another worker is in it, and exchange other messages than that.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+
+class _Cache(threading.local):
+    """The parametrised tensors that this thread has computed."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.tensors: dict[tuple[int, str], torch.Tensor] = {}
+
+    def get(self, key: tuple[int, str]) -> torch.Tensor | None:
+        return self.tensors.get(key)
+
+    def __setitem__(self, key: tuple[int, str], tensor: torch.Tensor) -> None:
+        self.tensors[key] = tensor
+
+
+class _Depth:
+    """How many such contexts this thread is in, as torch counts them: ``depth += 1``, ``if depth:``.
+
+    As the last one ends (``depth -= 1``), torch would put a new cache in the place of that of all threads (``if not
+    depth:``). So the thread's own is emptied here.
+    """
+
+    def __init__(self, cache: _Cache) -> None:
+        self._cache = cache
+        self._leaving = threading.local()
+
+    def __iadd__(self, n: int) -> _Depth:
+        self._cache.depth += n
+        return self
+
+    def __isub__(self, n: int) -> _Depth:
+        self._cache.depth -= n
+        if not self._cache.depth:
+            self._cache.tensors.clear()
+        self._leaving.is_asked = True
+        return self
+
+    def __bool__(self) -> bool:
+        if getattr(self._leaving, "is_asked", False):  # (right behind -=)
+            self._leaving.is_asked = False
+            return True
+        return self._cache.depth > 0
+
+
+def install() -> None:
+    """Give each thread its own cache. Every place in torch looks these two up by name."""
+    module: Any = parametrize
+    if type(module._cache_enabled) is int:
+        module._cache = _Cache()
+        module._cache_enabled = _Depth(module._cache)
