@@ -93,3 +93,26 @@ def test_no_numbers():
     for make in (torch.zeros, torch.ones, torch.empty, torch.eye):
         with pytest.raises(TypeError):
             make(split(x2))
+
+
+COUNTED = [
+    lambda x, n: x.diff(n), lambda x, n: torch.diff(x, dim=n - 2), lambda x, n: functional.group_norm(x[:, :6], n),
+    lambda x, n: torch.fft.fft(x, n).abs(), lambda x, n: x.gather(n - 2, torch.tensor([[0, 2]])),
+    lambda x, n: torch.linalg.vector_norm(x, dim=n - 2), lambda x, n: x.median(n - 2)[0],
+    lambda x, n: x.quantile(0.5, n - 2), lambda x, n: torch.trapezoid(x, dx=n), lambda x, n: torch.cdist(x, x, p=n),
+    lambda x, n: torch.bincount((x[0] > 0).long(), minlength=n + 2), lambda x, n: x.nansum(n - 2),
+    lambda x, n: x.logcumsumexp(n - 2), lambda x, n: torch.gradient(x, dim=n - 2)[0],
+    lambda x, n: x.count_nonzero(n - 2), lambda x, n: functional.normalize(x, dim=n - 1),
+    lambda x, n: torch.take_along_dim(x, torch.zeros(1, 7, dtype=torch.long), n - 2),
+    lambda x, n: x.index_add(n - 2, torch.tensor([0]), x[:1]),
+    lambda x, n: x.scatter(n - 2, torch.zeros(1, 7, dtype=torch.long), 1.0),
+    lambda x, n: functional.cosine_similarity(x, x + 1, n - 1),
+    lambda x, n: functional.cross_entropy(x, torch.tensor([0, 1, 1, 2, 4]), ignore_index=n - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [lambda n: n, Global], ids=["plain", "global"])
+@pytest.mark.parametrize("function", COUNTED)
+def test_numbers_where_torch_says_that_it_wants_one(function, kind):
+    """In its signatures: of dims, counts and powers."""
+    assert_same(function, Global(x2), kind(TWO), falls_back=True)

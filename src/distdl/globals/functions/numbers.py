@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.replicas import plain_of
+from distdl.globals.signatures import Numbers, numbers_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
 
@@ -50,6 +52,23 @@ def _with_numbers(handler: Handler) -> Handler:
     return run
 
 
+def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
+    """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor."""
+
+    @wraps(handler)
+    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = [place for place, one in enumerate(args) if place in wanted.places and isinstance(one, torch.Tensor)]
+        names = [name for name, one in kwargs.items() if name in wanted.names and isinstance(one, torch.Tensor)]
+        if not (found or names):
+            return handler(func, args, kwargs)
+        args = tuple(number(one) if place in found else one for place, one in enumerate(args))
+        kwargs = {name: number(one) if name in names else one for name, one in kwargs.items()}
+        is_split = GlobalTensor in map(type, tensors_in((args, kwargs)))
+        return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
+
+    return run
+
+
 def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """A tensor that is the same on every worker."""
     given, named = map_tensors((args, kwargs), number)
@@ -59,8 +78,17 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def install() -> None:
-    """Let the handlers of these functions get numbers, and those of numbers alone have one."""
-    for function in named(_OF_ONE):
-        TABLE[function] = _with_numbers(TABLE[function])
+    """Let the handlers of these functions get numbers, and those of numbers alone have one.
+
+    And of all others, where their signatures say that they want numbers. (Functions of elements give them to torch's.)
+    """
+    of_one = frozenset(named(_OF_ONE))
+    for function, handler in [*TABLE.items()]:
+        if function in of_one:
+            TABLE[function] = _with_numbers(handler)
+        elif callable(function) and handler is not elementwise:
+            wanted = numbers_of(function)
+            if wanted.places or wanted.names:
+                TABLE[function] = _with_numbers_at(handler, wanted)
     for function in named(_OF_NONE, "torch"):
         TABLE[function] = _of_numbers
