@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from launched import Calling, on_workers, split
+from launched import Calling, assert_close, on_workers, split
 from same import noise
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -593,3 +593,72 @@ def test_a_function_differentiates_by_views_that_it_has_saved():
         model(x).square().sum().backward()
         assert torch.allclose(x.grad.full_tensor(), plain.grad)
         assert torch.allclose(model.weight.grad, alone.weight.grad)
+
+
+class _Entering(Function):
+    """Makes a global tensor of a plain one, and computes with it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition([1, 2])
+        return 2 * distdl.distribute_tensor(x, P)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 2 * dy + 0 * x
+
+
+def _checkpointed(call):
+    def run(model, x):
+        return checkpoint(lambda x, y: call(model, x + y), 2 * x, x.sin(), use_reentrant=True)
+
+    return run
+
+
+MADE_OF_PLAIN = {
+    "model": _checkpointed(lambda model, x: model(x)),
+    "two results": lambda model, x: torch.cat(
+        checkpoint(lambda x: (model(x), model(x.cos()).exp()), x, use_reentrant=True)
+    ),
+    "in another": lambda model, x: checkpoint(
+        lambda x: checkpoint(model, x, use_reentrant=True).sin(), 3 * x, use_reentrant=False
+    ),
+    "own": lambda model, x: model(_Entering.apply(x)),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("call", MADE_OF_PLAIN.values(), ids=MADE_OF_PLAIN)
+def test_functions_that_make_global_tensors_of_plain_ones(call, weights):
+    """As checkpoints with re-entry do of a distributed model that takes a plain tensor: x gets its whole gradient."""
+
+    def outcome(model, call):
+        x = x35.clone().requires_grad_()
+        y = call(model, x)
+        y.square().sum().backward()
+        return [y, x.grad, *(one.grad for one in model.parameters())]
+
+    def made():
+        return Calling(lambda model, x: model.inner(x) * model.w)
+
+    of_one = (lambda model, x: model(2 * x)) if call is MADE_OF_PLAIN["own"] else call
+    expected = outcome(made(), of_one)
+
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition([1, 2])
+        model = distdl.distribute(made(), P, weights=weights, fallback="error")
+        for ours, theirs in zip(outcome(model, call), expected, strict=True):
+            assert (ours is None) is (theirs is None)
+            if ours is not None:
+                assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+@on_workers
+def test_a_function_does_not_give_global_and_plain_tensors_of_plain_ones():
+    x = x35.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="CheckpointFunction takes plain tensors and gives plain and global ones"):
+        checkpoint(lambda x: (x * 2, _Entering.apply(x)), x, use_reentrant=True)

@@ -282,6 +282,51 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 leave_uncompiled(apply_whole)
 
 
+class _OfBlocks(Function):
+    """The node of blocks in the place of that of global tensors, which a function has made of plain ones."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: Any, layouts: Sequence[KnownLayout], blocks: Sequence[torch.Tensor], *inputs: Any
+    ) -> Any:
+        ctx.node, ctx.layouts = node, layouts
+        ctx.save_for_backward(torch.empty(0))
+        return tuple([block.detach() for block in blocks])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
+        node = ctx.node
+        found = node._forward_cls.backward(node, *map(GlobalTensor._of, gradients, ctx.layouts))
+        found = found if isinstance(found, tuple) else (found,)
+        return None, None, None, *(_whole(one) if isinstance(one, torch.Tensor) else None for one in found)
+
+
+def given_blocks(function: Any, args: tuple[Any, ...], y: Any) -> Any:
+    """What an autograd function gives that has made global tensors of plain ones, with a graph of blocks.
+
+    So does a checkpoint with re-entry of a distributed model that takes a plain tensor.
+
+    Raises: RuntimeError if it gives plain tensors that have a gradient, too.
+    """
+    results = list(y) if isinstance(y, tuple) else [y]
+    with torch._C.DisableTorchFunctionSubclass():
+        curved = [one for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+        node = curved[0].grad_fn if curved else None
+    if node is None:
+        return y
+    if any(type(one) is not GlobalTensor for one in results if isinstance(one, torch.Tensor)):
+        raise RuntimeError(
+            f"the autograd function {function.__name__} takes plain tensors and gives plain and global ones; give it a "
+            "global tensor, as distdl.distribute_tensor makes one"
+        )
+    places = [place for place, one in enumerate(results) if type(one) is GlobalTensor]
+    layouts, blocks = zip(*((results[place]._layout, results[place]._block) for place in places), strict=True)
+    for place, layout, block in zip(places, layouts, _OfBlocks.apply(node, layouts, blocks, *args), strict=True):
+        results[place] = GlobalTensor._of(block, layout)
+    return tuple(results) if isinstance(y, tuple) else results[0]
+
+
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -297,6 +342,7 @@ def install() -> None:
             if is_on_blocks() or any(map(may_be_block, args)):
                 return settle_ties(torch_apply(cls, *args, **kwargs))
             return apply_to_variables(partial(torch_apply, cls), args, kwargs, f"the autograd function {cls.__name__}")
-        return torch_apply(cls, *args, **kwargs)
+        y = torch_apply(cls, *args, **kwargs)
+        return given_blocks(cls, args, y) if GlobalTensor in map(type, y if type(y) is tuple else (y,)) else y
 
     known.apply = classmethod(apply)
