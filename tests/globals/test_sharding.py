@@ -709,6 +709,70 @@ def test_selective_checkpoints(kept, weights):
     distdl.run_workers(work, 4)
 
 
+def _attention(x):
+    x = x.flatten(2).mT
+    return nn.functional.scaled_dot_product_attention(x, x, x).mT
+
+
+def _pooled(x):
+    return nn.functional.interpolate(nn.functional.max_pool2d(x, 2), size=x.shape[2:], mode="bilinear").flatten(2)
+
+
+MIXED = {
+    "group norm": lambda x: nn.functional.group_norm(x, 2).flatten(2),
+    "instance norm": lambda x: nn.functional.instance_norm(x).flatten(2), "attention": _attention, "pooling": _pooled,
+    "windows": lambda x: nn.functional.avg_pool2d(x, 3, 1, 1).flatten(2), "sums": lambda x: (x - x.mean()).flatten(2),
+}  # fmt: skip
+_PRODUCTS = ["convolution", "bmm", "mm", "_safe_softmax", "native_group_norm", "add", "relu"]
+SAVING = {
+    "all": lambda name: True, "products": lambda name: name in _PRODUCTS, "copies": lambda name: "copy" in name,
+    "all but products": lambda name: name not in _PRODUCTS,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 2, 1), (2, 1, 1, 1)])
+@pytest.mark.parametrize("saves", SAVING.values(), ids=SAVING)
+@pytest.mark.parametrize("mixes", MIXED.values(), ids=MIXED)
+def test_selective_checkpoints_that_save_nearly_all(mixes, saves, grid):
+    """Of what our own functions consist of, nothing is counted: workers without cells compute it otherwise."""
+
+    def policy(context, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if saves(operator.__name__.split(".")[0]) else CheckpointPolicy.MUST_RECOMPUTE
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1).double()
+
+        def body(self, x):
+            return (x + mixes(self.conv(x).sin()).reshape(x.shape)).relu()
+
+        def forward(self, x):
+            made = functools.partial(create_selective_checkpoint_contexts, policy)
+            return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
+
+    def outcome(model, x):
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(noise(*parameter.shape, seed=number))
+        x.requires_grad_()
+        for _ in range(2):
+            (model(x) ** 2).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    theirs = outcome(nn.Sequential(Layer(), Layer()), noise(2, 4, 6, 5))
+
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).reshape(*grid)
+        model = distdl.distribute(nn.Sequential(Layer(), Layer()), P)
+        ours = outcome(model, distdl.distribute_tensor(noise(2, 4, 6, 5), P))
+        for one, other in zip(ours, theirs, strict=True):
+            whole = one.full_tensor() if type(one) is GlobalTensor else one
+            torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("kept", ["clone copy_ slice", "linear", ""])
 def test_a_selective_checkpoint_of_a_model_and_its_loss(kept, weights):

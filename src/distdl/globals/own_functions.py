@@ -163,6 +163,8 @@ def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
 
 
 class _Applied(Function):
+    observed = True  # (it is a user's)
+
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, given = call.forward(inputs)

@@ -13,6 +13,7 @@ import torch
 
 from distdl.ops.affine import combine, is_differentiated
 from distdl.tensors.function import Function
+from distdl.tensors.modes import unobserved
 
 
 class Measure(Function):
@@ -118,7 +119,10 @@ def _levels(counts: tuple[int, ...], dims: int, device: torch.device) -> list[tu
         dims: how many dims they get; pairs are the first.
     """
     levels, ones = [], [1] * (dims - 1)
-    with torch.inference_mode(False):  # autograd does not take what is made in that mode, and these are kept
+    with (
+        torch.inference_mode(False),
+        unobserved(),
+    ):  # autograd does not take what is made in that mode, and these are kept
         n = torch.tensor(counts, dtype=torch.float64, device="cpu")
         while len(n) > 1:
             half = len(n) // 2

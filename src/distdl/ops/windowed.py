@@ -26,6 +26,7 @@ from distdl.ops.keeping import WORTH, Place
 from distdl.partition import Layout
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function, gradients_of
+from distdl.tensors.modes import unobserved
 
 
 def are_full(*layouts: Layout) -> bool:
@@ -98,21 +99,24 @@ class Windowed:
 
 
 class _Windowed(Function):
+    observed = True  # (as torch's convolution is)
+
     @staticmethod
     def forward(
         ctx: Any, steps: Windowed, anchor: torch.Tensor | None, x: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
         fetch, parameters = steps.fetch, steps.parameters
         ctx.steps, ctx.began = steps, fetch.history
-        window, fetched = (x, None) if fetch.still else fetch.begin(x)
         used: Sequence[torch.Tensor] = weights
-        if parameters is not None:
-            vector, brought = parameters.begin(parameters.packed(weights))
-            brought.wait()
-            used = parameters.unpacked(vector)
-        if fetched is not None:
-            fetched.wait()
-        place = steps.place(x, window) if window is not x and window.nbytes >= WORTH else None
+        with unobserved():
+            window, fetched = (x, None) if fetch.still else fetch.begin(x)
+            if parameters is not None:
+                vector, brought = parameters.begin(parameters.packed(weights))
+                brought.wait()
+                used = parameters.unpacked(vector)
+            if fetched is not None:
+                fetched.wait()
+            place = steps.place(x, window) if window is not x and window.nbytes >= WORTH else None
         ctx.place = place
         # (what was passed is saved for second derivatives, too)
         if place is None:

@@ -15,6 +15,7 @@ import torch
 
 from distdl.partition.encoding import decode, encode
 from distdl.partition.meeting import meet, padded
+from distdl.tensors.modes import hidden
 from distdl.transport.communicator import Communicator, Group
 from distdl.transport.folding import fold
 
@@ -29,6 +30,7 @@ _REDUCTIONS: dict[str, tuple[Callable[[Iterable[int]], int], _Combine, _Combine]
 }
 
 
+@hidden
 def broadcast_value(comm: Communicator, members: Group, call: str, root: int, value: Any) -> Any:
     """The value of one of the members, on all of them.
 
@@ -45,6 +47,7 @@ def broadcast_value(comm: Communicator, members: Group, call: str, root: int, va
     return _value_of(root, content.numpy().tobytes())
 
 
+@hidden
 def gather_values(comm: Communicator, members: Group, call: str, value: Any, shown: str = "") -> list[Any]:
     """The values of all members, in their order, on every member.
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from distdl.tensors.modes import is_selective, unobserved
+
 
 class Function(torch.autograd.Function):
     """``torch.autograd.Function`` whose ``apply`` costs less.
@@ -15,10 +17,17 @@ class Function(torch.autograd.Function):
     Python, some 2 us. What moves between workers or is computed on blocks is none (an agreement refuses it).
     """
 
+    observed = False
+    """Whether a selective checkpoint sees the operators in it, and may save what they give. Then none of them may write
+    into what another one gives, nor receive a message."""
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
+        if torch._C._len_torch_dispatch_stack() and not cls.observed and is_selective():
+            with unobserved():
+                return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (of a base in C)
 
     @staticmethod

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def unobserved() -> AbstractContextManager[Any]:
     """A context for what a worker computes once (set-ups), or as messages arrive: no mode of others sees it.
 
     A selective checkpoint counts the operators of its forward, and hands out their results when it recomputes that. Of
-    set-ups there are none then, and which of two workers copies a message differs from time to time.
+    set-ups there are none then, and which of two workers copies a message differs from time to time. And what writes
+    (a message into a buffer) would not be called again, where what it gives has been saved.
     """
     if not torch._C._len_torch_dispatch_stack():
         return _NOTHING
@@ -21,4 +27,23 @@ def unobserved() -> AbstractContextManager[Any]:
     return _NOTHING if own else _disable_current_modes()
 
 
+def hidden(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that runs in such a context."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with unobserved():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def is_selective() -> bool:
+    """Whether a selective checkpoint sees the operators that are called."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(type(one).__module__ == _CHECKPOINTS for one in _get_current_dispatch_mode_stack())
+
+
+_CHECKPOINTS = "torch.utils.checkpoint"
 _NOTHING: AbstractContextManager[Any] = nullcontext()

@@ -22,6 +22,7 @@ from distdl.globals.operands import block_of, check_dense, moved_block
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
+from distdl.tensors.modes import unobserved
 
 
 class Need:
@@ -181,7 +182,7 @@ class Work:
                 [max(min(n, 2), least) for n, least in zip(one.shape, need.least, strict=True)]
                 for one, need in zip(operands, self.needs, strict=True)
             ]
-            with torch.no_grad():
+            with torch.no_grad(), unobserved():
                 given = zip(shapes, operands, strict=True)
                 few = (torch.zeros(shape, dtype=one.dtype, device=one.device) for shape, one in given)
                 self._dtypes[key] = func(*few).dtype
