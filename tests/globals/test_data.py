@@ -162,6 +162,19 @@ def _weighted(weights: torch.Tensor) -> Any:
     return torch.utils.data.WeightedRandomSampler(weights, 7, generator=torch.Generator().manual_seed(1))
 
 
+class First(torch.utils.data.Sampler[int]):
+    """The first so many samples: a sampler of one's own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+
 @pytest.mark.parametrize(
     "loader",
     [
@@ -175,6 +188,10 @@ def _weighted(weights: torch.Tensor) -> Any:
         lambda whole, rank: DataLoader(whole, 2, sampler=torch.utils.data.DistributedSampler(whole, 3, rank)),
         lambda whole, rank: DataLoader(whole, batch_sampler=torch.utils.data.BatchSampler(range(7), 2 + rank, False)),
         lambda whole, rank: DataLoader(whole, 2, sampler=_weighted(torch.ones(7) + rank)),
+        lambda whole, rank: DataLoader(whole, 2, sampler=[3, 1, 4 + rank]),
+        lambda whole, rank: DataLoader(whole, batch_sampler=[[0, 3], [1]] if rank else [[0], [3, 1]]),
+        lambda whole, rank: DataLoader(whole, 3, sampler=First(5 - rank)),
+        lambda whole, rank: DataLoader(torch.utils.data.ConcatDataset([_split_by(rank)(whole), whole]), 2),
     ],
 )
 def test_another_order_on_one_worker(loader):
@@ -222,8 +239,85 @@ def test_a_thread_that_loads_ahead():
 
 
 def test_what_is_no_dataset_of_blocks():
-    with pytest.raises(TypeError, match=r"a BlockDataset, or a torch.utils.data.Subset of one; got a TensorDataset"):
+    with pytest.raises(TypeError, match=r"to be a BlockDataset, or a .* of some; got a TensorDataset"):
         DataLoader(torch.utils.data.TensorDataset(torch.ones(3)))
+    with pytest.raises(TypeError, match=r"to be a BlockDataset, or a .* of some; got a TensorDataset"):
+        DataLoader(torch.utils.data.ConcatDataset([torch.utils.data.TensorDataset(torch.ones(3))]))
+
+
+class Brighter(BlockDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * 2
+
+
+class BrighterBatches(BlockDataset):
+    def __getitems__(self, indices: Any) -> Any:
+        found = super().__getitems__(indices)
+        return Blocks(found.block * 2, found.shape)
+
+
+class Listed(torch.utils.data.Subset[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) * 2
+
+    def __getitems__(self, indices: Any) -> Any:
+        return [self[index] for index in indices]
+
+
+def test_a_class_that_changes_samples():
+    """A loader asks for blocks of batches alone, so it would not be heard, or give blocks for whole tensors."""
+    P = distdl.world("serial").create_cartesian_topology_partition((1, 1, 1, 1))
+    with pytest.raises(TypeError, match=r"Brighter overrides __getitem__, of which .* does not ask"):
+        DataLoader(Brighter(IMAGES, P))
+    with pytest.raises(TypeError, match=r"BrighterBatches overrides __getitems__, .* joined or stacked"):
+        DataLoader(torch.utils.data.ConcatDataset([BrighterBatches(IMAGES, P)]))
+    with pytest.raises(TypeError, match=r"whose __getitems__ gives the Blocks of a batch, .*; Listed gives a list"):
+        next(iter(DataLoader(Listed(BlockDataset(IMAGES, P), [1, 2]), 2)))
+    (x,) = DataLoader(BrighterBatches(IMAGES, P), 7)
+    assert torch.equal(x.full_tensor(), torch.from_numpy(2 * IMAGES))
+
+
+def test_datasets_that_are_joined():
+    """As of several files that have many samples each, and of parts of them."""
+
+    def work() -> None:
+        P = grid_of((2, 1, 1, 2))
+        first, second = BlockDataset((IMAGES, LABELS), P), BlockDataset((IMAGES[:3] + 9, LABELS[:3] + 9), P)
+        part = torch.utils.data.Subset(first, np.array([5, -1]))
+        images, labels = np.concatenate([IMAGES[[5, -1]], IMAGES[:3] + 9, IMAGES]), [1, 2, 9, 10, 11, *LABELS]
+        both = torch.utils.data.ConcatDataset([part, second, first])
+        parts = torch.utils.data.random_split(both, [8, 4], torch.Generator().manual_seed(1))
+        for given, chosen in ((both, list(range(12))), (parts[1], parts[1].indices)):
+            x, y = zip(*DataLoader(given, 5), strict=True)
+            assert torch.equal(torch.cat([one.full_tensor() for one in x]), torch.from_numpy(images[chosen]))
+            assert torch.cat([one.full_tensor() for one in y]).tolist() == [labels[place] for place in chosen]
+
+    distdl.run_workers(work, 5)
+
+
+def test_datasets_side_by_side():
+    def work() -> None:
+        P = grid_of((2, 1, 1, 2))
+        both, masks = BlockDataset({"x": IMAGES, "label": LABELS}, P), BlockDataset(MASKS, P)
+        for stacked in (torch.utils.data.StackDataset(both, masks), torch.utils.data.StackDataset(a=both, b=masks)):
+            (batch,) = DataLoader(stacked, 7)
+            first, second = batch.values() if isinstance(batch, dict) else batch
+            assert torch.equal(first["x"].full_tensor(), torch.from_numpy(IMAGES))
+            assert torch.equal(first["label"].full_tensor(), torch.from_numpy(LABELS))
+            assert torch.equal(second.full_tensor(), torch.from_numpy(MASKS))
+
+    distdl.run_workers(work, 5)
+
+
+def test_datasets_that_do_not_fit_together():
+    P, other = on_worker(0, (1, 1, 2, 2)), on_worker(0, (2, 1, 1, 2))
+    for second, message in (
+        (BlockDataset(IMAGES[:, :1], P), r"the first has 2x5x9 float64, and another 1x5x9 float64"),
+        (BlockDataset((IMAGES, LABELS), P), "the same arrays, under the same names"),
+        (BlockDataset(IMAGES, other), "over the same partition"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataLoader(torch.utils.data.ConcatDataset([BlockDataset(IMAGES, P), second]))
 
 
 def test_a_zarr_group_without_a_name(tmp_path):
@@ -323,7 +417,7 @@ def test_errors(tmp_path):
         file["a"], file["b"] = IMAGES, MASKS
     with pytest.raises(ValueError, match=r"two.h5:NAME, where NAME is one of a, b"):
         BlockDataset(tmp_path / "two.h5", P)
-    with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset, or .* of one; got a list"):
+    with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset, or .* of some; got a list"):
         DataLoader([1, 2])
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils import data
 
-from distdl.data.sources import Source, source_of
+from distdl.data.sources import Source, checked, source_of
 from distdl.environment.arguments import check_fields
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.context import Context
@@ -35,6 +35,8 @@ class BlockDataset(data.Dataset[Any]):
               and is read by slices. Its axis 0 counts the samples;
             - a list of paths, one for each sample, which have one shape and dtype;
             - a tuple or dict of these, for samples of several arrays. They may differ in rank.
+
+            Of a class of its own that changes samples, a loader asks for ``__getitems__`` alone.
         P: how batches are split: its axes are the dims of a batch (batch, channel, space...). Of an array whose batches
             have fewer dims than P axes, the batch dim is split over the first axis, the other dims over the last ones,
             and the workers at place 0 of the axes between hold it.
@@ -46,8 +48,8 @@ class BlockDataset(data.Dataset[Any]):
     def __init__(self, source: Any, P: Partition) -> None:
         self.P: Partition | None = P  # (not in worker processes, where there are no other workers)
         self.me, self.workers = P.comm.rank, P.workers
-        self._sources = each(source, source_of)
-        lengths = [one.length for one in _leaves(self._sources)]
+        self.sources = each(source, source_of)
+        lengths = [one.length for one in leaves(self.sources)]
         if len(set(lengths)) > 1:
             raise ValueError(f"BlockDataset needs sources of one number of samples; got {', '.join(map(str, lengths))}")
         self._length: int = lengths[0]
@@ -57,11 +59,11 @@ class BlockDataset(data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """This worker's block of one sample: of each array a plain tensor, without a batch dim."""
-        return each(self._sources, lambda source: self._sample(source, index))
+        return each(self.sources, lambda source: self._sample(source, index))
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """This worker's blocks of a batch: only of the samples that are its own, where the batch is split."""
-        return each(self._sources, lambda source: self._batch(source, indices))
+        return each(self.sources, lambda source: self._batch(source, indices))
 
     def _batch(self, source: Source, indices: Sequence[int]) -> Blocks:
         shape = (len(indices), *source.shape)
@@ -82,7 +84,7 @@ class BlockDataset(data.Dataset[Any]):
         cells = np.empty((len(indices), *(stop - start for start, stop in within)), source.dtype)
         if cells.size:
             for place, index in enumerate(indices):
-                cells[place] = source.read(_checked(index, self._length), tuple(slice(*one) for one in within))
+                cells[place] = source.read(checked(index, self._length), tuple(slice(*one) for one in within))
         return torch.from_numpy(cells)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,22 +143,16 @@ def _box(workers: NDArray[Any], me: int, shape: Sequence[int]) -> list[tuple[int
     ]
 
 
-def _checked(index: int, length: int) -> int:
-    if not -length <= index < length:
-        raise IndexError(f"sample {index} of {length}")
-    return int(index) % length
-
-
 def each(structure: Any, change: Any) -> Any:
-    """The same tuple or dict with each of its members changed; or what is none, changed."""
+    """The same structure of tuples and dicts with each of its members changed; or what is none, changed."""
     if isinstance(structure, tuple):
-        return tuple(change(one) for one in structure)
+        return tuple(each(one, change) for one in structure)
     if isinstance(structure, Mapping):
-        return {name: change(one) for name, one in structure.items()}
+        return {name: each(one, change) for name, one in structure.items()}
     return change(structure)
 
 
-def _leaves(structure: Any) -> list[Any]:
+def leaves(structure: Any) -> list[Any]:
     found: list[Any] = []
     each(structure, found.append)
     return found

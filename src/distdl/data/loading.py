@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -10,8 +11,10 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from distdl.data.blocks import BlockDataset, Blocks, each
+from distdl.data.blocks import Blocks, each, leaves
+from distdl.data.wrapped import blocks_of, parts_in
 from distdl.globals.context import Context
+from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
@@ -45,30 +48,25 @@ class DataLoader(data.DataLoader[Any]):
     at the begin of each epoch the workers compare, by two small messages, what it follows from.
 
     Args:
-        dataset: a :class:`BlockDataset`, or a ``torch.utils.data.Subset`` of one, as ``random_split`` gives it.
+        dataset: a :class:`BlockDataset`; or what ``torch.utils.data`` makes of some: a ``Subset``, as ``random_split``
+            gives it, a ``ConcatDataset`` or a ``StackDataset``.
         seed: of the order, if it is shuffled. Each epoch has another one.
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
-    Raises: TypeError for another dataset. At the begin of an epoch ValueError, the same on every worker, if samples,
-        batches, the seed, or what is known of a sampler (its generator, its indices, options of torch's) differ.
+    Raises: TypeError for another dataset, or one whose class changes samples, and not blocks of batches. At the begin
+        of an epoch ValueError, the same on every worker, if samples, batches, the seed, or what is known of a sampler
+        (its length, its generator, its indices, options of torch's) differ.
     """
 
     @checks_arguments
     def __init__(self, dataset: Any, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
-        whole, _ = _whole_of(dataset)
-        if not isinstance(whole, BlockDataset):
-            raise TypeError(
-                "DataLoader needs dataset to be a BlockDataset, or a torch.utils.data.Subset of one; got a "
-                f"{type(whole).__name__}. (What changes samples is done to batches: each worker has a block of each)"
-            )
-        if whole.P is None:
-            raise ValueError("a DataLoader needs a BlockDataset of a worker; this one has come to a process that loads")
-        self._P = whole.P
+        self._given = dataset
+        blocks, self._P = blocks_of(dataset)
         generator = torch.Generator().manual_seed(seed)
-        super().__init__(dataset, batch_size, collate_fn=collate(whole.P), generator=generator, **options)
+        super().__init__(blocks, batch_size, collate_fn=collate(self._P), generator=generator, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # (torch gives a class of its own)
         self._compare()  # (now, not with the first batch, which a thread may ask for that loads ahead)
-        return (as_global(batch, self._P) for batch in super().__iter__())
+        return (_checked(as_global(batch, self._P), self.dataset) for batch in super().__iter__())
 
     def _compare(self) -> None:
         """Compare what the order of samples follows from. Collective."""
@@ -84,8 +82,7 @@ class DataLoader(data.DataLoader[Any]):
                 )
 
     def _described(self) -> str:
-        whole, indices = _whole_of(self.dataset)
-        found = [torch.as_tensor(one) for one in indices]
+        found, whole = parts_in(self._given)
         samplers = (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         for sampler in {id(one): one for one in samplers}.values():
             found += _order_of(sampler)
@@ -94,7 +91,7 @@ class DataLoader(data.DataLoader[Any]):
             order = crc32(one.cpu().numpy().tobytes(), order)
         size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
         count = len(self.dataset)  # type: ignore[arg-type]  # (torch's datasets need not have a length; these have one)
-        return f"{count} of {len(whole)} samples in {size} in the order {order:08x}"
+        return f"{count} of {whole} samples in {size} in the order {order:08x}"
 
 
 _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
@@ -102,7 +99,14 @@ _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSam
 
 def _order_of(sampler: Any) -> list[torch.Tensor]:
     """What is known of what the order follows from that a sampler gives."""
+    if isinstance(sampler, (list, tuple, range)):  # (of samples, or of batches, which may differ in length)
+        batches = [one if isinstance(one, Sequence) else (one,) for one in sampler]
+        return [torch.as_tensor([len(one) for one in batches]), torch.as_tensor([n for one in batches for n in one])]
+    if isinstance(sampler, (torch.Tensor, np.ndarray)):
+        return [torch.as_tensor(sampler)]
     found = []
+    with suppress(TypeError):  # (not each sampler has a length)
+        found.append(torch.tensor(len(sampler)))
     generator = getattr(sampler, "generator", None)
     if generator is None and isinstance(sampler, _DRAWING):
         generator = torch.default_generator
@@ -118,15 +122,19 @@ def _order_of(sampler: Any) -> list[torch.Tensor]:
     return found
 
 
-def _whole_of(dataset: Any) -> tuple[Any, list[Any]]:
-    """The dataset of which one is a part, and the indices of the parts between."""
-    indices = []
-    while isinstance(dataset, data.Subset):
-        indices.append(dataset.indices)
-        dataset = dataset.dataset
-    return dataset, indices
-
-
 def as_global(batch: Any, P: Partition) -> Any:
     """A batch with a global tensor in the place of each of its blocks."""
     return each(batch, lambda one: one.as_global(P) if isinstance(one, Blocks) else one)
+
+
+def _checked(batch: Any, dataset: Any) -> Any:
+    """A batch that a loader gives.
+
+    Raises: TypeError if nothing in it is a global tensor.
+    """
+    if not any(type(one) is GlobalTensor for one in leaves(batch)):
+        raise TypeError(
+            f"DataLoader needs a dataset whose __getitems__ gives the Blocks of a batch, or tuples or dicts of them; "
+            f"{type(dataset).__name__} gives a {type(batch).__name__}"
+        )
+    return batch

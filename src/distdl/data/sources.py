@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,38 @@ class Source(ABC):
     @abstractmethod
     def read(self, index: int, box: tuple[slice, ...]) -> Any:
         """A box of a sample."""
+
+
+class Chosen(Source):
+    """Some samples of another source, by their numbers there."""
+
+    def __init__(self, source: Source, indices: Sequence[int]) -> None:
+        super().__init__(len(indices), source.shape, source.dtype)
+        self._source, self._indices = source, indices
+
+    def read(self, index: int, box: tuple[slice, ...]) -> Any:
+        return self._source.read(checked(int(self._indices[index]), self._source.length), box)
+
+
+class Joined(Source):
+    """The samples of several sources, one behind the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        first = sources[0]
+        for one in sources:
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise ValueError(
+                    f"datasets that are joined need samples of one shape and dtype; the first has "
+                    f"{dims(first.shape) or '0-d'} {first.dtype}, and another {dims(one.shape) or '0-d'} {one.dtype}"
+                )
+        self._sources = list(sources)
+        self._stops = list(accumulate(one.length for one in sources))
+        super().__init__(self._stops[-1], first.shape, first.dtype)
+
+    def read(self, index: int, box: tuple[slice, ...]) -> Any:
+        place = bisect_right(self._stops, index)
+        source = self._sources[place]
+        return source.read(index - (self._stops[place] - source.length), box)
 
 
 class _Array(Source):
@@ -124,7 +158,20 @@ def _opened(array: Any) -> Any:
     return array.open() if isinstance(array, _File) else array
 
 
+def checked(index: int, length: int) -> int:
+    """The number of a sample, counted from the first.
+
+    Raises: IndexError if there is none.
+    """
+    if not -length <= index < length:
+        raise IndexError(f"sample {index} of {length}")
+    return int(index) % length
+
+
 def source_of(given: Any) -> Source:
+    """What samples are read from: an array, a path, or paths. A source is one itself."""
+    if isinstance(given, Source):
+        return given
     if isinstance(given, list):
         return _Files(given)
     if isinstance(given, (str, os.PathLike)):
