@@ -613,3 +613,72 @@ def test_the_sum_of_a_number_is_another_tensor():
         (dx,) = torch.autograd.grad(y, x)
         assert dx.item() == 3 and x.item() == 2
     assert (x > 1).sum().dtype is torch.int64 and x.sum(dtype=torch.float64).dtype is torch.float64
+
+
+LEAVES = {
+    "of a view that a worker has": lambda x, P: GlobalTensor.from_local(
+        distdl.distribute_tensor(x, P).to_local()[...], P
+    ),
+    "of one cell": lambda x, P: distdl.distribute_tensor(x[0, 0].clone(), P[1:2, 0:1], axes=()),
+}
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("view", [lambda x: x[...], lambda x: x.view(-1), lambda x: x.view_as(x)])
+def test_views_of_leaves_stay_in_their_graphs_when_they_are_written(make, view):
+    """A block may be a view of memory that has no graph, at which the graph of its views would begin."""
+
+    def gradient(x):
+        x.requires_grad_()
+        y = view(x)
+        with torch.no_grad():
+            y.mul_(2)
+        (y * y).sum().backward()
+        return x.grad
+
+    def work():
+        P = distdl.world().reshape(3, 1)
+        found = gradient(make(x35.clone(), P))
+        assert_close(found, theirs if found.dim() else theirs[0, 0])
+
+    theirs = gradient(x35.clone())
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("function", [torch.ge, torch.eq, lambda x, y, out: torch.logical_not(x, out=out)])
+@on_workers
+def test_what_has_no_derivative_leaves_its_out_in_the_graph(function):
+    """As torch does. (In place, as x.ge_(0), it gives no gradient.)"""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        y = x * 2
+        function(y, 0.5, out=y)
+        y.sum().backward()
+        found.append((y, x.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@on_workers
+def test_data_of_another_layout():
+    """It is one memory, as in torch, and no more once there is other data."""
+    P = distdl.world()
+    other = distdl.distribute_tensor(noise(3, 5, seed=1), P.reshape(1, -1))
+    for first, second in ((0, 1), (1, 0)):
+        pair = split(x35), other.clone()
+        pair[0].data = pair[1]
+        assert_close(pair[0], noise(3, 5, seed=1))
+        pair[first].add_(1)
+        assert_close(pair[second], noise(3, 5, seed=1) + 1)
+    x, own = split(x35), split(x35)
+    x.data = other  # for a while, as evaluations with averaged weights do
+    x.data = own
+    x.add_(1)
+    assert_close(other * 1, noise(3, 5, seed=1))
+    assert_close(own, x35 + 1)
+    part = split(x35)
+    copy = part.view(15)
+    part.data = split(x35 * 3)
+    part.add_(1)
+    assert_close(copy, x35.view(15))

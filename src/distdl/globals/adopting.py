@@ -171,8 +171,10 @@ def write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         if type(result) is GlobalTensor and type(target) is not GlobalTensor:
             write(torch.Tensor.copy_, (target, result), {}, target, result, name)
-        else:
-            target.copy_(result)
+        else:  # (what has no derivative, as a comparison, leaves what is written in its graph)
+            recorded = torch.is_grad_enabled() and (result.is_floating_point() or result.is_complex())
+            with torch.set_grad_enabled(recorded):
+                target.copy_(result)
     return out
 
 

@@ -170,18 +170,26 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
 @handles("requires_grad_", "Tensor")
 def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *rest = args
+    if x._block._is_view() and not x._block.requires_grad:  # (else the graph of its views begins at what it is one of)
+        _own_memory(x)
     x._block.requires_grad_(*rest, **kwargs)
     note_requires(x)
     return x
+
+
+def _own_memory(x: Any) -> bool:
+    """Let a block be no view where in torch the tensor is none: of memory that nobody else has."""
+    alone = base_of(x) is None
+    if alone:
+        x._block = x._block.detach()
+    return alone
 
 
 @handles("detach_", "torch Tensor")
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = args
     block = block_of(x)
-    if block._is_view() and base_of(x) is None:  # (of memory that nobody else has: in torch it is no view)
-        x._block = block.detach()
-    else:
+    if not (block._is_view() and _own_memory(x)):
         block.detach_()
     note_requires(x)
     return x
