@@ -3,6 +3,7 @@
 import copy
 import inspect
 import threading
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -226,11 +227,15 @@ def test_what_a_forward_takes_is_known_and_is_what_it_gets():
             assert_close(model(x, given), Told()(x, Named(other=plain)))
         untouched = Named(other=3.0)
         assert distdl.distribute(Same(), partition((3, 1)))(untouched) is untouched
+        assert distdl.distribute(Same(), partition((3, 1)))(nested) is nested
 
     class Same(nn.Module):
         def forward(self, given):
             return given
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # (torch calls these a prototype)
+        nested = torch.nested.nested_tensor([noise(3, 2), noise(1, 2)])  # which has no shape
     run(work)
 
 

@@ -162,7 +162,12 @@ def _added(model, rank):
     return (model(noise(6, 3)) + noise(6, 2, seed=rank).T.contiguous().T).square().mean()
 
 
-@pytest.mark.parametrize("loss", [_input, _target, _classes, _added])
+def _learned(model, rank):
+    """A parameter of the user's beside the model."""
+    return (model(noise(6, 3)) * nn.Parameter(noise(2, seed=rank))).square().mean()
+
+
+@pytest.mark.parametrize("loss", [_input, _target, _classes, _added, _learned])
 def test_plain_tensors_that_differ(loss):
     texts = {}
 
@@ -328,6 +333,7 @@ OWN = {
         lambda rank: noise(6, 3).to_sparse() if rank else noise(6, 3),
         "is sparse, or has no values, there or on worker 1",
     ),
+    "parameters": (lambda rank: nn.Parameter(noise(6, 3, seed=rank)), "differs by .* on worker 1"),
     "nothing": (lambda rank: None if rank else noise(6, 3), "worker 0 gives 1 plain tensors, and worker 1 0"),
 }
 

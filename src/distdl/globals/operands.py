@@ -88,9 +88,12 @@ def entire(value: Any) -> Any:
     return value.full_tensor() if type(value) is GlobalTensor else value
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # of what all workers have whole, what has values that are compared
+
+
 def sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
-    if type(plain) is torch.Tensor and not is_running():
+    if type(plain) in PLAIN and not is_running():
         context.samples.keep(plain)
 
 

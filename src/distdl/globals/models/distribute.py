@@ -20,7 +20,7 @@ from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import taken
+from distdl.globals.operands import PLAIN, taken
 from distdl.globals.paths import Place
 from distdl.globals.replicas import mark_copies
 from distdl.globals.running import running
@@ -191,7 +191,7 @@ class Forward:
         """Check that all workers give the same plain tensors: blocks and batches of their own are a usual mistake."""
         self._checked += 1
         found = tensors_in(given)
-        plain = [x for x in found if type(x) is torch.Tensor]
+        plain = [x for x in found if type(x) in PLAIN]
         if plain or not found:
             with unobserved():
                 check_plain(Context.of(self.P.comm), plain)
@@ -206,7 +206,7 @@ class Forward:
         self.copies.additions.close(self.module)
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        if type(x) is not torch.Tensor:
+        if type(x) is not torch.Tensor or x.is_nested:
             return x
         if not self.copies.running:
             Context.of(self.P.comm).samples.keep(x)
