@@ -417,6 +417,8 @@ def test_errors(tmp_path):
         file["a"], file["b"] = IMAGES, MASKS
     with pytest.raises(ValueError, match=r"two.h5:NAME, where NAME is one of a, b"):
         BlockDataset(tmp_path / "two.h5", P)
+    with pytest.raises(ValueError, match="needs in_order=True"):  # (else each worker takes what is ready first)
+        DataLoader(BlockDataset(IMAGES, P), num_workers=1, in_order=False)
     with pytest.raises(TypeError, match=r"DataLoader needs dataset to be a BlockDataset, or .* of some; got a list"):
         DataLoader([1, 2])
 

@@ -52,13 +52,18 @@ class DataLoader(data.DataLoader[Any]):
             gives it, a ``ConcatDataset`` or a ``StackDataset``.
         seed: of the order, if it is shuffled. Each epoch has another one.
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
-    Raises: TypeError for another dataset, or one whose class changes samples, and not blocks of batches. At the begin
-        of an epoch ValueError, the same on every worker, if samples, batches, the seed, or what is known of a sampler
-        (its length, its generator, its indices, options of torch's) differ.
+    Raises: TypeError for another dataset, or one whose class changes samples, and not blocks of batches; ValueError for
+        ``in_order=False``. At the begin of an epoch ValueError, the same on every worker, if samples, batches, the
+        seed, or what is known of a sampler (its length, its generator, its indices, options of torch's) differ.
     """
 
     @checks_arguments
     def __init__(self, dataset: Any, batch_size: int = 1, *, seed: int = 0, **options: Any) -> None:
+        if not options.get("in_order", True):
+            raise ValueError(
+                "DataLoader needs in_order=True: which batch a process has ready first differs from worker to worker, "
+                "and blocks of different batches would meet"
+            )
         self._given = dataset
         blocks, self._P = blocks_of(dataset)
         generator = torch.Generator().manual_seed(seed)
