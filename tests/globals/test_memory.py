@@ -1,5 +1,8 @@
 """A worker needs what it stores of the weights, and its share of the activations of the sequential run."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -131,3 +134,81 @@ def test_averages_save_no_cells(pool):
                 torch.testing.assert_close(ours.full_tensor(), theirs)
 
     distdl.run_workers(work, 3)
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise ValueError("this backward fails")
+
+
+class _Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def _fail(backward, *given):
+    try:
+        backward(*given)
+    except ValueError as error:
+        assert str(error) == "this backward fails"
+    else:
+        pytest.fail("it went through")
+
+
+def _collect():
+    """Collect once for all workers: a collection that is under way in another thread is none here."""
+    distdl.world().allgather_data(0)
+    if distdl.world().rank == 0:
+        gc.collect()
+    distdl.world().allgather_data(0)
+
+
+@pytest.mark.parametrize("differentiate", [lambda y, x: y.backward(), lambda y, x: torch.autograd.grad(y, x)])
+def test_a_backward_that_fails_keeps_nothing(differentiate):
+    """Torch keeps what it would have come to next until another backward; and a thread that ends with it may abort."""
+
+    def main():
+        P = distdl.world()[:2].reshape(2, 1)
+        x = distdl.distribute_tensor(torch.ones(4, 3), P).requires_grad_()
+        kept = nn.Identity()
+        gone = weakref.ref(kept)
+        y = (_Keeping.apply(2 * x, kept) + _Failing.apply(3 * x)).sum()
+        del kept
+        assert gone() is not None
+        _fail(differentiate, y, x)
+        del y
+        _collect()
+        assert gone() is None
+
+    distdl.run_workers(main, 3)
+
+
+def test_a_model_whose_backward_has_failed_is_not_kept():
+    """Not by the sums of gradients that were under way, either: of models so large that there are several."""
+
+    def main():
+        P = distdl.world().reshape(2, 1)
+        first, last = (torch.nn.Linear(1100, 1100, bias=False) for _ in range(2))
+        model = torch.nn.Sequential(first, torch.nn.Tanh(), last)
+        first.register_forward_hook(lambda module, inputs, y: _Failing.apply(y))
+        model = distdl.distribute(model, P)
+        x = distdl.distribute_tensor(torch.ones(4, 1100), P)
+        _fail(torch.Tensor.backward, model(x).sum())
+        assert x.layout.context.under_way
+        gone = weakref.ref(last.weight)
+        del model, first, last
+        _collect()
+        assert gone() is None
+
+    distdl.run_workers(main, 2)

@@ -126,9 +126,9 @@ def settle(context: Context) -> None:
     """Wait for the messages of backwards that have failed on every worker."""
     if torch._C._current_graph_task_id() == -1:  # (else they may be those of a backward that goes on)
         # (messages of two rounds are waited for in one order on all workers, wherever each worker has sent them)
-        for way, backward in sorted(context.under_way, key=lambda key: key[0].tag):
-            context.comm.where = way.total.operator.label
-            context.under_way[way, backward].pending.wait()
+        for begun in sorted(context.under_way.values(), key=lambda begun: begun.tag):
+            context.comm.where = begun.label
+            begun.pending.wait()
         context.under_way.clear()
 
 
@@ -187,7 +187,8 @@ class _Sum:
         y = empty(x.shape, x.dtype, x)
         with _profiled(self.operator.label):
             # (two workers send each other all of it, in one round: of two rounds, only the first would be under way)
-            return UnderWay(y, comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2))
+            pending = comm.through.all_sum_by_messages(group, x, y, tag, len(group) == 2)
+        return UnderWay(y, pending, tag, self.operator.label)
 
     def wait(self, begun: UnderWay) -> torch.Tensor:
         """The sum that was begun, which is counted as an exchange here."""
@@ -238,10 +239,12 @@ def _listed(places: Sequence[int]) -> str:
 
 
 class UnderWay(NamedTuple):
-    """A sum that has begun: what it will be, and its messages."""
+    """A sum that has begun: what it will be, and its messages. (It knows no parameters: it may outlive a model.)"""
 
     moved: torch.Tensor
     pending: Pending
+    tag: int
+    label: Label
 
 
 class _Way:
@@ -257,6 +260,7 @@ class _Way:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
+        self._own = object()  # (what stands for it where sums are under way, and does not keep the parameters)
 
     def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
         """Begin to add the parts up, unless too much is under way."""
@@ -265,7 +269,7 @@ class _Way:
             return False
         # (it stays there if the backward fails before it waits, for the transport writes to its memory)
         begun = self.total.send(parts, self.device, self.compared, self.tag)
-        under_way[self, torch._C._current_graph_task_id()] = begun
+        under_way[self._own, torch._C._current_graph_task_id()] = begun
         return True
 
     def totals(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -275,7 +279,7 @@ class _Way:
         if self.tag is None:
             return total(parts, self.device, self.compared)
         # (not of another one, which has failed or in which this one runs)
-        own = self, torch._C._current_graph_task_id()
+        own = self._own, torch._C._current_graph_task_id()
         moved = total.wait(under_way.get(own) or total.send(parts, self.device, self.compared, self.tag))
         under_way.pop(own, None)
         return total.totals(moved, self.compared)

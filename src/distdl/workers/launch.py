@@ -9,6 +9,7 @@ import torch
 
 from distdl.backends import chosen, find
 from distdl.partition.arguments import checks_arguments
+from distdl.tensors.failures import forget_failed
 from distdl.transport.communicator import Communicator
 from distdl.workers.processes import run_processes
 from distdl.workers.termination import catching_for_threads
@@ -52,8 +53,11 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
         return run_processes(function, workers, name, found.opener)
 
     def work(communicator: Communicator) -> Result:
-        with inside(communicator, name):
-            return function()
+        try:
+            with inside(communicator, name):
+                return function()
+        finally:
+            forget_failed()  # (before the thread ends)
 
     with catching_for_threads():
         return found.start(work, workers)

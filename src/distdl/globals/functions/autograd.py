@@ -16,6 +16,7 @@ from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
+from distdl.tensors.failures import forgetting
 
 # (as they are without what takes them to a mode, which would then be off inside)
 _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
@@ -50,7 +51,7 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ) -> None:
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
-        with redrawing(outputs):
+        with redrawing(outputs), forgetting():
             _backward(
                 [_output(y) for y in outputs],
                 [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
@@ -81,7 +82,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         if is_grads_batched:  # (torch takes all of them at once, by vmap)
             options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
             return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
-        with redrawing(outputs):
+        with redrawing(outputs), forgetting():
             found = _grad(
                 [_output(y) for y in outputs],
                 [_plain(x) for x in inputs],
