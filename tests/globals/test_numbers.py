@@ -38,6 +38,21 @@ def test_numbers_of_plain_tensors(function):
     [
         lambda x, n: x.expand(n, 5, 7), lambda x, n: x.repeat(n, 1), lambda x, n: x.flip(n), lambda x, n: x[n],
         lambda x, n: x.narrow(0, n, 2), lambda x, n: x.repeat_interleave(n), lambda x, n: x.tensor_split(n)[0],
+        lambda x, n: x.as_strided((n + 2, 2), (1, 1)), lambda x, n: torch.fft.fft2(x, s=(n + 2, n)),
+        lambda x, n: torch.fft.rfft(x, n=n + 2), lambda x, n: functional.pad(x[None], (n, 0, 0, n)),
+        lambda x, n: functional.pad(x[None], (n, n), "reflect"), lambda x, n: functional.interpolate(x[None], n + 2),
+        lambda x, n: functional.interpolate(x[None], n + 2, mode="linear"),
+        lambda x, n: functional.interpolate(x[None, None], (n + 2, n), mode="bilinear", align_corners=True),
+        lambda x, n: functional.interpolate(x[None, None], (n + 2, 9), mode="bicubic", antialias=True),
+        lambda x, n: functional.interpolate(x[None, None], (n + 2, 3), mode="area"),
+        lambda x, n: functional.interpolate(x[None, None], (n + 2, 3), mode="nearest-exact"),
+        lambda x, n: functional.interpolate(x[None, None, None], (n + 2, n, 3), mode="trilinear"),
+        lambda x, n: functional.adaptive_avg_pool2d(x[None], (n, 3)), lambda x, n: functional.unfold(x[None], (n, 2)),
+        lambda x, n: functional.adaptive_max_pool2d(x[None], (3, n)),
+        lambda x, n: functional.fold(x[:4, :6], (n + 2, 4), 2),
+        lambda x, n: functional.affine_grid(x[None, :2, :3], [1, 1, n + 1, 3], align_corners=False),
+        lambda x, n: functional.avg_pool2d(x[None], (n, 2)), lambda x, n: functional.avg_pool1d(x, (n,)),
+        lambda x, n: functional.local_response_norm(x[None], n + 1),
     ],
 )  # fmt: skip
 def test_numbers_beside_plain_tensors(function):

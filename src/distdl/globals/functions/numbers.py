@@ -22,6 +22,15 @@ _OF_ONE = """
     triu diagonal diag diagflat diag_embed new_zeros new_ones new_full new_empty one_hot topk kthvalue sort argsort sum
     mean prod amax amin argmax argmin cumsum cumprod unfold pad interpolate pixel_shuffle pixel_unshuffle
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d softmax log_softmax logsumexp var std cat concat stack
+    as_strided avg_pool1d avg_pool2d avg_pool3d
+"""
+_TRANSFORMS = "fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn"
+# what functions that are written in Python call of a plain tensor, where only the numbers are global
+_COMPILED = """
+    pad im2col col2im upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool2d adaptive_max_pool3d
 """
 # functions of numbers alone
 _OF_NONE = "zeros ones full empty eye"
@@ -82,7 +91,10 @@ def install() -> None:
 
     And of all others, where their signatures say that they want numbers. (Functions of elements give them to torch's.)
     """
-    of_one = frozenset(named(_OF_ONE))
+    compiled = [*(getattr(torch._C._nn, name) for name in _COMPILED.split()), torch.affine_grid_generator]
+    for function in compiled:
+        TABLE.setdefault(function, TABLE[None])
+    of_one = frozenset([*named(_OF_ONE), *named(_TRANSFORMS, "fft"), *compiled])
     for function, handler in [*TABLE.items()]:
         if function in of_one:
             TABLE[function] = _with_numbers(handler)
