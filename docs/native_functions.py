@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import defaultdict
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ def title_of(module: str) -> str:
 def page() -> str:
     """The text of the page."""
     families: dict[str, list[Any]] = defaultdict(list)
-    for function, handler in TABLE.items():
-        if function is not None and handler is not fall_back and getattr(function, "__name__", "__get__") != "__get__":
+    table = {function: handler for function, handler in TABLE.items() if function and unwrap(handler) is not fall_back}
+    for function, handler in table.items():
+        if getattr(function, "__name__", "__get__") != "__get__":
             families[handler.__module__].append(function)
     parts = [HEAD, "## Native\n"]
     for module, functions in sorted(families.items(), key=lambda item: title_of(item[0])):
@@ -49,7 +51,7 @@ def page() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         overridable = get_overridable_functions()
-    native = {getattr(function, "__name__", "") for function in TABLE if function is not None}
+    native = {getattr(function, "__name__", "") for function in table}
     parts.append("## Falling back\n")
     for space, name in SPACES.items():
         missing = [one for one in overridable.get(space, []) if getattr(one, "__name__", "") not in native]
