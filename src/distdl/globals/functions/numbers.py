@@ -63,11 +63,13 @@ def _with_numbers(handler: Handler) -> Handler:
 
 def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
     """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor."""
+    places = sorted(wanted.places)
 
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = [place for place, one in enumerate(args) if place in wanted.places and isinstance(one, torch.Tensor)]
-        names = [name for name, one in kwargs.items() if name in wanted.names and isinstance(one, torch.Tensor)]
+        count = len(args)
+        found = [place for place in places if place < count and isinstance(args[place], torch.Tensor)]
+        names = kwargs and [name for name in wanted.names & kwargs.keys() if isinstance(kwargs[name], torch.Tensor)]
         if not (found or names):
             return handler(func, args, kwargs)
         args = tuple(number(one) if place in found else one for place, one in enumerate(args))
