@@ -215,3 +215,25 @@ def test_a_model_with_a_sparse_buffer_begins_alike_on_every_worker():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # (those of CSR)
         distdl.run_workers(work, 2, "threads")
+
+
+@pytest.mark.parametrize(("samples", "split"), [(16, (2, 1)), (17, (2, 1)), (7, (1, 2))])
+def test_many_samples_are_split_where_features_were(samples, split):
+    """So that what comes next reads whole features: of a classifier, one exchange and its adjoint are all."""
+    x, weights = noise(samples, 6, 4, 5), [noise(30, 120, seed=1), noise(8, 30, seed=2)]
+
+    def classify(x):
+        for weight in weights:
+            x = F.linear(x.flatten(1), weight).tanh()
+        return x
+
+    def work():
+        P = distdl.world()
+        y = classify(distdl.distribute_tensor(x, P.reshape(1, 1, 2, 1)))
+        flat = distdl.distribute_tensor(x.flatten(1), P.reshape(1, 2))
+        z = F.linear(flat, weights[0])
+        assert torch.allclose(y.full_tensor(), classify(x))
+        assert torch.allclose(z.full_tensor(), F.linear(x.flatten(1), weights[0]))
+        return y.layout.partition.workers.shape, z.layout.partition.workers.shape
+
+    assert distdl.run_workers(work, 2) == [(split, split)] * 2

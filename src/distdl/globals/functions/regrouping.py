@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.reductions import place
-from distdl.globals.functions.spreading import Spread
+from distdl.globals.functions.spreading import SPACIOUS, Spread
 
 
 class Reshape(NamedTuple):
@@ -40,6 +40,8 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
     Dims before and after fall into groups of equal volume. A group of one dim on either side stays as it is split. In
     another, the workers' boxes have to be boxes of both shapes. If they are not, the group is split anew over as many
     places; if that cannot be, these places go to a dim that stays; and if there is none, some workers are left out.
+    Where all cells move (``flatten`` of rows behind channels), the places go to a long dim before the group at once, as
+    that of samples: what comes next reads whole features more often than whole samples.
     """
     context, extents = layout.context, layout.extents
     workers = layout.partition.workers
@@ -60,10 +62,11 @@ def plan_reshape(layout: KnownLayout, shape: Shape) -> Reshape:
         own = given[i:j]
         fit = _as_it_is(before, after, own)
         places = grid.shape[at]
-        if fit is None:
+        spacious = [one for one in kept if one < at and outer[one][-1][1] >= SPACIOUS * grid.shape[one] * places]
+        if fit is None and not (len(own[0]) == 1 and spacious):
             fit = _fit(before, after, places)
         if fit is None:
-            roomy = [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
+            roomy = spacious or [one for one in kept if outer[one][-1][1] >= grid.shape[one] * places]
             if roomy:
                 grid = _give_away(grid, outer, at, max(roomy, key=lambda one: outer[one][-1][1] / grid.shape[one]))
             else:

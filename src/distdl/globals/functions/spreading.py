@@ -17,6 +17,9 @@ from distdl.globals.context import Context, KnownLayout
 
 Labels = tuple[Hashable, ...]
 
+SPACIOUS = 4
+"""Cells of a dim for each worker, at least, where it is split for what comes next, so that uneven parts cost less."""
+
 
 @dataclass(frozen=True)
 class Spread:

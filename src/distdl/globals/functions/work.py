@@ -17,7 +17,7 @@ import torch
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.applying import autocast_dtype
-from distdl.globals.functions.spreading import Labels, Spread, spread_of
+from distdl.globals.functions.spreading import SPACIOUS, Labels, Spread, spread_of
 from distdl.globals.operands import block_of, check_dense, moved_block
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
@@ -138,7 +138,10 @@ class Work:
         self.entries = entries.layout(context, [*summed, *out])
         self.summed = len(summed)
         for label in summed:
-            entries = entries.whole_along(label, list(out))
+            # (along the samples of the operand that leads, if they are many: what comes next reads whole features)
+            least = SPACIOUS * entries.places(label)
+            long = [one for one in labels[lead] if one in out and entries.longest(one) >= least]
+            entries = entries.whole_along(label, long[:1] or list(out))
         self.gathered = entries.layout(context, [*summed, *out])
         self.result = entries.layout(context, out)
         blank = (0,) * max(len(out), 1)
