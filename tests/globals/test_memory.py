@@ -194,6 +194,17 @@ def test_a_backward_that_fails_keeps_nothing(differentiate):
     distdl.run_workers(main, 3)
 
 
+def test_workers_end_where_tensors_are_made_on_another_device():
+    """Torch's default device is that of a thread; what is forgotten as a worker ends does not follow it."""
+
+    def main():
+        torch.set_default_device("meta")
+        return torch.ones(2).device.type
+
+    assert set(distdl.run_workers(main, 2, backend="threads")) == {"meta"}
+    assert torch.ones(2).device.type == "cpu"
+
+
 def test_a_model_whose_backward_has_failed_is_not_kept():
     """Not by the sums of gradients that were under way, either: of models so large that there are several."""
 
