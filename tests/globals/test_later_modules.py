@@ -2,6 +2,7 @@
 
 import copy
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -110,6 +111,27 @@ def test_fallbacks_name_the_path_of_a_later_module():
 class _Symmetric(torch.nn.Module):
     def forward(self, w):
         return w.triu() + w.triu(1).T
+
+
+@pytest.mark.timeout(120)  # the compiler alone takes seconds to import
+@pytest.mark.parametrize("is_around", [True, False])
+def test_what_caches_parametrised_weights_is_compiled_in_one_piece(is_around):
+    """As without this package: whoever imports it need not distribute anything."""
+    model = torch.nn.Linear(3, 3).double()
+    parametrize.register_parametrization(model, "weight", _Symmetric())
+    x = noise(2, 3)
+
+    def twice(x):
+        with parametrize.cached():
+            return model(x) + model(x)
+
+    compiled = torch.compile(model if is_around else twice, backend="eager", fullgraph=True)
+    for _ in range(2):
+        with torch.no_grad():
+            model.parametrizations.weight.original.mul_(2)
+        expected = model(x) if is_around else twice(x)
+        with parametrize.cached() if is_around else nullcontext():
+            assert_close(compiled(x), expected)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

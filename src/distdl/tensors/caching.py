@@ -53,7 +53,8 @@ class _Depth:
         if getattr(self._leaving, "is_asked", False):  # (right behind -=)
             self._leaving.is_asked = False
             return True
-        return self._cache.depth > 0
+        # (Dynamo cannot follow this cache: what it compiles computes them each time)
+        return self._cache.depth > 0 and not torch.compiler.is_compiling()
 
 
 def install() -> None:
