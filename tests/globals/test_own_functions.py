@@ -622,6 +622,9 @@ MADE_OF_PLAIN = {
     "two results": lambda model, x: torch.cat(
         checkpoint(lambda x: (model(x), model(x.cos()).exp()), x, use_reentrant=True)
     ),
+    "beside what is no tensor": lambda model, x: torch.cat(
+        checkpoint(lambda x: (None, model(x), 3, model(x.cos()).exp()), x, use_reentrant=True)[1::2]
+    ),
     "in another": lambda model, x: checkpoint(
         lambda x: checkpoint(model, x, use_reentrant=True).sin(), 3 * x, use_reentrant=False
     ),

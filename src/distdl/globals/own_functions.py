@@ -289,7 +289,7 @@ class _OfBlocks(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, node: Any, layouts: Sequence[KnownLayout], blocks: Sequence[torch.Tensor], *inputs: Any
+        ctx: Any, node: Any, layouts: Sequence[KnownLayout | None], blocks: Sequence[torch.Tensor], *inputs: Any
     ) -> Any:
         ctx.node, ctx.layouts = node, layouts
         ctx.save_for_backward(torch.empty(0))
@@ -299,7 +299,10 @@ class _OfBlocks(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
         node = ctx.node
-        found = node._forward_cls.backward(node, *map(GlobalTensor._of, gradients, ctx.layouts))
+        given = iter(gradients)  # (of what is no tensor there is none, and it has its place among the arguments)
+        found = node._forward_cls.backward(
+            node, *(None if layout is None else GlobalTensor._of(next(given), layout) for layout in ctx.layouts)
+        )
         found = found if isinstance(found, tuple) else (found,)
         return None, None, None, *(_whole(one) if isinstance(one, torch.Tensor) else None for one in found)
 
@@ -323,9 +326,10 @@ def given_blocks(function: Any, args: tuple[Any, ...], y: Any) -> Any:
             "global tensor, as distdl.distribute_tensor makes one"
         )
     places = [place for place, one in enumerate(results) if type(one) is GlobalTensor]
-    layouts, blocks = zip(*((results[place]._layout, results[place]._block) for place in places), strict=True)
-    for place, layout, block in zip(places, layouts, _OfBlocks.apply(node, layouts, blocks, *args), strict=True):
-        results[place] = GlobalTensor._of(block, layout)
+    layouts = [one._layout if type(one) is GlobalTensor else None for one in results]
+    blocks = [results[place]._block for place in places]
+    for place, block in zip(places, _OfBlocks.apply(node, layouts, blocks, *args), strict=True):
+        results[place] = GlobalTensor._of(block, results[place]._layout)
     return tuple(results) if isinstance(y, tuple) else results[0]
 
 
