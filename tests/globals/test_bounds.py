@@ -86,6 +86,23 @@ def test_what_was_written_is_not_known():
     assert not known(t + 0)
 
 
+SHARES = {
+    "data": lambda x, y: setattr(x, "data", y),
+    "data of a plain one": lambda x, y: setattr(x, "data", labels),
+    "set_": lambda x, y: x.set_(y),
+}
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+@on_workers
+def test_of_other_data_is_not_known_what_was_known_before(share):
+    for grid in ((2, 1), (1, 2)):
+        t = split(wrong, 2)
+        share(t, split(labels, *grid))
+        assert bounds_of(t) is None
+        assert_close(F.cross_entropy(split(scores.double()), t), F.cross_entropy(scores.double(), labels))
+
+
 def test_of_values_that_are_computed_the_worker_that_has_a_wrong_one_raises():
     def work():
         for grid in ((2, 1, 1), (1, 2, 1)):
