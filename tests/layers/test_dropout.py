@@ -251,9 +251,21 @@ def given_repeat_calls(net, x, call):
     call(net, call(net, x, context_fn=repeat_calls), context_fn=repeat_calls).square().sum().backward()
 
 
+def inside_hooks(net, x, call):
+    """Of the user's, whose variables have the names of those of torch's checkpoints."""
+    frame, target_frame_ref = [], None
+
+    def pack(x):
+        frame.append(target_frame_ref)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        call(net, call(net, x)).square().sum().backward()
+
+
 RIGHT = [
     once, without_input_gradient, accumulated, kept, nested, several, out_of_order, twice_within, nested_several,
-    without_gradients, given_repeat_calls,
+    without_gradients, given_repeat_calls, inside_hooks,
 ]  # fmt: skip
 
 

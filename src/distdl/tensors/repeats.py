@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import unwrap
+from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
@@ -138,10 +141,9 @@ def _checkpoints() -> list[tuple[Any, Any]]:
 
 
 def _variables(function: Any) -> dict[str, Any]:
-    """The variables that a function has from around it."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return (
-        {} if code is None or not cells else {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True)}
-    )
+    """The variables that a function of torch's checkpoints has from around it; none of any other function."""
+    function = unwrap(function)
+    if not isinstance(function, FunctionType) or function.__module__ != checkpoint.__module__:
+        return {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
