@@ -190,6 +190,7 @@ class First(torch.utils.data.Sampler[int]):
         lambda whole, rank: DataLoader(whole, 2, sampler=_weighted(torch.ones(7) + rank)),
         lambda whole, rank: DataLoader(whole, 2, sampler=[3, 1, 4 + rank]),
         lambda whole, rank: DataLoader(whole, batch_sampler=[[0, 3], [1]] if rank else [[0], [3, 1]]),
+        lambda whole, rank: DataLoader(whole, batch_sampler=[torch.tensor([0, 3]), np.array([1 + rank])]),
         lambda whole, rank: DataLoader(whole, 3, sampler=First(5 - rank)),
         lambda whole, rank: DataLoader(torch.utils.data.ConcatDataset([_split_by(rank)(whole), whole]), 2),
     ],
@@ -271,6 +272,10 @@ def test_a_class_that_changes_samples():
         DataLoader(Brighter(IMAGES, P))
     with pytest.raises(TypeError, match=r"BrighterBatches overrides __getitems__, .* joined or stacked"):
         DataLoader(torch.utils.data.ConcatDataset([BrighterBatches(IMAGES, P)]))
+    with pytest.raises(TypeError, match=r"BrighterBatches overrides __getitems__, .* joined or stacked"):
+        DataLoader(torch.utils.data.ConcatDataset([torch.utils.data.Subset(BrighterBatches(IMAGES, P), [1])]))
+    with pytest.raises(TypeError, match=r"Listed overrides __getitems__, .* joined or stacked"):
+        DataLoader(Listed(torch.utils.data.ConcatDataset([BlockDataset(IMAGES, P)]), [1, 2]))
     with pytest.raises(TypeError, match=r"whose __getitems__ gives the Blocks of a batch, .*; Listed gives a list"):
         next(iter(DataLoader(Listed(BlockDataset(IMAGES, P), [1, 2]), 2)))
     (x,) = DataLoader(BrighterBatches(IMAGES, P), 7)

@@ -105,12 +105,13 @@ _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSam
 def _order_of(sampler: Any) -> list[torch.Tensor]:
     """What is known of what the order follows from that a sampler gives."""
     if isinstance(sampler, (list, tuple, range)):  # (of samples, or of batches, which may differ in length)
-        batches = [one if isinstance(one, Sequence) else (one,) for one in sampler]
-        return [torch.as_tensor([len(one) for one in batches]), torch.as_tensor([n for one in batches for n in one])]
+        batches = [np.ravel(one) for one in sampler]
+        lengths = torch.tensor([len(one) for one in batches])
+        return [lengths, torch.as_tensor(np.concatenate(batches))] if batches else [lengths]
     if isinstance(sampler, (torch.Tensor, np.ndarray)):
         return [torch.as_tensor(sampler)]
     found = []
-    with suppress(TypeError):  # (not each sampler has a length)
+    with suppress(TypeError, NotImplementedError):  # (not each sampler has a length)
         found.append(torch.tensor(len(sampler)))
     generator = getattr(sampler, "generator", None)
     if generator is None and isinstance(sampler, _DRAWING):

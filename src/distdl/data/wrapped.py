@@ -23,17 +23,18 @@ def blocks_of(dataset: Any) -> tuple[Any, Partition]:
 
     Raises: TypeError for what is no dataset of blocks, or changes samples; ValueError if datasets do not fit together.
     """
+    whole = dataset
+    while isinstance(whole, data.Subset):
+        whole = whole.dataset
+    asked = isinstance(whole, BlockDataset)
     found: list[BlockDataset] = []
-    sources = _sources_of(dataset, found)
+    sources = _sources_of(dataset, found, asked)
     P = found[0].P
     if P is None:
         raise ValueError("a DataLoader needs a BlockDataset of a worker; this one has come to a process that loads")
     if any(one.P is None or one.me != found[0].me or not np.array_equal(one.workers, P.workers) for one in found):
         raise ValueError("a DataLoader needs datasets whose batches are all split over the same partition")
-    whole = dataset
-    while isinstance(whole, data.Subset):
-        whole = whole.dataset
-    return (dataset if isinstance(whole, BlockDataset) else BlockDataset(sources, P)), P
+    return (dataset if asked else BlockDataset(sources, P)), P
 
 
 def parts_in(dataset: Any) -> tuple[list[torch.Tensor], int]:
@@ -47,22 +48,29 @@ def parts_in(dataset: Any) -> tuple[list[torch.Tensor], int]:
     return [], len(dataset)
 
 
-def _sources_of(dataset: Any, found: list[BlockDataset]) -> Any:
-    """What the samples of a dataset are read from, as one of blocks takes it; which of these there are is noted."""
+def _sources_of(dataset: Any, found: list[BlockDataset], asked: bool) -> Any:
+    """What the samples of a dataset are read from, as one of blocks takes it; which of these there are is noted.
+
+    Args:
+        asked: whether the dataset itself is asked for batches, so that its class may change them.
+    Raises: TypeError for what is no dataset of blocks, or changes what is read.
+    """
+    if not asked:
+        _check_unchanged(dataset)
     if isinstance(dataset, BlockDataset):
         _check_reads(dataset, BlockDataset)
         found.append(dataset)
         return dataset.sources
     if isinstance(dataset, data.Subset):
-        whole = _sources_of(dataset.dataset, found)
+        whole = _sources_of(dataset.dataset, found, asked)
         return each(whole, lambda source: Chosen(source, dataset.indices))
     if type(dataset) is data.ConcatDataset:
-        return _joined([_sources_of(_read_alone(one), found) for one in _members(dataset)])
+        return _joined([_sources_of(one, found, asked) for one in _members(dataset)])
     if type(dataset) is data.StackDataset:
         members = dataset.datasets
         if isinstance(members, dict):
-            return {name: _sources_of(_read_alone(one), found) for name, one in members.items()}
-        return tuple(_sources_of(_read_alone(one), found) for one in members)
+            return {name: _sources_of(one, found, asked) for name, one in members.items()}
+        return tuple(_sources_of(one, found, asked) for one in members)
     raise TypeError(
         f"DataLoader needs dataset to be {_KINDS}; got a {type(dataset).__name__}. (What changes samples is done to "
         "batches: each worker has a block of each)"
@@ -88,10 +96,10 @@ def _check_reads(dataset: Any, known: type) -> None:
         )
 
 
-def _read_alone(dataset: Any) -> Any:
-    """A dataset inside of one that is joined or stacked, where its sources are read, and not the dataset.
+def _check_unchanged(dataset: Any) -> None:
+    """Check that the class of a dataset does not change batches: its sources are read, and it is not asked.
 
-    Raises: TypeError if its class changes what is read.
+    Raises: TypeError.
     """
     kind: Any = type(dataset)
     base: Any = next((one for one in (BlockDataset, data.Subset) if isinstance(dataset, one)), kind)
@@ -100,7 +108,6 @@ def _read_alone(dataset: Any) -> Any:
             f"{kind.__name__} overrides __getitems__, of which a DataLoader does not ask where datasets are joined or "
             "stacked. Change batches"
         )
-    return dataset
 
 
 def _joined(parts: Sequence[Any]) -> Any:
