@@ -263,9 +263,17 @@ def inside_hooks(net, x, call):
         call(net, call(net, x)).square().sum().backward()
 
 
+def derivative_within(net, x, call):
+    def flow(x):
+        (dx,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        return net(x + dx)
+
+    call(flow, call(flow, x.requires_grad_())).square().sum().backward()
+
+
 RIGHT = [
     once, without_input_gradient, accumulated, kept, nested, several, out_of_order, twice_within, nested_several,
-    without_gradients, given_repeat_calls, inside_hooks,
+    without_gradients, given_repeat_calls, inside_hooks, derivative_within,
 ]  # fmt: skip
 
 

@@ -85,12 +85,14 @@ def repeat_calls() -> tuple[Any, Any]:
 
 def repeatable(x: torch.Tensor) -> torch.Tensor:
     """x, unchanged, for a random call. Its backward raises RuntimeError if a re-entrant checkpoint has repeated it."""
-    inside = _in_backward()
-    if not torch.is_grad_enabled() or not (inside or is_checkpointed()):
+    if not torch.is_grad_enabled():
+        return x
+    # (what recomputes without re-entry has drawn what it drew)
+    inside = _in_backward() and all(backward is None for _, backward in _checkpoints())
+    if not (inside or is_checkpointed()):
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    # (what recomputes without re-entry has no backward of its own)
     y: torch.Tensor = _Repeatable.apply(x, anchor, inside)
     return y
 
