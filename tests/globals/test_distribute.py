@@ -341,6 +341,7 @@ DIFFERENT = {
     "fewer": r"on worker 0 2 is ReLU\(\), and on worker 2 nothing more",
     "partition": "on worker 0 the partition is 3x1 on workers 0..2, and on worker 2 the partition is 3x1 on workers 2",
     "weights": "on worker 0 weights='replicated', and on worker 2 weights='sharded'",
+    "fallback": "on worker 0 fallback is not 'error', and on worker 2 fallback is 'error'",
 }
 
 
@@ -353,7 +354,8 @@ def test_workers_with_different_models_or_options(kind):
             P = distdl.world()[2::-1].reshape(3, 1)
         weights = "sharded" if kind == "weights" and other else "replicated"
         with pytest.raises(ValueError, match=DIFFERENT[kind]):
-            distdl.distribute(_layers(kind, other), P, weights=weights)
+            fallback = "error" if kind == "fallback" and other else "silent"
+            distdl.distribute(_layers(kind, other), P, weights=weights, fallback=fallback)
 
     run(work)
 

@@ -77,7 +77,8 @@ def distribute(
             where = _where(module, path)
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     _check_shared(module, Context.of(P.comm), weights == "sharded")
-    make_equal(module, Context.of(P.comm), options=(f"the partition is {P}", f"weights={weights!r}"))
+    refuses = f"fallback is {'' if fallback == 'error' else 'not '}'error'"
+    make_equal(module, Context.of(P.comm), options=(f"the partition is {P}", f"weights={weights!r}", refuses))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
     join(module, copies, Place("", fallback))
     copies.additions.begin(module)
