@@ -149,6 +149,8 @@ WRONG = {
     "dtypes": lambda P: GlobalTensor.from_local(x35.float() if me() else x35, P),
     "ranks": lambda P: GlobalTensor.from_local(x35[0] if me() else x35, P),
     "one without tensor": lambda P: GlobalTensor.from_local(None if me() == 1 else x35, P),
+    "a sparse block": lambda P: GlobalTensor.from_local(x35 if me() else x35.to_sparse(), P),
+    "a sparse tensor": lambda P: distdl.distribute_tensor(x35.to_sparse(), P),
     "a layout of another shape": lambda P: split(x35).redistribute(split(noise(3, 4)).layout),
     "a number": lambda P: split(x35).redistribute(3),
     "too many axes": lambda P: split(x35).redistribute(grid(1, 1, 2)),
@@ -163,6 +165,8 @@ NAMED = {
     "no such worker": "distribute_tensor needs src to be a worker's number, from 0 to 2; got 7",
     "not there": "full_tensor needs on to be a worker's number, from 0 to 2; got 9",
     "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
+    "a sparse tensor": "distribute_tensor needs a tensor on worker 0; it has a value of type Tensor that is "
+    "torch.sparse_coo",
 }
 
 

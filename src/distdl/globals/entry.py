@@ -59,6 +59,8 @@ def _header(x: Any) -> _Header | str:
         return type(x).__name__
     if has_tangent(x):
         return f"{type(x).__name__} with a tangent ({NO_TANGENTS})"
+    if x.layout is not torch.strided or x.is_nested:
+        return f"{type(x).__name__} that is {'nested' if x.is_nested else x.layout}"
     gradient = x.requires_grad and torch.is_grad_enabled()
     return _Header(tuple(x.shape), dtype_code(x.dtype), gradient, seed(), Bounds.of(x))
 
