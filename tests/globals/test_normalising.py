@@ -120,3 +120,16 @@ def test_statistics_that_are_global_tensors(normalise, training):
     given = [Global(noise(3, seed=seed), grid) for seed, grid in ((1, (2,)), (2, (3,)))]
     assert_same(run, Global(noise(2, 3, 5)), *given, noise(3, seed=3))
     assert_same(run, Global(noise(2, 3, 5)), noise(3, seed=1), given[1], Global(noise(3, seed=3), (2,)))
+
+
+@pytest.mark.parametrize(("mean", "shape", "seed"), [(1e3, (3, 3, 33, 1), 6), (1e5, (2, 3, 40, 7), 5)])
+def test_means_that_are_large_beside_deviations(mean, shape, seed):
+    """In float32, what blocks have in common does not round off what tells their moments apart. (Of thirds.)"""
+
+    def work():
+        z = F.batch_norm(distdl.distribute_tensor(x, distdl.world().reshape(1, 1, 3, 1)), None, None, training=True)
+        exact, alone = (F.batch_norm(one, None, None, training=True) for one in (x.double(), x))
+        assert (z.full_tensor() - exact).abs().max() <= 8 * (alone - exact).abs().max()
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
+    distdl.run_workers(work, 3)

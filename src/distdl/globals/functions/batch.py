@@ -103,9 +103,10 @@ class BatchStatistics:
             entries = x.new_zeros(self._own)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
         shares = self._shares.to(x.device)
-        mean = shares @ means
-        away = means - mean
-        return mean, shares @ variances.addcmul(away, away)
+        away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
+        shift = shares @ away
+        away -= shift
+        return means[0] + shift, shares @ variances.addcmul(away, away)
 
     def averages(self, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Minus the sums over all workers of what each has of two rows, per cell."""
