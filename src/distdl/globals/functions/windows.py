@@ -277,7 +277,7 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """Cells around a tensor, or some less of it."""
 
     def run(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-        if isinstance(value, torch.Tensor) and not value.dim():
+        if isinstance(value, torch.Tensor) and not (value.dim() or value.requires_grad):
             value = value.item()
         if not (value is None or isinstance(value, Complex if input.is_complex() else Real)):
             raise TypeError(f"pad() needs value to be a number; got {value!r}, a {type(value).__name__}")
