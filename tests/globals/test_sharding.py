@@ -669,6 +669,17 @@ def _keeping(kept):
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
+def _gradients(model, x):
+    """Those of x and of weights that are the same each time, after two backwards."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(noise(*parameter.shape, seed=number))
+    x.requires_grad_()
+    for _ in range(2):
+        (model(x) ** 2).sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
 def test_selective_checkpoints(kept, weights):
@@ -686,22 +697,13 @@ def test_selective_checkpoints(kept, weights):
             made = _keeping(kept)
             return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
 
-    def outcome(model, x):
-        with torch.no_grad():
-            for number, parameter in enumerate(model.parameters()):
-                parameter.copy_(noise(*parameter.shape, seed=number))
-        x.requires_grad_()
-        for _ in range(2):
-            (model(x) ** 2).sum().backward()
-        return [x.grad, *(parameter.grad for parameter in model.parameters())]
-
-    theirs = outcome(torch.nn.Sequential(Layer(), Layer()), noise(6, 5))
+    theirs = _gradients(torch.nn.Sequential(Layer(), Layer()), noise(6, 5))
 
     def work():
         for grid in ((2, 1), (1, 3)):
             P = distdl.world().create_partition_inclusive(range(max(grid))).reshape(*grid)
             model = distdl.distribute(torch.nn.Sequential(Layer(), Layer()), P, weights=weights)
-            ours = outcome(model, distdl.distribute_tensor(noise(6, 5), P))
+            ours = _gradients(model, distdl.distribute_tensor(noise(6, 5), P))
             for one, other in zip(ours, theirs, strict=True):
                 whole = one.full_tensor() if type(one) is GlobalTensor else one
                 torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)
@@ -751,21 +753,12 @@ def test_selective_checkpoints_that_save_nearly_all(mixes, saves, grid):
             made = functools.partial(create_selective_checkpoint_contexts, policy)
             return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
 
-    def outcome(model, x):
-        with torch.no_grad():
-            for number, parameter in enumerate(model.parameters()):
-                parameter.copy_(noise(*parameter.shape, seed=number))
-        x.requires_grad_()
-        for _ in range(2):
-            (model(x) ** 2).sum().backward()
-        return [x.grad, *(parameter.grad for parameter in model.parameters())]
-
-    theirs = outcome(nn.Sequential(Layer(), Layer()), noise(2, 4, 6, 5))
+    theirs = _gradients(nn.Sequential(Layer(), Layer()), noise(2, 4, 6, 5))
 
     def work():
         P = distdl.world().create_partition_inclusive(range(2)).reshape(*grid)
         model = distdl.distribute(nn.Sequential(Layer(), Layer()), P)
-        ours = outcome(model, distdl.distribute_tensor(noise(2, 4, 6, 5), P))
+        ours = _gradients(model, distdl.distribute_tensor(noise(2, 4, 6, 5), P))
         for one, other in zip(ours, theirs, strict=True):
             whole = one.full_tensor() if type(one) is GlobalTensor else one
             torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)

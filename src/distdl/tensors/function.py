@@ -27,7 +27,7 @@ class Function(torch.autograd.Function):
             return super().apply(*args)
         if torch._C._len_torch_dispatch_stack() and not cls.observed and is_selective():
             with unobserved():
-                return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+                return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (as below)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (of a base in C)
 
     @staticmethod
