@@ -297,3 +297,15 @@ def test_what_shuffles_nothing_is_a_copy():
     y = F.pixel_shuffle(x, 1)
     y.zero_()
     assert_close(x, noise(2, 3, 4, 5))
+
+
+@on_workers
+def test_torch_takes_a_layout_for_that_of_dense_memory():
+    """As losses do that make ``torch.zeros(..., layout=x.layout)`` beside what a model gives."""
+    x = split(x2)
+    beside = torch.zeros(5, 6, dtype=x.dtype, layout=x.layout, device=x.device)
+    assert type(beside) is torch.Tensor and beside.layout is torch.strided
+    assert_close(x + torch.ones_like(beside, layout=x.layout), x2 + 1)
+    assert_close(x.new_zeros(6, layout=x.layout) + torch.full_like(x, 2, layout=x.layout), torch.full_like(x2, 2))
+    assert x.layout == torch.strided and torch.strided == x.layout and x.layout != torch.sparse_coo
+    assert x.layout == split(x2).layout and x.layout != split(x3).layout

@@ -35,12 +35,25 @@ _KEPT = 4096
 
 @dataclass(frozen=True, eq=False)
 class KnownLayout(Layout):
-    """A layout that every worker knows without being told. Equal ones are one object (see :meth:`Context.layout`)."""
+    """A layout that every worker knows without being told. Equal ones are one object (see :meth:`Context.layout`).
+
+    Where torch asks a tensor for its ``layout``, it asks whether its memory is dense or sparse: it takes this one as
+    ``torch.strided``, to which it is equal.
+    """
 
     context: Context
 
-    __eq__ = object.__eq__
+    def __eq__(self, other: object) -> bool:
+        return self is other or other is torch.strided
+
     __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {key: torch.strided if isinstance(one, KnownLayout) else one for key, one in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
     @cached_property
     def extents(self) -> Shape:
