@@ -103,6 +103,33 @@ def test_of_other_data_is_not_known_what_was_known_before(share):
         assert_close(F.cross_entropy(split(scores.double()), t), F.cross_entropy(scores.double(), labels))
 
 
+ALIASES = {
+    "x.data": lambda t: t.data,
+    "detach": lambda t: t.detach(),
+    "data of another": lambda t: _given(t, "data"),
+    "set_": lambda t: _given(t, "set_"),
+}
+
+
+def _given(t, how):
+    other = split(labels.t().contiguous(), 1, 2).t()
+    if how == "data":
+        other.data = t
+    else:
+        other.set_(t)
+    return other
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@on_workers
+def test_what_was_written_by_another_name_is_not_known(alias):
+    t = split(wrong, 2)
+    view = t.view(-1)
+    alias(t)[t == 7] = 0
+    assert bounds_of(t) is bounds_of(view) is None
+    assert_close(F.cross_entropy(split(scores), t), F.cross_entropy(scores, torch.where(wrong == 7, 0, wrong)))
+
+
 def test_of_values_that_are_computed_the_worker_that_has_a_wrong_one_raises():
     def work():
         for grid in ((2, 1, 1), (1, 2, 1)):

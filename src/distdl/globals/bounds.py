@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import memory_of
 
 MARKS = (-100, -1, 255)  # numbers that mark places to ignore: torch's own, and those that data sets use
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -60,45 +61,31 @@ class Bounds(NamedTuple):
 
 
 class Known:
-    """The bounds of a tensor and of its views, until one of them is written."""
+    """The bounds of a tensor and of its views, until something is written into the memory that they share."""
 
-    def __init__(self, bounds: Bounds, block: torch.Tensor) -> None:
-        self._bounds: Bounds | None = bounds
-        self._block, self._version = block, block._version
+    def __init__(self, bounds: Bounds, x: GlobalTensor) -> None:
+        self._bounds = bounds
+        self._memory = memory_of(x)
+        self._writes = self._memory.writes
+        self._block, self._version = x._block, x._block._version
 
-    def written(self) -> None:
-        """Take note that the tensor, or a view of it, has been written."""
-        self._bounds = None
-
-    @property
-    def bounds(self) -> Bounds | None:
-        return self._bounds if self._block._version == self._version else None
-
-
-class _OfPart:
-    """What is known of a part of a tensor: nothing. (The wrong value may be in another part.)"""
-
-    bounds = None
-
-    def __init__(self, whole: Known | _OfPart) -> None:
-        self._whole = whole
-
-    def written(self) -> None:
-        """Take note that the whole tensor has been written, too."""
-        self._whole.written()
+    def of(self, x: GlobalTensor) -> Bounds | None:
+        """Those of a tensor that has noted them. None if it, or a view of it, was written, or has other memory now."""
+        same = x.__dict__.get("_memory") is self._memory and self._memory.writes == self._writes
+        return self._bounds if same and self._block._version == self._version else None
 
 
 def know(x: GlobalTensor, bounds: Bounds | None) -> GlobalTensor:
     """Note the bounds of a global tensor. Every worker notes the same."""
     if bounds is not None and not x._block.is_inference():  # (which tells not when it is written)
-        x._known = Known(bounds, x._block)
+        x._known = Known(bounds, x)
     return x
 
 
 def bounds_of(x: GlobalTensor) -> Bounds | None:
     """The bounds that all workers know; None if they know none."""
-    known: Known | _OfPart | None = x.__dict__.get("_known")
-    return None if known is None else known.bounds
+    known: Known | None = x.__dict__.get("_known")
+    return None if known is None else known.of(x)
 
 
 def same_values(x: GlobalTensor, y: GlobalTensor) -> GlobalTensor:
@@ -107,12 +94,13 @@ def same_values(x: GlobalTensor, y: GlobalTensor) -> GlobalTensor:
 
 
 def share_bounds(x: GlobalTensor, view: GlobalTensor, moved: bool) -> None:
-    """Note that a tensor is a view of another, or of a part of it; or would be, had its cells not moved."""
-    if view.numel() < x.numel():
-        view._known = _OfPart(x._known)
-    elif moved:
+    """Note that a tensor is a view of another; or would be, had its cells not moved. It knows where its memory is.
+
+    (Of a part nothing is known: the wrong value may be in another one.)
+    """
+    if view.numel() >= x.numel() and moved:
         same_values(x, view)
-    else:
+    elif view.numel() >= x.numel():
         view._known = x._known
 
 

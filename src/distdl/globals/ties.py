@@ -17,9 +17,10 @@ class Memory:
     Attributes:
         family: all that would be the same memory in torch; None as long as there is no other.
         scattered: how many elements share one place in torch that have several here: 1 if none do, 0 if nobody knows.
+        writes: how many functions have written into it.
     """
 
-    __slots__ = ("__weakref__", "_missed", "_placed", "family", "scattered")
+    __slots__ = ("__weakref__", "_missed", "_placed", "family", "scattered", "writes")
 
     def __init__(self, source: Memory | None = None, placed: bool = True) -> None:
         """
@@ -31,6 +32,7 @@ class Memory:
         self._placed = placed
         self.family: _Family | None = None
         self.scattered = 1
+        self.writes = 0
         if source is not None:
             source.family = source.family or _Family(source)
             self.family = source.family
@@ -265,9 +267,9 @@ def note_written(x: GlobalTensor, name: str) -> None:
     note_requires(x)
     if "_strides" in x.__dict__:
         check_written(x, name)
-    if "_known" in x.__dict__:
-        x._known.written()
     memory: Memory | None = x.__dict__.get("_memory")
+    if memory is not None:
+        memory.writes += 1
     if memory is not None and memory.family is not None and name != _OF_PART:
         memory.family.written(memory, memory.region_of(x), name)
         if memory.scattered != 1 and x.numel():

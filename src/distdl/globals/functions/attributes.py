@@ -122,7 +122,6 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
 
     A tensor that has a gradient stays where it is: if the cells have to move there, it is a copy, too.
     """
-    x.__dict__.pop("_known", None)  # (of the values that it had)
     if type(value) is not GlobalTensor:
         x._block.data = part_of(value, x._layout, "data").detach().clone()
         x._strides, x._offset = (), 0

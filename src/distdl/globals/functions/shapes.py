@@ -52,12 +52,12 @@ def view_of(
         same_strides(x, y)
     else:
         note_strides(x, y, view)
-    if "_known" in x.__dict__:
-        share_bounds(x, y, came)
     if came:
         note_copied(x, y)
     else:
         note_view(x, y)
+    if "_known" in x.__dict__:
+        share_bounds(x, y, came)
     return y
 
 
