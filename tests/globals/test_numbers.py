@@ -131,3 +131,56 @@ COUNTED = [
 def test_numbers_where_torch_says_that_it_wants_one(function, kind):
     """In its signatures: of dims, counts and powers."""
     assert_same(function, Global(x2), kind(TWO), falls_back=True)
+
+
+CURVED = {
+    "beta": lambda x, n: functional.smooth_l1_loss(x, x + 1, beta=n),
+    "delta": lambda x, n: functional.huber_loss(x, x + 1, delta=n),
+    "a margin": lambda x, n: functional.triplet_margin_loss(x, x + 1, x - 1, margin=n),
+    "a margin of pairs": lambda x, n: functional.cosine_embedding_loss(x, x + 1, x[:, 0].sign(), margin=n),
+    "ignored": lambda x, n: functional.nll_loss(x, torch.tensor([0, 1, 1, 2, 4]), ignore_index=n),
+    "a norm": lambda x, n: x.norm(n),
+    "a norm of lines": lambda x, n: functional.normalize(x, p=n),
+    "dropout": lambda x, n: functional.dropout(x, n, training=False),
+    "eps": lambda x, n: functional.batch_norm(x, None, None, training=True, eps=n),
+    "a size": lambda x, n: x.unflatten(0, (n, 5)),
+    "a scale": lambda x, n: functional.interpolate(x[None], scale_factor=n),
+    "a slope": functional.leaky_relu,
+}
+
+
+@pytest.mark.parametrize("function", CURVED.values(), ids=CURVED)
+@on_workers
+def test_numbers_that_require_gradients_are_refused_on_every_worker(function):
+    number = noise(1).requires_grad_()
+    with pytest.raises(TypeError):
+        function(x2, number.sum())
+    for n in (split(number.detach(), 1).requires_grad_().sum(), number.sum()):
+        with pytest.raises(TypeError, match=r"must be|invalid combination"):
+            function(split(x2), n)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: functional.lp_pool1d(x, n, 2), lambda x, n: functional.lp_pool2d(x, n, (2, 1), (1, 2)),
+        lambda x, n: functional.lp_pool3d(x[None], n, 2, ceil_mode=True),
+        lambda x, n: functional.triplet_margin_with_distance_loss(x, x + n, x - 1, margin=n),
+    ],
+)  # fmt: skip
+def test_numbers_that_torch_learns(function):
+    assert_same(function, Global(x3.abs()), Global(torch.tensor(2.5, dtype=torch.float64)))
+    assert_same(function, Global(x3.abs()), torch.tensor(2.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: functional.celu(x, n), lambda x, n: torch.mvlgamma(x.abs() + 2, n),
+        lambda x, n: functional.hardtanh(x, 1.0, n), lambda x, n: functional.celu(x.sum(), n),
+    ],
+)  # fmt: skip
+def test_numbers_come_to_workers_without_cells(function):
+    """They check them."""
+    assert_same(function, Global(x2), Global(TWO))
+    assert_same(lambda n: function(x2, n), Global(TWO))

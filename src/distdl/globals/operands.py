@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.replicas import entered
+from distdl.globals.replicas import entered, plain_of
 from distdl.globals.running import is_running
 from distdl.globals.tensor import GlobalTensor, check_usable, is_leaf
 from distdl.tensors.connection import zeros_on
@@ -86,6 +86,13 @@ def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor
 def entire(value: Any) -> Any:
     """What every worker has whole: of a global tensor, all of it, as a plain one. Other values as they are."""
     return value.full_tensor() if type(value) is GlobalTensor else value
+
+
+def number(one: torch.Tensor) -> Any:
+    """The value of a tensor that torch takes for a number; on every worker, if it is global. Others as they are."""
+    if one.numel() != 1 or one.requires_grad or one.is_meta:
+        return one
+    return one.item() if type(one) is GlobalTensor else plain_of(one).item()
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # of what all workers have whole, what has values that are compared

@@ -71,4 +71,4 @@ def _annotated(parameter: Parameter) -> str:
         return type(default).__name__ if type(default) in (int, float) else "unknown"
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None) or str(annotation)
     kinds = set(_plain(text).replace(" ", "").split("|")) - {"None"}
-    return "float" if kinds and kinds <= {"int", "float"} else "unknown"
+    return "float" if kinds & {"int", "float"} and kinds <= {"int", "float", "str"} else "unknown"

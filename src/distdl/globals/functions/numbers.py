@@ -10,7 +10,7 @@ import torch
 
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.replicas import plain_of
+from distdl.globals.operands import number
 from distdl.globals.signatures import Numbers, numbers_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
@@ -39,11 +39,29 @@ _OF_NONE = "zeros ones full empty eye"
 _TENSORS = ("input", "tensor", "tensors")
 
 
-def number(one: torch.Tensor) -> Any:
-    """The value of a tensor that torch takes for a number; on every worker, if it is global. Others as they are."""
-    if one.numel() != 1 or one.requires_grad or one.is_meta:
-        return one
-    return one.item() if type(one) is GlobalTensor else plain_of(one).item()
+def _check_taken(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check that torch takes tensors that require a gradient where it wants numbers, as few functions do.
+
+    Raises: TypeError, on every worker, if it does not.
+    """
+
+    def without_values(one: torch.Tensor) -> torch.Tensor:
+        if one.numel() == 1 and one.requires_grad:  # (what a function in Python asks of a number)
+            return torch.ones(one.shape, dtype=one.dtype, requires_grad=True)
+        return torch.empty(one.shape, dtype=one.dtype, device="meta")
+
+    given, named = map_tensors((args, kwargs), without_values)
+    try:
+        func(*given, **named)
+    except TypeError:
+        raise
+    except Exception:  # (torch may need values)
+        return
+
+
+def _is_curved(value: Any) -> bool:
+    """Whether a tensor is in the place of a number that requires a gradient."""
+    return any(one.requires_grad for one in tensors_in((value,)))
 
 
 def _with_numbers(handler: Handler) -> Handler:
@@ -55,6 +73,10 @@ def _with_numbers(handler: Handler) -> Handler:
             args = (args[0], *map_tensors(args[1:], number))
         if kwargs:
             kwargs = {name: value if name in _TENSORS else map_tensors(value, number) for name, value in kwargs.items()}
+        if (len(args) > 1 and _is_curved(args[1:])) or any(
+            name not in _TENSORS and _is_curved(value) for name, value in kwargs.items()
+        ):
+            _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args[:1], kwargs)))
         return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
 
@@ -74,6 +96,8 @@ def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
             return handler(func, args, kwargs)
         args = tuple(number(one) if place in found else one for place, one in enumerate(args))
         kwargs = {name: number(one) if name in names else one for name, one in kwargs.items()}
+        if any(_is_curved(args[place]) for place in found) or any(_is_curved(kwargs[name]) for name in names):
+            _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args, kwargs)))
         return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
 
@@ -91,7 +115,7 @@ def _of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def install() -> None:
     """Let the handlers of these functions get numbers, and those of numbers alone have one.
 
-    And of all others, where their signatures say that they want numbers. (Functions of elements give them to torch's.)
+    And of all others, where their signatures say that they want numbers. (Functions of elements see to it.)
     """
     compiled = [*(getattr(torch._C._nn, name) for name in _COMPILED.split()), torch.affine_grid_generator]
     for function in compiled:

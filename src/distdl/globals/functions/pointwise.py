@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from distdl.globals import signatures
 from distdl.globals.adopting import write
 from distdl.globals.bounds import same_values
 from distdl.globals.nested import map_tensors
-from distdl.globals.operands import aligned, block_of, numbers_of
+from distdl.globals.operands import aligned, block_of, number, numbers_of
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, whole_view
 from distdl.globals.table import TABLE, handles, name_of, named, writes
@@ -74,7 +75,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 keep_strides(first, made, func)
             return made
         second = args[1] if len(args) == 2 else None
-        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout and _has_numbers(first):
+        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout and _has_both(first, func):
             pair = block_of(first), block_of(second)
             try:
                 y = func(*pair)
@@ -101,6 +102,12 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of operands that broadcast to each other, and may lie on different workers."""
+    wanted = signatures.numbers_of(func)
+    if wanted.places or wanted.names:  # (a worker without cells would have no value that torch takes)
+        args = tuple(number(x) if type(x) is GlobalTensor and at in wanted.places else x for at, x in enumerate(args))
+        kwargs = {n: number(x) if type(x) is GlobalTensor and n in wanted.names else x for n, x in kwargs.items()}
+        if GlobalTensor not in map(type, (*args, *kwargs.values())):
+            return func(*args, **kwargs)
     named_tensors = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
     operands = [*args, *(kwargs[name] for name in named_tensors)]
     whole = [one for one in operands if type(one) is GlobalTensor]
@@ -135,9 +142,12 @@ def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return made
 
 
-def _has_numbers(x: GlobalTensor) -> bool:
-    """Whether this worker's block has as many dims as the tensor: of one without dims, one worker alone has it."""
-    return bool(x._layout.rulers) or x._layout.active
+def _has_both(x: GlobalTensor, func: Callable[..., Any]) -> bool:
+    """Whether this worker's block has as many dims as the tensor: of one without dims, one worker alone has it.
+
+    Not of those without dims, if the second is a number for the function: it comes to every worker.
+    """
+    return bool(x._layout.rulers) or (x._layout.active and 1 not in signatures.numbers_of(func).places)
 
 
 def _overlaps(error: Exception) -> bool:

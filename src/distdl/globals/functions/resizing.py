@@ -11,7 +11,7 @@ from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, hashable, single
 from distdl.globals.functions.judging import frozen, judge, judged
-from distdl.globals.table import handles
+from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
@@ -118,7 +118,9 @@ def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 @handles("lp_pool1d lp_pool2d lp_pool3d", "functional")
 def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, norm_type: float, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+    def run(input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
+        if isinstance(norm_type, torch.Tensor):  # (that is learned)
+            return composite(func)(*args, **kwargs)
         return _pooled(func, input, Power(norm_type), kernel_size, stride, 0, 1, ceil_mode)
 
     return run(*args, **kwargs)
