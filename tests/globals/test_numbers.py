@@ -53,6 +53,8 @@ def test_numbers_of_plain_tensors(function):
         lambda x, n: functional.affine_grid(x[None, :2, :3], [1, 1, n + 1, 3], align_corners=False),
         lambda x, n: functional.avg_pool2d(x[None], (n, 2)), lambda x, n: functional.avg_pool1d(x, (n,)),
         lambda x, n: functional.local_response_norm(x[None], n + 1),
+        lambda x, n: functional.layer_norm(x, (n + 6,)), lambda x, n: functional.layer_norm(x, [n + 6], x2[0], x2[1]),
+        lambda x, n: functional.rms_norm(x, normalized_shape=(n + 4, n + 6), weight=x2 + 1),
     ],
 )  # fmt: skip
 def test_numbers_beside_plain_tensors(function):

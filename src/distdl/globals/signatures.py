@@ -70,5 +70,7 @@ def _annotated(parameter: Parameter) -> str:
     if annotation is Parameter.empty:
         return type(default).__name__ if type(default) in (int, float) else "unknown"
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", None) or str(annotation)
+    if str(annotation) == "list[int]":
+        return "List[int]"
     kinds = set(_plain(text).replace(" ", "").split("|")) - {"None"}
     return "float" if kinds & {"int", "float"} and kinds <= {"int", "float", "str"} else "unknown"

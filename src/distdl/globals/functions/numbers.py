@@ -83,6 +83,11 @@ def _with_numbers(handler: Handler) -> Handler:
     return run
 
 
+def _has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a list of some."""
+    return isinstance(value, torch.Tensor) or (type(value) in (list, tuple) and bool(tensors_in(value)))
+
+
 def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
     """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor."""
     places = sorted(wanted.places)
@@ -90,12 +95,12 @@ def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = len(args)
-        found = [place for place in places if place < count and isinstance(args[place], torch.Tensor)]
-        names = kwargs and [name for name in wanted.names & kwargs.keys() if isinstance(kwargs[name], torch.Tensor)]
+        found = [place for place in places if place < count and _has_tensors(args[place])]
+        names = kwargs and [name for name in wanted.names & kwargs.keys() if _has_tensors(kwargs[name])]
         if not (found or names):
             return handler(func, args, kwargs)
-        args = tuple(number(one) if place in found else one for place, one in enumerate(args))
-        kwargs = {name: number(one) if name in names else one for name, one in kwargs.items()}
+        args = tuple(map_tensors(one, number) if place in found else one for place, one in enumerate(args))
+        kwargs = {name: map_tensors(one, number) if name in names else one for name, one in kwargs.items()}
         if any(_is_curved(args[place]) for place in found) or any(_is_curved(kwargs[name]) for name in names):
             _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args, kwargs)))
