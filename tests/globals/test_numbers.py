@@ -112,6 +112,13 @@ def test_no_numbers():
             make(split(x2))
 
 
+@on_workers
+def test_cells_are_repeated_an_integer_number_of_times():
+    for n in (split(torch.tensor([2.5])).sum(), torch.tensor(2.5), torch.tensor(True)):
+        with pytest.raises(NotImplementedError):
+            split(x2).repeat_interleave(n)
+
+
 COUNTED = [
     lambda x, n: x.diff(n), lambda x, n: torch.diff(x, dim=n - 2), lambda x, n: functional.group_norm(x[:, :6], n),
     lambda x, n: torch.fft.fft(x, n).abs(), lambda x, n: x.gather(n - 2, torch.tensor([[0, 2]])),

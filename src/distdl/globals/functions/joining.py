@@ -202,7 +202,7 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         dim %= input.dim()
         if isinstance(repeats, torch.Tensor):
             repeats = entire(repeats)
-            if repeats.numel() > 1:
+            if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # (others, torch refuses)
                 cells = torch.repeat_interleave(torch.arange(input.shape[dim]), repeats, output_size=output_size)
                 return input.index_select(dim, cells)
             repeats = int(repeats)
