@@ -450,3 +450,51 @@ def test_numbers_are_compared_with_what_requires_a_gradient():
         numbers.lt_(place(x35).requires_grad_())
         found.append(numbers)
     assert_close(*found)
+
+
+_BACKWARDS = {"backward": lambda y, x: y.backward(), "grad": torch.autograd.grad}
+
+
+def _fail_in_backward(x, backward):
+    """Differentiate a product of what was written since: torch's error."""
+    factor = x * 2
+    product = factor @ factor
+    factor.add_(1)
+    backward(product.sum(), x)
+
+
+@pytest.mark.parametrize("backward", _BACKWARDS.values(), ids=_BACKWARDS)
+def test_a_backward_that_fails_where_one_worker_computes(backward):
+    """It alone has saved what was written. If it is caught there, the others would wait, or be out of step."""
+    told = {}
+
+    def work():
+        alone = distdl.world().create_partition_inclusive([0])
+        x = distdl.distribute_tensor(noise(3, 3), alone.reshape(1, 1)).requires_grad_()
+        try:
+            _fail_in_backward(x, backward)
+            x.sum().item()
+        except RuntimeError as error:
+            told[distdl.world().rank] = error
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, 3)
+    assert len(told) == 3
+    for error in told.values():
+        assert type(error) is distdl.CommunicationError
+        assert "a backward that has failed (RuntimeError: one of the variables needed for gradient" in str(error)
+
+
+@pytest.mark.parametrize("backward", _BACKWARDS.values(), ids=_BACKWARDS)
+def test_workers_go_on_after_a_backward_that_has_failed_on_all(backward):
+    def work():
+        x = distdl.distribute_tensor(noise(4, 4), distdl.world().reshape(3, 1)).requires_grad_()
+        factor = x * 2
+        squares = factor * factor
+        factor.add_(1)
+        with pytest.raises(RuntimeError, match="one of the variables needed for gradient") as raised:
+            backward(squares.sum(), x)
+        assert type(raised.value) is RuntimeError
+        assert_close(torch.autograd.grad((x * x).sum(), x)[0], 2 * noise(4, 4))
+
+    distdl.run_workers(work, 3)

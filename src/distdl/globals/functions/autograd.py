@@ -16,7 +16,10 @@ from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
+from distdl.partition.meeting import meet
 from distdl.tensors.failures import forgetting
+from distdl.tensors.modes import unobserved
+from distdl.transport.communicator import CommunicationError
 
 # (as they are without what takes them to a mode, which would then be off inside)
 _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
@@ -51,14 +54,18 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ) -> None:
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
-        with redrawing(outputs), forgetting():
-            _backward(
-                [_output(y) for y in outputs],
-                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                retain_graph,
-                create_graph,
-                inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
-            )
+        try:
+            with redrawing(outputs), forgetting():
+                _backward(
+                    [_output(y) for y in outputs],
+                    [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                    retain_graph,
+                    create_graph,
+                    inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
+                )
+        except Exception as error:
+            _meet_in(error, outputs)
+            raise
 
     run(*args, **kwargs)
 
@@ -82,19 +89,45 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         if is_grads_batched:  # (torch takes all of them at once, by vmap)
             options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
             return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
-        with redrawing(outputs), forgetting():
-            found = _grad(
-                [_output(y) for y in outputs],
-                [_plain(x) for x in inputs],
-                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                retain_graph,
-                create_graph,
-                allow_unused=allow_unused,
-                materialize_grads=materialize_grads,
-            )
+        try:
+            with redrawing(outputs), forgetting():
+                found = _grad(
+                    [_output(y) for y in outputs],
+                    [_plain(x) for x in inputs],
+                    [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                    retain_graph,
+                    create_graph,
+                    allow_unused=allow_unused,
+                    materialize_grads=materialize_grads,
+                )
+        except Exception as error:
+            _meet_in(error, outputs)
+            raise
         return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
 
     return run(*args, **kwargs)
+
+
+def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
+    """Find out that a backward has failed on every worker, after the same exchanges. Then all of them may go on.
+
+    What one worker computes on may have been written in place while what another computes on was moved, so is a copy:
+    torch raises on the first alone. It waits here for the others, who wait for it elsewhere, and sooner or later that
+    is an error on all of them, whose text says where each waits.
+
+    Raises: CommunicationError, if some have not failed.
+    """
+    context = next((y._context for y in outputs if type(y) is GlobalTensor), None)
+    inside = torch._C._current_graph_task_id() != -1  # (of a backward that fails by this one)
+    if context is None or inside or isinstance(error, CommunicationError):
+        return
+    text = f"a backward that has failed ({type(error).__name__}: {error})"
+    context.comm.where = text
+    try:
+        with unobserved():
+            meet(context.comm, context.everyone, "a backward that has failed", shown=text)
+    except CommunicationError as apart:
+        raise apart from error
 
 
 def _one_by_one(
