@@ -190,3 +190,46 @@ def test_clipping_of_global_and_plain_parameters_together():
 
     assert_same(function, Global(noise(5, 7)), noise(7))
     assert_same(function, Global(noise(5, 7)), Global(noise(7)))
+
+
+_DIVIDING = {
+    "of two": lambda x, y: x // y,
+    "remainder": lambda x, y: x % y,
+    "rounded": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "in place": lambda x, y: x.remainder_(y),
+    "by a number": lambda x, y: x // 0,
+    "of a row": lambda x, y: x // y[:1],
+}
+
+
+@pytest.mark.parametrize("divide", _DIVIDING.values(), ids=_DIVIDING)
+def test_an_integer_that_is_divided_by_zero(divide):
+    """Torch sees it in the block that has the zero, and nowhere else."""
+    told = {}
+
+    def work():
+        P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
+        x, y = (distdl.distribute_tensor(torch.ones(4, 2, dtype=torch.int64), P) for _ in range(2))
+        y[0, 0] = 0
+        try:
+            divide(x, y)
+            y.sum().item()
+        except RuntimeError as error:
+            told[distdl.world().rank] = error
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, 3)
+    assert len(told) == 3
+    for error in told.values():
+        assert type(error) is distdl.CommunicationError
+        assert "that has failed (RuntimeError: ZeroDivisionError)" in str(error)
+
+
+def test_integers_that_are_divided_by_zero_on_every_worker():
+    def work():
+        x = distdl.distribute_tensor(torch.ones(4, 2, dtype=torch.int64), distdl.world().reshape(2, 1))
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            x // 0
+        assert x.sum().item() == 8
+
+    distdl.run_workers(work, 2)

@@ -11,9 +11,11 @@ import torch
 
 from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.failed import depends_on_values, meet_in
+from distdl.globals.nested import tensors_in
 from distdl.globals.replicas import Replica, without_gradients
 from distdl.globals.running import note_block
-from distdl.globals.table import TABLE, check_is_tensor
+from distdl.globals.table import TABLE, check_is_tensor, name_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
 from distdl.tensors.connection import is_ordinary_view, replayed
@@ -121,6 +123,11 @@ class GlobalTensor(torch.Tensor):
             return y
         except AttributeError as error:
             check_is_tensor(error.obj, func, args, kwargs or {})
+            raise
+        except RuntimeError as error:
+            if depends_on_values(error):
+                one: Any = next(one for one in tensors_in((args, kwargs)) if type(one) in (GlobalTensor, Replica))
+                meet_in(error, f"a call of {name_of(func)}", one._context)
             raise
 
     @classmethod  # (torch's stubs have the default, a function of C)

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from distdl.globals.entry import NO_TANGENTS
+from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, part_of
 from distdl.globals.parts import summed, variable_of
@@ -16,10 +17,7 @@ from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
-from distdl.partition.meeting import meet
 from distdl.tensors.failures import forgetting
-from distdl.tensors.modes import unobserved
-from distdl.transport.communicator import CommunicationError
 
 # (as they are without what takes them to a mode, which would then be off inside)
 _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.grad)
@@ -109,25 +107,14 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
 
 
 def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
-    """Find out that a backward has failed on every worker, after the same exchanges. Then all of them may go on.
+    """Find out that a backward has failed on every worker.
 
     What one worker computes on may have been written in place while what another computes on was moved, so is a copy:
-    torch raises on the first alone. It waits here for the others, who wait for it elsewhere, and sooner or later that
-    is an error on all of them, whose text says where each waits.
-
-    Raises: CommunicationError, if some have not failed.
+    torch raises on the first alone.
     """
     context = next((y._context for y in outputs if type(y) is GlobalTensor), None)
-    inside = torch._C._current_graph_task_id() != -1  # (of a backward that fails by this one)
-    if context is None or inside or isinstance(error, CommunicationError):
-        return
-    text = f"a backward that has failed ({type(error).__name__}: {error})"
-    context.comm.where = text
-    try:
-        with unobserved():
-            meet(context.comm, context.everyone, "a backward that has failed", shown=text)
-    except CommunicationError as apart:
-        raise apart from error
+    if context is not None:
+        meet_in(error, "a backward", context)
 
 
 def _one_by_one(
