@@ -498,3 +498,41 @@ def test_workers_go_on_after_a_backward_that_has_failed_on_all(backward):
         assert_close(torch.autograd.grad((x * x).sum(), x)[0], 2 * noise(4, 4))
 
     distdl.run_workers(work, 3)
+
+
+@on_workers
+def test_a_view_of_what_was_detached_and_written():
+    """Behind it torch makes the view anew, also on the worker without cells."""
+    for leaf in (False, True):
+        found = []
+        for place in (split, torch.clone):
+            x = place(x35).requires_grad_()
+            y = x if leaf else x * 2
+            view = y.transpose(0, 1)
+            y.detach_()
+            y[1:] += 1
+            y.mul_(3)
+            assert view.requires_grad and not view.is_leaf
+            assert not y.requires_grad and y.is_leaf
+            view.sum().backward()
+            assert x.grad is None
+            found.append(view)
+        assert_close(*found)
+
+
+@on_workers
+def test_a_view_without_gradients_of_what_was_detached():
+    """It requires a gradient as long as its base does."""
+    found = []
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_() * 2
+        with torch.no_grad():
+            view = x.transpose(0, 1)
+        assert view.requires_grad
+        x.detach_()
+        for _ in range(2):
+            assert not view.requires_grad and view.is_leaf
+            x[1:] += 1
+        view.mul_(3)
+        found.append(x)
+    assert_close(*found)

@@ -356,8 +356,11 @@ def _settle_view(y: Any) -> None:
     """Let what a function has given without gradients be no view, if in torch it is none: it may be written later."""
     if type(y) is GlobalTensor:
         # (of a view that was made without gradients, torch refuses that, but only the workers would whose block is one)
-        if "_views_of" not in y.__dict__ and y._block._is_view() and not is_ordinary_view(y._block):
-            y._block = y._block.detach()
+        if y._block._is_view() and not is_ordinary_view(y._block):
+            if "_views_of" not in y.__dict__:
+                y._block = y._block.detach()
+            elif "_memory" in y.__dict__:
+                y._memory.has_plain_views = True
     elif isinstance(y, (tuple, list)):  # (also with names, as of max)
         for one in y:
             _settle_view(one)
@@ -379,8 +382,11 @@ def check_usable(x: GlobalTensor) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         node, wants = _raw_node(x), _raw_wants(x)
-    if node is None and wants and not x._block.requires_grad:  # one that autograd has saved, and handed out again
-        x._block = x._block.detach().requires_grad_()
+    if node is None and wants and not x._block.requires_grad:
+        if "_views_of" in x.__dict__:  # (a view made without gradients requires one as long as its base does)
+            note_requires(x)
+        else:  # one that autograd has saved, and handed out again
+            x._block = x._block.detach().requires_grad_()
     if node is not None:
         name = type(node).__name__.removesuffix("Backward")
         raise RuntimeError(

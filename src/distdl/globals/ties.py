@@ -18,9 +18,10 @@ class Memory:
         family: all that would be the same memory in torch; None as long as there is no other.
         scattered: how many elements share one place in torch that have several here: 1 if none do, 0 if nobody knows.
         writes: how many functions have written into it.
+        has_plain_views: whether a view was made without gradients.
     """
 
-    __slots__ = ("__weakref__", "_missed", "_placed", "family", "scattered", "writes")
+    __slots__ = ("__weakref__", "_missed", "_placed", "family", "has_plain_views", "scattered", "writes")
 
     def __init__(self, source: Memory | None = None, placed: bool = True) -> None:
         """
@@ -33,6 +34,7 @@ class Memory:
         self.family: _Family | None = None
         self.scattered = 1
         self.writes = 0
+        self.has_plain_views = False
         if source is not None:
             source.family = source.family or _Family(source)
             self.family = source.family
