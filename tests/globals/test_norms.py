@@ -10,6 +10,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import distdl
 from distdl.globals.functions.norms import _Merged, _Part
 
 # over 4 workers along dim 0 the last block is empty; along dim 1, whole blocks are zero, and of dim 0, whole columns
@@ -91,3 +92,17 @@ def test_both_ways_to_differentiate_agree(p):
     assert gradcheck(whole, blocks, check_forward_ad=True)
     assert gradgradcheck(whole, blocks)
     assert gradcheck(whole, [one.to(torch.complex128) * (1 + 2j) for one in blocks], check_forward_ad=True)
+
+
+def test_cosine_similarity_of_two_dtypes():
+    numbers = torch.arange(12).reshape(3, 4)
+    assert_same(lambda x: F.cosine_similarity(x, numbers), Global(noise(3, 4)))
+    assert_same(lambda x: F.cosine_similarity(numbers.float(), x), Global(noise(3, 4)))
+
+    def work():
+        for refused in (numbers, numbers.to(torch.complex128)):
+            x = distdl.distribute_tensor(refused, distdl.world().reshape(2, 1))
+            with pytest.raises(RuntimeError, match="expected common dtype to be floating point"):
+                F.cosine_similarity(x, x)
+
+    distdl.run_workers(work, 2)

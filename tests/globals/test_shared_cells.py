@@ -203,3 +203,19 @@ def test_broadcast_tensors_are_views():
         found.append([x, row, wide, low])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("equation", ["ab->ba", "ab", "aa->a", "...a->a...", "a...->a..."])
+@on_workers
+def test_an_einsum_that_sums_nothing_is_a_view(equation):
+    found = []
+    for place in (split, torch.clone):
+        x = place(noise(4, 4)).requires_grad_()
+        y = x * 1
+        view = torch.einsum(equation, y)
+        view.mul_(3)
+        view[0] = 5.0
+        y.square().sum().backward()
+        found.append([y, view, x.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

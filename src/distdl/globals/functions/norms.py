@@ -328,6 +328,10 @@ def pairwise_distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @handles("cosine_similarity", "torch functional")
 def cosine_similarity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+        common = torch.result_type(x1, x2)
+        if not common.is_floating_point:
+            raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
+        x1, x2 = (one if one.is_floating_point() else one.to(common) for one in (x1, x2))
         if x1.shape != x2.shape:
             x1, x2 = x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1)
         first, second = (

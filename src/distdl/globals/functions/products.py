@@ -280,6 +280,8 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
         operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)
         equation = _spelled(labels, out)
+    if len(operands) == 1 and len(out) == len(labels[0]) and type(operands[0]) is GlobalTensor:  # (a view, as in torch)
+        return operands[0].permute([labels[0].index(label) for label in out])
     return contract(_einsum(equation), operands, labels, out, "einsum")
 
 
