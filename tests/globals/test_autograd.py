@@ -536,3 +536,13 @@ def test_a_view_without_gradients_of_what_was_detached():
         view.mul_(3)
         found.append(x)
     assert_close(*found)
+
+
+@on_workers
+def test_a_later_hook_that_returns_something():
+    """Torch's text depends on the block."""
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        x.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.mul_(3))
+        with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+            (x * x).sum().backward()

@@ -277,9 +277,19 @@ def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 TABLE[torch.Tensor.register_hook] = _hooking
-TABLE[torch.Tensor.register_post_accumulate_grad_hook] = lambda func, args, kwargs: args[
-    0
-]._block.register_post_accumulate_grad_hook(lambda block: args[1](args[0]))
+
+
+def _hooking_later(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    x, hook = args
+
+    def on_block(block: torch.Tensor) -> None:
+        if hook(x) is not None:  # (of which torch says one thing or another, as the block may be)
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+
+    return x._block.register_post_accumulate_grad_hook(on_block)
+
+
+TABLE[torch.Tensor.register_post_accumulate_grad_hook] = _hooking_later
 
 
 @handles("_make_dual _unpack_dual", "torch")
