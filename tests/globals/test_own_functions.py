@@ -665,3 +665,48 @@ def test_a_function_does_not_give_global_and_plain_tensors_of_plain_ones():
     x = x35.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="CheckpointFunction takes plain tensors and gives plain and global ones"):
         checkpoint(lambda x: (x * 2, _Entering.apply(x)), x, use_reentrant=True)
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3, x.permute(2, 1, 0) * 3
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        return 3 * dy + 3 * dz.permute(2, 1, 0)
+
+
+class _Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x * 3, y * 3
+
+    @staticmethod
+    def backward(ctx, dx, dy):
+        return 3 * dx, 3 * dy
+
+
+@pytest.mark.parametrize(
+    "apply", [_Permuted.apply, lambda x: _Tripled.apply(x, x.permute(2, 1, 0))], ids=["inside", "given"]
+)
+@on_workers
+def test_the_strides_of_what_a_function_gives(apply):
+    found = []
+    for place in (split, torch.clone):
+        x = place(noise(2, 3, 6)).requires_grad_()
+        results = apply(x)
+        strides = [one.stride() for one in results]
+        with torch.no_grad():
+            results[1].as_strided((2,), (1,)).add_(2)
+        try:
+            (results[0].sum() + results[1].square().sum()).backward()
+        except RuntimeError as error:
+            assert "has written in place into" in str(error)
+            found.append((strides, None))
+        else:
+            found.append((strides, x.grad))
+    (ours, dx), (theirs, expected) = found
+    assert ours == theirs
+    if dx is not None:
+        assert_close(dx, expected)

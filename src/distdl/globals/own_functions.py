@@ -81,6 +81,7 @@ class _Call:
         self.drawn = self.draws.seed, self.draws.counted()
         self.single = True  # whether it gives one tensor, and no tuple
         self.results: list[Any] = []  # its results; for a tensor, its layout, or Replica for a plain one
+        self.memories: dict[int, dict[str, Any]] = {}  # where in torch's memory the global ones lie
 
     def inputs(self) -> list[torch.Tensor]:
         tensors = [self.args[place] for place in self.places]
@@ -91,6 +92,8 @@ class _Call:
         given = [_global(one, layout) for one, layout in zip(inputs, self.layouts, strict=True)]
         args, self.args = self.args, []  # (what it does not save goes when nobody else has it)
         for place, one in zip(self.places, given, strict=True):
+            if type(one) is GlobalTensor:
+                one.__dict__.update(_memory_of(args[place]))
             args[place] = one
         function = self.function
         if function.setup_context is _DERIVES:
@@ -162,6 +165,11 @@ def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
     return block if layout is None else GlobalTensor._of(block, layout)
 
 
+def _memory_of(x: Any) -> dict[str, Any]:
+    """The attributes of a global tensor that say where in torch's memory it lies."""
+    return {name: x.__dict__[name] for name in ("_strides", "_offset") if name in x.__dict__}
+
+
 class _Applied(Function):
     observed = True  # (it is a user's)
 
@@ -184,6 +192,7 @@ class _Applied(Function):
             block = block.clone() if block._is_view() else block
             blocks[id(results[place])] = block
             results[place] = one._layout
+            call.memories[place] = _memory_of(one)
             outputs.append(block)
         call.results = results
         own = call.own
@@ -269,9 +278,10 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     call = _Call(function, args)
     outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []
-    for kind in call.results:
+    for place, kind in enumerate(call.results):
         if isinstance(kind, KnownLayout):
             results.append(GlobalTensor._of(next(outputs), kind))
+            results[-1].__dict__.update(call.memories[place])
         elif kind is Replica:
             y = next(outputs)
             results.append(Replica._of(entered(y, call.context), call.context))
