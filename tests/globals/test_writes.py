@@ -236,11 +236,12 @@ def test_what_torch_refuses_to_write_is_one_error(expand, grid):
 
 
 class Halved(nn.Linear):
-    """A layer whose forward writes into its weight."""
+    """A layer whose forward writes into its weight, which it has read with a graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
         with torch.no_grad():
-            self.weight.mul_(0.5)
+            weight.mul_(0.5)
         return super().forward(x)
 
 
@@ -328,6 +329,85 @@ def test_what_has_a_gradient_is_written_into_the_data_of_a_buffer(use, grid, wei
         distributed = distdl.distribute(deepcopy(model), P, weights=weights)
         for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+class Started(nn.Module):
+    """A layer whose first batches set its scale, as those of normalising flows do."""
+
+    def __init__(self, start) -> None:
+        super().__init__()
+        self.linear, self.start, self.left = nn.Linear(5, 5), start, 2
+        self.scale = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        alias = None
+        if self.left:
+            self.left -= 1
+            alias = self.start(self, x.std(0, keepdim=True))
+        return x * self.scale + (0 if alias is None else alias)
+
+
+def _assigned(model, std):
+    model.scale += std
+
+
+def _assigned_data(model, std):
+    model.scale.data += std
+
+
+def _kept(model, std):
+    alias = model.scale.data
+    alias.view(-1)[1:] = std[0, 1:]
+    return alias * 2
+
+
+STARTS = {
+    "data": lambda model, std: model.scale.data.copy_(std),
+    "view of data": lambda model, std: model.scale.data.view(-1)[1:].copy_(std[0, 1:]).sum(),
+    "number": lambda model, std: model.scale.data[0, 2].fill_(std.sum()),
+    "assigned data": _assigned_data,
+    "kept data": _kept,
+    "without gradients": torch.no_grad()(lambda model, std: model.scale.copy_(std)),
+    "view": torch.no_grad()(lambda model, std: model.scale.view(-1)[1:].mul_(std[0, 1:]).sum()),
+    "assigned": torch.no_grad()(_assigned),
+    "data without gradients": torch.no_grad()(lambda model, std: model.scale.data.add_(std)),
+    "plain data": torch.no_grad()(lambda model, std: model.scale.data.mul_(0.3)),
+    "plain": torch.no_grad()(lambda model, std: model.scale.mul_(0.3)),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_weights_that_the_first_batches_set(start, weights):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), Started(start)).double()
+    wanted = _two_steps(deepcopy(model), x35)
+
+    def work() -> None:
+        P = distdl.world()[1:].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_backward_does_not_read_what_a_later_forward_has_written(weights):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), Started(STARTS["plain"])).double()
+
+    def work() -> None:
+        P = distdl.world()[1:].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        x = distdl.distribute_tensor(x35, P)
+        y = distributed(x)
+        distributed(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
 
     distdl.run_workers(work, 3)
 

@@ -56,16 +56,18 @@ def write(
             f"as zeros_like or new_zeros of a global one"
         )
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
-    alias = type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context)
+    copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
+    alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
     if not alias:
         check_gradient((target, beside), called)
-    made = _own_beside(target.detach(), beside)
+    made = _own_beside(plain_of(target).detach(), beside)
     given = tuple([made if one is target else one for one in args])
     y = handler(func, given, {key: made if one is target else one for key, one in kwargs.items()})
     if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
-        target.copy_(entered(made.full_tensor(), made._context))
+        plain_of(target).copy_(entered(made.full_tensor(), made._context))
         for one in {id(target): target, id(owner): owner}.values():
-            mark(one, made._context)
+            if type(one) is not Replica:
+                mark(one, made._context)
         return target if y is made else y
     with torch.no_grad():
         plain_of(target).copy_(made.full_tensor())

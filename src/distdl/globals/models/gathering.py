@@ -92,12 +92,17 @@ class Gathering:
 
 
 class Gathered:
-    """Parameters that have come together, for as long as they are needed; they can come together again."""
+    """Parameters that have come together, for as long as they are needed; they can come together again.
+
+    Attributes:
+        recorded: whether what they have come together to depends on them.
+    """
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
         self.gathering, self._parameters, self._keep = gathering, parameters, keep
         self._versions = [one._block._version for one in parameters]
         self._wholes: tuple[torch.Tensor, ...] | None = None
+        self.recorded = False
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors, which depend on the shares."""
@@ -119,13 +124,17 @@ class Gathered:
             self._keep.held.pop(one.untyped_storage()._cdata, None)
         self._wholes = None
 
+    def is_outdated(self) -> bool:
+        """Whether parameters have been written since."""
+        return [one._block._version for one in self._parameters] != self._versions
+
     def wholes(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors; they come together if they have gone.
 
         Raises: RuntimeError if parameters have been written since.
         """
         if self._wholes is None:
-            if [one._block._version for one in self._parameters] != self._versions:
+            if self.is_outdated():
                 raise RuntimeError(
                     "a weight that backward needs has been modified by an inplace operation since the forward; call "
                     "backward before optimizer.step()"

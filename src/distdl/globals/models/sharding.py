@@ -83,11 +83,13 @@ class Shares:
     def end_module(self, module: torch.nn.Module, result: Any) -> None:
         if self._frames and self._frames[-1].module is module:
             frame = self._frames.pop()
-            if frame.gathered:
-                _gather_before(result, frame.gathered, frame.first)
-            for one in frame.gathered:
-                one.release()
-            frame.settle_writes()
+            try:
+                frame.settle_writes()
+            finally:
+                if frame.gathered:
+                    _gather_before(result, frame.gathered, frame.first)
+                for one in frame.gathered:
+                    one.release()
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         if type(parameter) is not GlobalTensor:
@@ -105,7 +107,7 @@ class Shares:
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
                 listed = [one for one in owner.values() if type(one) is GlobalTensor]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
-            for around in self._frames[:-1]:  # what has been written there comes first
+            for around in self._frames:  # what has been written there comes first
                 around.settle_writes(wanted)
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
@@ -114,6 +116,10 @@ class Shares:
 
     def settled(self, value: Any) -> Any:
         return value
+
+    def holds(self, storage: int) -> bool:
+        each = (plain_of(one) for frame in self._frames for one in frame.copies.values())
+        return any(one.untyped_storage()._cdata == storage for one in each)
 
     def enlarged(self, modules: list[torch.nn.Module]) -> None:
         """(New parameters stay whole on every worker; those that a parametrisation takes over are in shares.)"""
@@ -128,6 +134,7 @@ class Shares:
             block_of(one)  # (brings what has been written into its state_dict)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         copies = gathered.copies()
+        gathered.recorded = any(one.requires_grad for one in copies)
         if frame is not None and frame.hooks is self.keep:
             gathered.hold(copies)
             if not frame.gathered:
@@ -136,7 +143,7 @@ class Shares:
             frame.gathered.append(gathered)
         found: list[torch.Tensor] = []
         for copy, parameter in zip(copies, parameters, strict=True):
-            found.append(Replica._of(copy, self._context) if copy.requires_grad else copy)
+            found.append(Replica._of(copy, self._context))
             found[-1].__dict__["_variable"] = parameter
         return found
 
@@ -148,6 +155,7 @@ class _Frame:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         written: of each of them, what had been written by then.
+        brought: this worker's share of those without a graph whose data may be written unseen, as last brought there.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
@@ -156,6 +164,7 @@ class _Frame:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.written: dict[tuple[int, bool], _Written] = {}
+        self.brought: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
 
@@ -175,9 +184,13 @@ class _Frame:
             if one is None:
                 continue
             before, now = self.written[key], _Written.of(one)
-            if now == before and not one.__dict__.get("_is_exposed", False):
+            exposed = one.__dict__.get("_is_exposed", False)
+            if now == before and not exposed:
                 continue
             parameter = one.__dict__["_variable"]
+            brought = self.brought.get(key) if now == before else None
+            if brought is not None and torch.equal(taken(plain_of(one), parameter._layout), brought):
+                continue
             counted = now.writes != before.writes or not key[1]
             if ((key[0], True) in self.copies and counted) or one.shape != parameter.shape:
                 self.copies.clear()  # (one error is enough)
@@ -186,8 +199,11 @@ class _Frame:
                     'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
                 )
             self.written[key] = now
-            if parameter._layout.active:
-                parameter._block.data.copy_(taken(plain_of(one).detach(), parameter._layout))
+            # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
+            share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
+            share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
+            if exposed and not key[1] and parameter._layout.active:
+                self.brought[key] = share.clone()
 
 
 _BOTH = (False, True)
@@ -257,6 +273,7 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
         for one in gathered:
             one.wholes()
 
+    gathered = [one for one in gathered if one.recorded or not one.is_outdated()]  # (it has written them)
     nodes: set[Any] = set()
     for one in tensors_in(result):
         block = one._block if type(one) is GlobalTensor else one._plain if type(one) is Replica else one
