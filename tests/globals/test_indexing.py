@@ -69,6 +69,11 @@ def test_global_index_tensors():
     assert_same(lambda table, i: table[1, :, i, None], noise(3, 2, 4, 2), Global(labels))
     assert_same(lambda table, i: (2 * table)[:, i, 1:], noise(3, 4, 2), Global(labels), twice=True)
     assert_same(lambda x: (x[[]], x[:, []]), Global(x2))
+    both = (Global(torch.tensor([[0, -1, 2], [3, 1, -4]])), Global(torch.tensor([1, 0, -3])))
+    assert_same(lambda table, i, j: table[i, j], noise(4, 3), *both)
+    assert_same(lambda table, i, j: (2 * table)[1, :, i, j, None], noise(2, 2, 4, 3, 2), *both, twice=True)
+    assert_same(lambda table, i: table[i, torch.tensor([0, 2, 1])], noise(4, 3), both[0])
+    assert_raises_the_same(lambda j: noise(9, 3)[j, j], torch.tensor([[1, 0, 4]]))
 
 
 def written(*index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -177,6 +178,10 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
     """Rows of a tensor that is the same everywhere, at indices that are split; numbers, slices and None come first."""
     tensors = [step for step in index if not _is_basic(step)]
+    if len(tensors) > 1 and not any(map(_is_mask, tensors)):
+        first = next(place for place, step in enumerate(index) if not _is_basic(step))
+        if all(step is one for step, one in zip(index[first:], tensors, strict=False)):
+            return get(func, _as_one(x, index, tensors), {})
     if len(tensors) != 1 or type(tensors[0]) is not GlobalTensor:
         return fall_back(func, (x, index), {})
     basic, dim = _around(index, tensors[0], x.dim())
@@ -194,6 +199,23 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
     target = context.keep(("looked up", layout, table.shape), make)
     y = GlobalTensor._of(entered(table, context)[cells._block].reshape(target.local), target)
     return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
+
+
+def _as_one(x: torch.Tensor, index: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Several index tensors behind each other, as one: of their dims together.
+
+    Raises: IndexError, as torch does.
+    """
+    others = tuple(slice(None) if any(step is one for one in tensors) else step for step in index)
+    _, at = _around(index, tensors[0], x.dim())
+    table = x[others]
+    shape = table.shape[at : at + len(tensors)]
+    cells: Any = 0
+    for n, one in zip(shape, tensors, strict=True):
+        own = one._block if type(one) is GlobalTensor else None  # (of the two as one, torch could not tell)
+        check_range(one, -n, n, partial(operator.getitem, torch.empty(n)), own)
+        cells = cells * n + one.long() % max(n, 1)
+    return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
 
 
 def _around(index: tuple[Any, ...], tensor: Any, dims: int) -> tuple[tuple[Any, ...], int]:
