@@ -37,6 +37,8 @@ _OF_NONE = "zeros ones full empty eye"
 
 
 _TENSORS = ("input", "tensor", "tensors")
+# values that are no tensors and hold none
+_PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.Size])
 
 
 def _check_taken(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -69,13 +71,14 @@ def _with_numbers(handler: Handler) -> Handler:
 
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) > 1:
+        curved = False
+        if _has_tensors(args[1:]):
             args = (args[0], *map_tensors(args[1:], number))
-        if kwargs:
+            curved = _is_curved(args[1:])
+        if _has_tensors(tuple(kwargs.values())):
             kwargs = {name: value if name in _TENSORS else map_tensors(value, number) for name, value in kwargs.items()}
-        if (len(args) > 1 and _is_curved(args[1:])) or any(
-            name not in _TENSORS and _is_curved(value) for name, value in kwargs.items()
-        ):
+            curved = curved or any(name not in _TENSORS and _is_curved(value) for name, value in kwargs.items())
+        if curved:
             _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args[:1], kwargs)))
         return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
@@ -84,8 +87,10 @@ def _with_numbers(handler: Handler) -> Handler:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or a list of some."""
-    return isinstance(value, torch.Tensor) or (type(value) in (list, tuple) and bool(tensors_in(value)))
+    """Whether a value is a tensor, or a list that holds some."""
+    if type(value) in (list, tuple):
+        return not _PLAIN.issuperset(map(type, value)) and bool(tensors_in(value))
+    return isinstance(value, torch.Tensor)
 
 
 def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
@@ -95,7 +100,9 @@ def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         count = len(args)
-        found = [place for place in places if place < count and _has_tensors(args[place])]
+        found = [
+            place for place in places if place < count and type(args[place]) not in _PLAIN and _has_tensors(args[place])
+        ]
         names = kwargs and [name for name in wanted.names & kwargs.keys() if _has_tensors(kwargs[name])]
         if not (found or names):
             return handler(func, args, kwargs)
