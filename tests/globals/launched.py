@@ -1,7 +1,8 @@
-"""Tests that run on three workers, of which the last holds no cells."""
+"""Tests that run on three workers, of which the last holds no cells, or fail on some."""
 
 import functools
 
+import pytest
 import torch
 from same import noise
 
@@ -45,3 +46,19 @@ class Calling(torch.nn.Module):
 
     def forward(self, x):
         return self.own(self, x)
+
+
+def assert_told_apart(function, workers, text):
+    """Call a function that fails on some workers only: each of them gets one error that says so, wherever it is."""
+    told = []
+
+    def work():
+        try:
+            function()
+        except RuntimeError as error:
+            told.append(error)
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, workers)
+    assert [type(error) for error in told] == [distdl.CommunicationError] * workers
+    assert all(text in str(error) for error in told)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launched import assert_told_apart
 from same import Global, assert_same, noise
 from torch.nn import functional as F
 
@@ -205,24 +206,15 @@ _DIVIDING = {
 @pytest.mark.parametrize("divide", _DIVIDING.values(), ids=_DIVIDING)
 def test_an_integer_that_is_divided_by_zero(divide):
     """Torch sees it in the block that has the zero, and nowhere else."""
-    told = {}
 
     def work():
         P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
         x, y = (distdl.distribute_tensor(torch.ones(4, 2, dtype=torch.int64), P) for _ in range(2))
         y[0, 0] = 0
-        try:
-            divide(x, y)
-            y.sum().item()
-        except RuntimeError as error:
-            told[distdl.world().rank] = error
+        divide(x, y)
+        y.sum().item()
 
-    with pytest.raises(distdl.CommunicationError):
-        distdl.run_workers(work, 3)
-    assert len(told) == 3
-    for error in told.values():
-        assert type(error) is distdl.CommunicationError
-        assert "that has failed (RuntimeError: ZeroDivisionError)" in str(error)
+    assert_told_apart(work, 3, "that has failed (RuntimeError: ZeroDivisionError)")
 
 
 def test_integers_that_are_divided_by_zero_on_every_worker():
