@@ -73,6 +73,7 @@ def test_global_index_tensors():
     assert_same(lambda table, i, j: table[i, j], noise(4, 3), *both)
     assert_same(lambda table, i, j: (2 * table)[1, :, i, j, None], noise(2, 2, 4, 3, 2), *both, twice=True)
     assert_same(lambda table, i: table[i, torch.tensor([0, 2, 1])], noise(4, 3), both[0])
+    assert_same(lambda table, i: (table[i, i], table[0][i, i], table[..., i, i, i]), noise(4, 4, 4), both[0])
     assert_raises_the_same(lambda j: noise(9, 3)[j, j], torch.tensor([[1, 0, 4]]))
 
 

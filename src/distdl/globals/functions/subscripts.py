@@ -177,14 +177,15 @@ def get(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]) -> Any:
     """Rows of a tensor that is the same everywhere, at indices that are split; numbers, slices and None come first."""
+    first = next(place for place, step in enumerate(index) if not _is_basic(step))
     tensors = [step for step in index if not _is_basic(step)]
-    if len(tensors) > 1 and not any(map(_is_mask, tensors)):
-        first = next(place for place, step in enumerate(index) if not _is_basic(step))
-        if all(step is one for step, one in zip(index[first:], tensors, strict=False)):
-            return get(func, _as_one(x, index, tensors), {})
+    masks = any(_is_mask(step) or isinstance(step, bool) for step in tensors)
+    adjacent = all(step is one for step, one in zip(index[first:], tensors, strict=False))
+    if len(tensors) > 1 and adjacent and not masks:
+        return get(func, _as_one(x, index, first, tensors), {})
     if len(tensors) != 1 or type(tensors[0]) is not GlobalTensor:
         return fall_back(func, (x, index), {})
-    basic, dim = _around(index, tensors[0], x.dim())
+    basic, dim = _around(index, first, x.dim())
     table = x[basic].movedim(dim, 0) if len(index) > 1 else x
     cells = tensors[0]
     layout, context = cells._layout, cells._context
@@ -201,13 +202,17 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
     return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
 
 
-def _as_one(x: torch.Tensor, index: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-    """Several index tensors behind each other, as one: of their dims together.
+def _as_one(
+    x: torch.Tensor, index: tuple[Any, ...], first: int, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, Any]:
+    """Several index tensors behind each other, as one: of their dims together. They may be the same tensor.
 
+    Args:
+        first: the place of the first of them.
     Raises: IndexError, as torch does.
     """
-    others = tuple(slice(None) if any(step is one for one in tensors) else step for step in index)
-    _, at = _around(index, tensors[0], x.dim())
+    others = tuple(step if _is_basic(step) else slice(None) for step in index)
+    _, at = _around(index, first, x.dim())
     table = x[others]
     shape = table.shape[at : at + len(tensors)]
     cells: Any = 0
@@ -218,15 +223,15 @@ def _as_one(x: torch.Tensor, index: tuple[Any, ...], tensors: Sequence[torch.Ten
     return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
 
 
-def _around(index: tuple[Any, ...], tensor: Any, dims: int) -> tuple[tuple[Any, ...], int]:
-    """An index of one tensor without that: where it stood, a dim stays whole. And which dim of the result that is."""
+def _around(index: tuple[Any, ...], place: int, dims: int) -> tuple[tuple[Any, ...], int]:
+    """An index without the tensor at a place: there, a dim stays whole. And which dim of the result that is."""
     used = sum(step is not None and step is not Ellipsis for step in index)
     basic: list[Any] = []
     at = 0
-    for step in index:
-        if step is tensor:
+    for n, step in enumerate(index):
+        if n == place:
             at = sum(type(one) is not int for one in basic)
-        basic.extend([slice(None)] * (dims - used) if step is Ellipsis else [slice(None) if step is tensor else step])
+        basic.extend([slice(None)] * (dims - used) if step is Ellipsis else [slice(None) if n == place else step])
     return tuple(basic), at
 
 
