@@ -308,4 +308,7 @@ def test_torch_takes_a_layout_for_that_of_dense_memory():
     assert_close(x + torch.ones_like(beside, layout=x.layout), x2 + 1)
     assert_close(x.new_zeros(6, layout=x.layout) + torch.full_like(x, 2, layout=x.layout), torch.full_like(x2, 2))
     assert x.layout == torch.strided and torch.strided == x.layout and x.layout != torch.sparse_coo
+    for wrong in (lambda: torch.add(beside, x.layout), lambda: torch.stack([x.layout]), lambda: x.view(5, x.layout)):
+        with pytest.raises(TypeError):  # (where torch takes no layout)
+            wrong()
     assert x.layout == split(x2).layout and x.layout != split(x3).layout

@@ -52,8 +52,8 @@ class KnownLayout(Layout):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = {key: torch.strided if isinstance(one, KnownLayout) else one for key, one in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        # (also in other places, where torch then refuses it)
+        return func(*map(_with_strided, args), **{key: _with_strided(one) for key, one in (kwargs or {}).items()})
 
     @cached_property
     def extents(self) -> Shape:
@@ -111,6 +111,13 @@ class KnownLayout(Layout):
 
     def __repr__(self) -> str:
         return f"{'x'.join(map(str, self.extents))} over {self.partition}"
+
+
+def _with_strided(value: Any) -> Any:
+    """A value of which torch's layout takes the place of a known one; also in lists, as torch looks for tensors."""
+    if isinstance(value, (tuple, list)) and any(isinstance(one, KnownLayout) for one in value):
+        return type(value)([_with_strided(one) for one in value])
+    return torch.strided if isinstance(value, KnownLayout) else value
 
 
 class Context:
