@@ -364,6 +364,14 @@ def _kept(model, std):
     return alias * 2
 
 
+def _read_before(model, std):
+    read = model.scale * 2
+    with torch.no_grad():
+        read = read * model.scale.data.norm()
+        model.scale.data[0, 1:] *= 0.5
+    return read
+
+
 STARTS = {
     "data": lambda model, std: model.scale.data.copy_(std),
     "view of data": lambda model, std: model.scale.data.view(-1)[1:].copy_(std[0, 1:]).sum(),
@@ -374,6 +382,7 @@ STARTS = {
     "view": torch.no_grad()(lambda model, std: model.scale.view(-1)[1:].mul_(std[0, 1:]).sum()),
     "assigned": torch.no_grad()(_assigned),
     "data without gradients": torch.no_grad()(lambda model, std: model.scale.data.add_(std)),
+    "data behind a graph": _read_before,
     "plain data": torch.no_grad()(lambda model, std: model.scale.data.mul_(0.3)),
     "plain": torch.no_grad()(lambda model, std: model.scale.mul_(0.3)),
 }
@@ -408,6 +417,27 @@ def test_a_backward_does_not_read_what_a_later_forward_has_written(weights):
         distributed(x)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+    distdl.run_workers(work, 3)
+
+
+class Kept(nn.Linear):
+    """A layer that writes one element of its weight, by a name that it had before it has read it with a graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            kept = self.weight.data
+        y = super().forward(x)
+        kept[0, 0] = 3
+        return y
+
+
+def test_a_late_write_into_shares_is_one_error():
+    def work() -> None:
+        P = distdl.world()[1:].reshape(2, 1)
+        distributed = distdl.distribute(Kept(5, 4).double(), P, weights="sharded")
+        with pytest.raises(RuntimeError, match="has written into a weight that is stored in shares"):
+            distributed(distdl.distribute_tensor(x35, P))
 
     distdl.run_workers(work, 3)
 

@@ -100,7 +100,7 @@ class Shares:
                 around.settle_writes([parameter])
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
             return self._gather([parameter], None)[0]
-        graph = torch.is_grad_enabled()
+        graph = torch.is_grad_enabled() or (id(parameter), True) in frame.copies
         if (id(parameter), graph) not in frame.copies:
             wanted = [parameter]
             if frame.module._parameters is owner:  # its own weights come together as one message
@@ -155,7 +155,7 @@ class _Frame:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         written: of each of them, what had been written by then.
-        brought: this worker's share of those without a graph whose data may be written unseen, as last brought there.
+        brought: those without a graph whose data may be written unseen, as they were last brought to the shares.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
@@ -189,7 +189,7 @@ class _Frame:
                 continue
             parameter = one.__dict__["_variable"]
             brought = self.brought.get(key) if now == before else None
-            if brought is not None and torch.equal(taken(plain_of(one), parameter._layout), brought):
+            if brought is not None and torch.allclose(plain_of(one), brought, 0, 0, equal_nan=True):
                 continue
             counted = now.writes != before.writes or not key[1]
             if ((key[0], True) in self.copies and counted) or one.shape != parameter.shape:
@@ -202,8 +202,8 @@ class _Frame:
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
-            if exposed and not key[1] and parameter._layout.active:
-                self.brought[key] = share.clone()
+            if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
+                self.brought[key] = plain_of(one).clone()
 
 
 _BOTH = (False, True)
