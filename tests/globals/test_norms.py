@@ -98,6 +98,10 @@ def test_cosine_similarity_of_two_dtypes():
     numbers = torch.arange(12).reshape(3, 4)
     assert_same(lambda x: F.cosine_similarity(x, numbers), Global(noise(3, 4)))
     assert_same(lambda x: F.cosine_similarity(numbers.float(), x), Global(noise(3, 4)))
+    # (each is divided by its norm in its own dtype, also where it is repeated)
+    single = noise(3, 4).float()
+    assert_same(lambda x: F.cosine_similarity(single, x), Global(noise(1, 4)))
+    assert_same(lambda x: F.cosine_similarity(single, x.sum()), Global(noise(3, 4)))
 
     def work():
         for refused in (numbers, numbers.to(torch.complex128)):

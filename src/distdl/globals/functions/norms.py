@@ -333,7 +333,7 @@ def cosine_similarity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
         x1, x2 = (one if one.is_floating_point() else one.to(common) for one in (x1, x2))
         if x1.shape != x2.shape:
-            x1, x2 = x1 + torch.zeros_like(x2), x2 + torch.zeros_like(x1)
+            x1, x2 = torch.broadcast_tensors(x1, x2)
         first, second = (
             one / (norm_over(one, 2, dim, True) if type(one) is GlobalTensor else one.norm(2, dim, True)).clamp_min(eps)
             for one in (x1, x2)
