@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -537,3 +538,20 @@ def test_a_later_hook_that_returns_something():
         x.register_post_accumulate_grad_hook(lambda leaf: leaf.grad.mul_(3))
         with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
             (x * x).sum().backward()
+
+
+@on_workers
+def test_a_later_hook_does_not_keep_the_tensor():
+    for place in (split, torch.clone):
+        x = place(x35).requires_grad_()
+        seen = []
+        x.register_post_accumulate_grad_hook(lambda leaf, seen=seen: seen.append(leaf.grad.sum().item()))
+        y, itself = (x * 2).sum(), weakref.ref(x)
+        if place is split:
+            block = weakref.ref(x._block)
+        del x
+        y.backward()
+        assert seen == [30.0]
+        del y
+        assert itself() is None
+    assert block() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -281,9 +282,12 @@ TABLE[torch.Tensor.register_hook] = _hooking
 
 def _hooking_later(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
+    layout, itself = x._layout, weakref.ref(x)  # (the block keeps the hook, in C++, and so would keep x and itself)
 
     def on_block(block: torch.Tensor) -> None:
-        if hook(x) is not None:  # (of which torch says one thing or another, as the block may be)
+        leaf = itself()
+        leaf = GlobalTensor._of(block, layout) if leaf is None else leaf
+        if hook(leaf) is not None:  # (of which torch says one thing or another, as the block may be)
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
     return x._block.register_post_accumulate_grad_hook(on_block)
