@@ -513,6 +513,25 @@ def test_a_view_of_what_was_detached_and_written():
 
 
 @on_workers
+def test_a_view_that_some_workers_have_no_cells_of():
+    for leaf in (False, True):
+        found = []
+        for place in (split, torch.clone):
+            x = place(x35).requires_grad_()
+            y = x if leaf else x * 2
+            y.sum().backward()
+            views = [y[:1], y[-1:], y[:, :1], y[:, -1:]]
+            y.detach_()
+            y.mul_(3)
+            assert all(view.requires_grad and not view.is_leaf for view in views)
+            sum(view.sum() for view in views).backward()
+            assert not y.requires_grad and y.is_leaf
+            found.append([*views, x.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs)
+
+
+@on_workers
 def test_a_view_without_gradients_of_what_was_detached():
     """It requires a gradient as long as its base does."""
     found = []

@@ -220,15 +220,16 @@ def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _detach(x: Any, block: torch.Tensor) -> None:
     """Cut a block, of which there may be views, off its graph.
 
-    Without cells, torch makes these anew by the functions that have made them, once the block is written, and takes for
-    granted that they get a graph so, as they do from as_strided elsewhere. So what they are views of stays a leaf,
-    which nobody sees any more. (It takes that for an error where views were made without gradients.)
+    Those without cells, of which this block may have some, torch makes anew by the functions that have made them, once
+    the block is written. It takes for granted that they get a graph so, as they do from as_strided elsewhere. So what
+    they are views of stays a leaf, which nobody sees any more. (It takes that for an error where views were made
+    without gradients.)
     """
-    memory = x.__dict__.get("_memory") if block.requires_grad and x._layout.empty else None
+    memory = x.__dict__.get("_memory") if block.requires_grad else None
     block.detach_()
     if memory is not None and not memory.has_plain_views and not block._is_view():
         x._block = block.detach()
-        x._block.grad = block.grad
+        x._block.grad, block.grad = block.grad, None
         block.requires_grad_()
 
 
