@@ -532,6 +532,21 @@ def test_a_view_that_some_workers_have_no_cells_of():
 
 
 @on_workers
+def test_hooks_of_a_leaf_that_was_detached_for_a_while():
+    for place in (split, torch.clone):
+        x, seen = place(x35).requires_grad_(), []
+        x.register_hook(lambda dx, seen=seen: seen.append(dx))
+        view = x[:1]
+        x.detach_()
+        x.mul_(3)
+        view.sum().backward()
+        assert not seen
+        x.requires_grad_()
+        (x * 2).sum().backward()
+        assert len(seen) == 1
+
+
+@on_workers
 def test_a_view_without_gradients_of_what_was_detached():
     """It requires a gradient as long as its base does."""
     found = []
