@@ -4,17 +4,14 @@ import os
 
 import pytest
 import torch
-from launchers import run_suites
+from launchers import ENVIRONMENT, run_suites
 from xdist.scheduler import LoadScopeScheduling
 
 from distdl.partition import Partition
 from distdl.testing import Silent
 
-# what every launch of workers in these tests needs, here and in the processes that are started from here
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
-os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-os.environ.setdefault("DISTDL_TIMEOUT", "40")
+for name, value in {**ENVIRONMENT, "DISTDL_TIMEOUT": "40"}.items():  # here, and in what is started from here
+    os.environ.setdefault(name, value)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # (else each process of a job compiles distdl anew: 0.5 s)
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 LIMIT = 480  # seconds for the job of all suites
+# what every launch of workers needs that a test starts
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 NOT_STARTED = "The PMIx server's listener thread failed to start"  # what mpirun prints then, of itself
 
 
@@ -50,10 +52,10 @@ def imported():
 
 
 def python_path(**variables):
-    """The environment for a job: with the folders of the tests on Python's path."""
+    """The environment for a job: with what launches need, and the folders of the tests on Python's path."""
     tests = FOLDER.parent
     folders = [str(FOLDER), str(tests), str(tests / "layers"), str(tests / "models"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
+    return {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), **variables}
 
 
 def ended(command, limit=100, **variables):

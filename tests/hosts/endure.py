@@ -152,8 +152,7 @@ def _started(
     processes = []
     (folder / "tmp").mkdir()  # Open MPI's files are named by process numbers, which are the same in each run
     limits = {"DISTDL_TIMEOUT": str(_PATIENCE), "DISTDL_GRACE": "2"}
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = python_path(TMPDIR=str(folder / "tmp"), **limits, **as_root, **variables(hosts))
+    environment = python_path(TMPDIR=str(folder / "tmp"), **limits, **variables(hosts))
     script = [str(FOLDER / "train_on_hosts.py"), str(folder), str(limit)]
     try:
         for number, (host, command) in enumerate(JOBS[backend](script)):
