@@ -235,6 +235,20 @@ def test_what_torch_refuses_to_write_is_one_error(expand, grid):
     assert_close(x35[:1].expand(1, 5).clone().add_(1), split(x35, *grid)[:1].expand(1, 5).add_(1).full_tensor())
 
 
+@on_workers
+def test_a_list_that_torch_refuses_to_write_is_not_written():
+    """Also where a block, of one column, has each of its elements in a place of its own."""
+    x = split(x35, 1, 3)
+    with torch.no_grad():
+        y = x[:, :1].expand(3, 3)
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+            torch._foreach_mul_([y], 2.0)
+    assert_close(x, x35)
+    assert_close(torch.nn.functional.pad(y, (1, 1)), torch.nn.functional.pad(x35[:, :1].expand(3, 3), (1, 1)))
+    torch._foreach_zero_([y])
+    assert not y.full_tensor().any() and not x.full_tensor()[:, :1].any()
+
+
 class Halved(nn.Linear):
     """A layer whose forward writes into its weight, which it has read with a graph."""
 

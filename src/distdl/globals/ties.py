@@ -229,7 +229,7 @@ def check_written(x: GlobalTensor, name: str = "") -> None:
 
     Raises: RuntimeError, as torch does; here on every worker, also on one whose block has not several in one place.
     """
-    strides = () if name in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
+    strides = () if name.removeprefix("_foreach_") in _WRITE_EXPANDED else x.__dict__.get("_strides", ())
     if 0 in strides and any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)) and x.numel():
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

@@ -11,7 +11,7 @@ from distdl.globals.functions.pointwise import result_of
 from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_written
+from distdl.globals.ties import check_written, note_written
 from distdl.partition.sharing import reduce_values
 
 
@@ -30,6 +30,8 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
         named = {key: [one[place]] if isinstance(one, (tuple, list)) else one for key, one in kwargs.items()}
         whole = [one for one in own if type(one) is GlobalTensor]
+        if writes and type(own[0]) is GlobalTensor:
+            check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
         found: Any = own
         if whole:
             lead = 0 if writes else None
