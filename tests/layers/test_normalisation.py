@@ -22,6 +22,7 @@ from distdl.nn import (
     init,
 )
 from distdl.nn.placement import sequential_layouts
+from distdl.ops import rows
 from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 from distdl.utilities.torch import zero_volume_tensor
@@ -466,6 +467,68 @@ def test_channels_last_with_one_sample_on_each_worker(grid, training):
         assert torch.allclose(mine.grad, owned.block(whole.grad), atol=1e-12)
 
     on_workers(4, main)
+
+
+NORMS = {
+    "batch": lambda of, c: of.BatchNorm2d(c),
+    "group": lambda of, c: of.GroupNorm(3, c),
+    "instance": lambda of, c: of.InstanceNorm2d(c, affine=True),
+    "layer": lambda of, c: of.LayerNorm((c, 7, 5)),
+}
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", NORMS)
+def test_channels_last_is_kept(name, samples, small, monkeypatch):
+    """In pieces of a few cells, and sample by sample, too."""
+    monkeypatch.setattr(rows, "_RUN", 4 if small else 1 << 6)
+    monkeypatch.setattr(rows, "_CHUNK", 48 if small else 1 << 18)
+    monkeypatch.setattr(rows, "_SAMPLE", 1 if small else 1 << 14)
+    x, dy = (noise(samples, 6, 7, 5, seed=seed) for seed in (0, 1))
+    norm = filled(NORMS[name](torch.nn, 6))
+    whole = (
+        x.clone().requires_grad_()
+    )  # (contiguous: torch's own gradient of an instance norm goes wrong for one sample)
+    expected = norm(whole)
+    (first,) = torch.autograd.grad(expected, whole, dy, create_graph=True)
+    (first.square().sum() + expected.square().sum()).backward()
+    weights = [one.grad.clone() for one in norm.parameters()]
+
+    def main():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        network = distdl.distribute(copy.deepcopy(norm), P, fallback="error")
+        network.zero_grad()
+        block = distdl.distribute_tensor(x, P).to_local().clone(memory_format=torch.channels_last).requires_grad_()
+        mine = distdl.GlobalTensor.from_local(block, P)
+        y = network(mine)
+        seen = y.to_local().is_contiguous(memory_format=torch.channels_last)
+        for graph in (False, True):
+            dx, *_ = torch.autograd.grad(
+                y, mine, distdl.distribute_tensor(dy, P), create_graph=graph, retain_graph=True
+            )
+            assert torch.allclose(dx.full_tensor(), first, atol=1e-11)
+        (dx.square().sum() + y.square().sum()).backward()
+        assert torch.allclose(y.full_tensor(), expected, atol=1e-12)
+        assert torch.allclose(distdl.GlobalTensor.from_local(block.grad, P).full_tensor(), whole.grad, atol=1e-9)
+        for one, grad in zip(network.parameters(), weights, strict=True):
+            assert torch.allclose(one.grad, grad, atol=1e-9)
+        assert seen == (name == "batch" or (name != "layer" and (small or samples == 1)))
+
+    distdl.run_workers(main, 2, backend="threads")
+
+
+def test_moments_of_many_cells_in_channels_last():
+    """Torch's kernel adds up the cells of a channel in float32 one by one, and loses three digits."""
+    x = noise(1, 2, 1024, 1024).float().add_(30).contiguous(memory_format=torch.channels_last)
+    expected = torch.nn.BatchNorm2d(2, affine=False).double()(x.double())
+
+    def main():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        y = distdl.distribute(torch.nn.BatchNorm2d(2, affine=False), P)(distdl.distribute_tensor(x, P))
+        assert (y.full_tensor() - expected).abs().max() < 1e-5
+
+    distdl.run_workers(main, 2, backend="threads")
 
 
 def test_channels_last_with_one_sample_in_a_checkpoint():

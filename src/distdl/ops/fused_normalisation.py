@@ -100,12 +100,12 @@ class _Normalise(Function):
     ) -> torch.Tensor:
         rows = fused.rows
         ctx.fused, ctx.began = fused, fused.gather.history
-        y = empty(fused.own, x.dtype, x)
         if not x.numel():
             fused.moments(None, x, note)
             ctx.save_for_backward(x, None, None, None, *weights)
-            return y
+            return empty(fused.own, x.dtype, x)
         block = rows.of_block(x)
+        y = rows.result(block, fused.own)
         entries, far = rows.measure(block)
         found = fused.moments(entries, x, note)
         *_, variance = means = rows.spread(found, rows.own, x.dtype)
@@ -116,7 +116,7 @@ class _Normalise(Function):
             (mean,) = rows.spread(found[0] - found[0].to(x.dtype), rows.own, x.dtype)
         ctx.save_for_backward(x, mean, variance, centre, *weights)
         weight, bias = [*map(rows.of_weight, weights), None, None][:2]
-        rows.apply(block, (mean, variance, fused.eps), weight, bias, y.view(rows.extents))
+        rows.apply(block, (mean, variance, fused.eps), weight, bias, rows.beside(block, y))
         return y
 
     @staticmethod
@@ -135,9 +135,9 @@ class _Normalise(Function):
         block = fused.rows.of_block(x)
         if centre is not None:
             block = fused.rows.less(block, centre)
-        dx, dweights = _derivatives(fused, block, fused.rows.of_block(dy), mean, variance, weights)
+        dx, dweights = _derivatives(fused, block, fused.rows.beside(block, dy), mean, variance, weights)
         if dx is not None:
-            dx = dx.view(x.shape)
+            dx = fused.rows.to_block(dx, x.shape)
         return None, None, anchored, dx, *[one.reshape(w.shape) for one, w in zip(dweights, weights, strict=False)]
 
 

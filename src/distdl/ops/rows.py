@@ -2,6 +2,9 @@
 
 A pass costs about as much as a copy. Where several operators make one pass, they do so chunk by chunk, so that what one
 of them leaves is still in the cache for the next; and what is only of use inside a pass is as large as a chunk.
+
+The kernels see a contiguous block as *batch, rows, cells*. A block in channels_last whose rows are its channels, or
+those of its samples, they see as it lies: as a matrix of *cells, channels*, in which samples stand one below the other.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.tensors.memory import empty
+from distdl.tensors.memory import empty, is_channels_last
 
 _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
 _MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
 _PIECE = 1 << 12  # cells whose squares are added up in their own dtype
+_RUN = 1 << 6  # the same of a matrix, of which the kernels add up one cell after the other
+_SAMPLE = 1 << 14  # elements of a sample that a kernel takes by itself; it is faster to copy a block of smaller ones
+_MATRIX = 2  # the dims of a matrix of cells and channels
 _LONG = 32  # cells of a row that is measured by itself, not together with those of other samples
 _FAR = 1024.0  # times the variance of all cells: a square of a mean that costs digits
 _NEAR = 64.0  # times the variance of a block's own cells: one that costs none
@@ -76,8 +82,32 @@ class Rows(NamedTuple):
         return cls(extents, leading, means[:last], row[last:] if inner else row[:last], inner, centred, far)
 
     def of_block(self, x: torch.Tensor) -> torch.Tensor:
-        """A block, or its gradient, as the kernels read it fast."""
-        return x.reshape(self.extents).contiguous()
+        """A block as the kernels read it fast."""
+        return _as_matrix(x) if self._keeps(x) else x.reshape(self.extents).contiguous()
+
+    def _keeps(self, x: torch.Tensor) -> bool:
+        """Whether a block is in channels_last, and the kernels see it as it lies."""
+        if not self.centred or self.inner or x.is_meta or not is_channels_last(x):
+            return False
+        (samples, channels, *space), (batch, rows, cells) = x.shape, self.extents
+        if cells != prod(space) or batch * rows != samples * channels:
+            return False
+        return rows == channels or channels * cells >= _SAMPLE
+
+    def beside(self, block: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """As a block is seen, its gradient, or what is made of it."""
+        return _as_matrix(other) if block.dim() == _MATRIX else other.reshape(self.extents).contiguous()
+
+    def to_block(self, seen: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """The tensor that is seen so."""
+        if seen.dim() != _MATRIX:
+            return seen.view(shape)
+        batch, channels, *space = shape
+        return seen.view(batch, *space, channels).movedim(-1, 1)
+
+    def result(self, block: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """An uninitialised tensor that lies as a block does."""
+        return empty(shape, block.dtype, block, block.dim() == _MATRIX)
 
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight in one dim: of each row, or of each cell."""
@@ -139,7 +169,10 @@ class Rows(NamedTuple):
     def measured(self, x: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """What this block has of each mean and variance, whether or not a mean is far."""
         batch, rows, cells = self.extents
-        if self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
+        if x.dim() == _MATRIX:
+            shape = (1, *self.leading)
+            found = torch.cat([_measured(one, dtype) for (one,) in self._kernels((x,))], 1).view(2, *shape)
+        elif self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
             shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_MEASURED // cells, 1)
             chunks = lines.split(number, 1) if x.is_cpu and number < batch * rows else [lines]
             parts = [
@@ -160,16 +193,20 @@ class Rows(NamedTuple):
 
     def less(self, x: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
         """x less a value for each row."""
-        return torch.sub(x, centre.view(1, -1, 1), out=empty(x.shape, x.dtype, x))
+        found = empty(x.shape, x.dtype, x)
+        for one, out, value in self._kernels((x, found), centre):
+            torch.sub(one, _beside(value, one), out=out)
+        return found
 
     def apply(
         self, x: torch.Tensor, by: Standard, weight: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor
     ) -> None:
         """``y = (x - mean) / sqrt(variance + eps) * weight + bias``; weight and bias are of rows, or of cells."""
-        if not self.inner:
-            _apply(x, by, weight, bias, y)
-            return
         mean, variance, eps = by
+        if not self.inner:
+            for one, out, centre, spread, slope, shift in self._kernels((x, y), mean, variance, weight, bias):
+                _apply(one, (centre, spread, eps), slope, shift, out)
+            return
         for one, out, centre, spread in self._chunks((x, y), mean, variance):
             _apply(one, (centre, spread, eps), None, None, out)
             if weight is not None and bias is not None:
@@ -180,8 +217,9 @@ class Rows(NamedTuple):
     def sums(self, x: torch.Tensor, dy: torch.Tensor, by: Standard) -> torch.Tensor:
         """Of each row, the sums of ``dy (x - mean) / sqrt(variance + eps)`` and of dy."""
         mean, variance, eps = by
-        wanted = [False, True, True]
-        return torch.stack(_SUMS(dy, x, None, mean, variance, None, None, False, eps, wanted)[1:])
+        parts = self._kernels((x, dy), mean, variance)
+        found = [_sums(one, rise, centre, spread, eps) for one, rise, centre, spread in parts]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def weighted_sums(
         self, x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor
@@ -214,10 +252,11 @@ class Rows(NamedTuple):
         """
         mean, variance, eps = by
         dx = empty(x.shape, x.dtype, x)
-        for one, rise, out, centre, spread, scale, *affine in self._chunks((x, dy, dx), mean, variance, *factors):
-            slope, shift = [*affine, None][:2]
-            _apply(one, (centre, spread, eps), slope, shift, out)
-            out.addcmul_(rise, scale.view(1, -1, 1))
+        for sample in self._kernels((x, dy, dx), mean, variance, *factors):
+            for one, rise, out, centre, spread, scale, *affine in self._chunks(sample[:3], *sample[3:]):
+                slope, shift = [*affine, None][:2]
+                _apply(one, (centre, spread, eps), slope, shift, out)
+                out.addcmul_(rise, _beside(scale, rise))
         return dx
 
     def weighted_gradient(
@@ -239,18 +278,80 @@ class Rows(NamedTuple):
                 out.add_(shift)
         return dx
 
+    def _kernels(self, blocks: Sequence[torch.Tensor], *values: torch.Tensor | None) -> Iterator[Any]:
+        """Blocks and values of their rows, as a kernel takes them: a matrix of which channels are rows."""
+        channels = blocks[0].shape[1]
+        if channels == self.extents[1]:
+            return iter([(*blocks, *values)])
+        parts = [repeat(None) if one is None else one.split(channels) for one in values]
+        return zip(*[block.split(self.extents[2]) for block in blocks], *parts, strict=False)
+
     def _chunks(self, blocks: Sequence[torch.Tensor], *values: torch.Tensor) -> Iterator[Any]:
-        """Blocks and values of their rows: of large blocks, some samples or rows at a time.
+        """Blocks and values of their rows: of large blocks, some samples, rows or cells of a matrix at a time.
 
         Rows are dim 1 of the values, or the only one.
         """
-        batch, rows, cells = self.extents
-        if batch * rows * cells <= 2 * _CHUNK or not blocks[0].is_cpu:
+        first, (batch, rows, cells) = blocks[0], self.extents
+        if first.numel() <= 2 * _CHUNK or not first.is_cpu:
             return iter([(*blocks, *values)])
-        along, size = (0, rows * cells) if batch > 1 else (1, cells)
+        if first.dim() == _MATRIX:
+            along, size = 0, first.shape[1]
+        else:
+            along, size = (0, rows * cells) if batch > 1 else (1, cells)
         number = max(_CHUNK // size, 1)
         parts = [repeat(one) if along == 0 else one.split(number, min(one.dim(), 2) - 1) for one in values]
         return zip(*[block.split(number, along) for block in blocks], *parts, strict=False)
+
+
+def _as_matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.movedim(1, -1).reshape(-1, x.shape[1]).contiguous()
+
+
+def _beside(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Values of rows such that they broadcast to a block."""
+    return values if x.dim() == _MATRIX else values.view(1, -1, 1)
+
+
+def _runs(*blocks: torch.Tensor) -> Iterator[tuple[int, Sequence[torch.Tensor]]]:
+    """Blocks as kernels add them up without a loss of digits: of matrices, runs of a few cells stand side by side.
+
+    Returns: how many runs, and the blocks, piece by piece.
+    """
+    cells, channels = blocks[0].shape[:2]
+    if blocks[0].dim() != _MATRIX or not blocks[0].is_cpu or cells <= _RUN:
+        yield 1, blocks
+        return
+    whole = cells - cells % _RUN
+    number = max(_CHUNK // (channels * _RUN), 1) * _RUN
+    for start in range(0, whole, number):
+        runs = min(number, whole - start) // _RUN
+        yield runs, [one[start : start + runs * _RUN].view(_RUN, runs * channels) for one in blocks]
+    if whole < cells:
+        yield 1, [one[whole:] for one in blocks]
+
+
+def _measured(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Mean and variance of each channel of a matrix."""
+    parts, shares = [], []
+    for runs, (one,) in _runs(x):
+        parts.append(torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)).view(2, runs, -1))
+        shares += [len(one) / len(x)] * runs
+    if len(shares) == 1:
+        return parts[0][:, 0].to(dtype)
+    means, variances = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).double()
+    weights = torch.tensor(shares, dtype=torch.float64, device=x.device)
+    mean = weights @ means
+    away = means.sub_(mean)
+    return torch.stack([mean, weights @ variances.addcmul_(away, away)]).to(dtype)
+
+
+def _sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float) -> torch.Tensor:
+    found, wanted = [], [False, True, True]
+    for runs, (one, rise) in _runs(x, dy):
+        moments = (mean, variance) if runs == 1 else (mean.repeat(runs), variance.repeat(runs))
+        sums = torch.stack(_SUMS(rise, one, None, *moments, None, None, False, eps, wanted)[1:])
+        found.append(sums if runs == 1 else sums.view(2, runs, -1).sum(1))
+    return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
 
 def _apply(

@@ -25,6 +25,7 @@ from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
+from distdl.tensors.memory import is_channels_last
 from distdl.transport import Label
 
 _KERNEL = torch.ops.aten.native_batch_norm.default
@@ -95,7 +96,7 @@ class BatchStatistics:
     def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance of each channel of the whole tensor, on every worker."""
         if x.numel():
-            if x.is_contiguous() or x.is_meta:
+            if x.is_contiguous() or x.is_meta or is_channels_last(x):
                 entries = self._rows.measured(self._rows.of_block(x), x.dtype)
             else:
                 entries = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
