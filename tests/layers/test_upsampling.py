@@ -101,6 +101,30 @@ def test_precisions():
     on_workers(4, main)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("factor", [2.0, 1.5, 0.5])
+def test_channels_last_is_kept(mode, factor):
+    x = noise(2, 3, 9, 10)
+    whole = x.clone().requires_grad_()
+    expected = torch.nn.Upsample(scale_factor=factor, mode=mode)(whole)
+    dy = noise(*expected.shape, seed=1)
+    expected.backward(dy)
+
+    def main(P):
+        P = P.reshape(1, 1, 2, 1)
+        last = {"memory_format": torch.channels_last}
+        layer = DistributedUpsample(P, scale_factor=factor, mode=mode)
+        mine = Layout.balanced(P, x.shape).block(x).clone(**last).requires_grad_()
+        y = layer(mine)
+        owned = Layout.balanced(P, expected.shape)
+        y.backward(owned.block(dy).clone(**last))
+        assert torch.allclose(y, owned.block(expected), atol=1e-12)
+        assert torch.allclose(mine.grad, Layout.balanced(P, x.shape).block(whole.grad), atol=1e-12)
+        assert y.is_contiguous(**last) and mine.grad.is_contiguous(**last)
+
+    on_workers(2, main)
+
+
 def test_autocast_gives_what_it_gives_sequentially():
     def main(P):
         layer = DistributedUpsample(P.reshape(1, 1, 2), scale_factor=2)

@@ -50,7 +50,7 @@ class Interpolation:
         if needed.intervals == owned.intervals:
             fetch = site.identity(x.dtype, x.derivatives, x.local)
         else:
-            fetch = site.operator(copy(owned, needed, me), x.dtype, x.derivatives, [x.local])
+            fetch = site.operator(copy(owned, needed, me), x.dtype, x.derivatives, [x.local], keeps_format=True)
         resampler = Resampler(along, needed.box_of(me), computed.box_of(me))
 
         def interpolate(block: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from distdl.partition.groups import IntArray as IntArray
-from distdl.tensors.memory import empty
+from distdl.tensors.memory import empty, is_channels_last
 
 FloatArray = NDArray[np.floating[Any]]
 Tap = tuple[IntArray, FloatArray | None]
@@ -119,12 +119,13 @@ class Weighing:
             if weights is None:
                 target.copy_(source)
                 continue
-            total = empty(target.shape, x.dtype, x) if run.apart else target
+            apart = run.apart and not is_channels_last(x)  # (of which the last dim is not the last one in memory)
+            total = empty(target.shape, x.dtype, x) if apart else target
             torch.mul(source, weights, out=total)
             for inputs, weights in others:
                 assert weights is not None
                 total.addcmul_(self._read(x, inputs), weights)
-            if run.apart:
+            if apart:
                 target.copy_(total)
         return y
 
@@ -135,7 +136,7 @@ class Weighing:
         written = False
         for run in self.runs:
             source = dy[run.outputs]
-            if run.apart and len(run.taps) > 1:
+            if run.apart and len(run.taps) > 1 and not is_channels_last(dy):
                 source = empty(source.shape, dy.dtype, dy).copy_(source)
             for inputs, weights in run.taps:
                 if not written and isinstance(inputs, tuple) and inputs[self.dim].step == 1:
@@ -175,7 +176,8 @@ class Weighing:
         return x.gather(self.dim, inputs.expand(*x.shape[:-1], -1))  # along the last dim, this is several times faster
 
     def _empty(self, x: torch.Tensor, extent: int) -> torch.Tensor:
-        return empty((*x.shape[: self.dim], extent, *x.shape[self.dim + 1 :]), x.dtype, x)
+        shape = (*x.shape[: self.dim], extent, *x.shape[self.dim + 1 :])
+        return empty(shape, x.dtype, x, is_channels_last(x))
 
 
 def regular(cells: Sequence[IntArray], period: int, step: int) -> Iterator[tuple[slice, list[slice]]]:
