@@ -397,6 +397,35 @@ def test_an_autograd_function_in_a_model(use, grid, weights):
             torch.testing.assert_close(whole, theirs, rtol=1e-11, atol=1e-12)
 
 
+class Summed(Function):
+    """Of a plain tensor, the sum, which it saves; and a global one times it."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        total = x.sum()
+        ctx.save_for_backward(total)
+        return y * total, total
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        (total,) = ctx.saved_tensors
+        return None, dy * total
+
+
+@on_workers
+def test_a_plain_result_beside_a_global_one():
+    numbers = torch.tensor([True, False, True])
+    for _ in range(
+        40
+    ):  # (where a result was freed before the next was seen, that took its place in memory, and its cells)
+        x = split(x35.clone()).requires_grad_()
+        y, total = Summed.apply(numbers, x)
+        assert total.dtype == torch.int64 and total.shape == () and total.item() == 2
+        assert_close(y, x35 * 2)
+        y.sum().backward()
+        assert_close(x.grad, torch.full_like(x35, 2))
+
+
 @pytest.mark.parametrize("function", [Swish, lambda x: Softmax.apply(x, 0), Reversed])
 @on_workers
 def test_second_derivatives(function):

@@ -177,26 +177,27 @@ class _Applied(Function):
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, given = call.forward(inputs)
         blocks = {id(one): block for one, block in zip(given, inputs, strict=True)}
-        outputs = []
+        layouts, outputs = {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
-        for place, one in enumerate(results):
-            if not isinstance(one, torch.Tensor):
+        call.results = list(results)
+        for place, result in enumerate(results):
+            if not isinstance(result, torch.Tensor):
                 continue
-            if id(one) in blocks and type(one) is not GlobalTensor:
-                results[place] = Replica
-                outputs.append(one)
+            if id(result) in blocks and type(result) is not GlobalTensor:
+                call.results[place] = Replica
+                outputs.append(result)
                 continue
-            if type(one) is not GlobalTensor:  # (of values alone: the same on every worker)
-                one = split_beside(one, beside)
-            block = blocks[id(one)] if id(one) in blocks else block_of(one)
+            # (a plain one follows from values alone: it is the same on every worker)
+            one = result if type(result) is GlobalTensor else split_beside(result, beside)
+            block = blocks[id(result)] if id(result) in blocks else block_of(one)
             block = block.clone() if block._is_view() else block
-            blocks[id(results[place])] = block
-            results[place] = one._layout
+            blocks[id(result)] = block
+            layouts[id(result)] = call.results[place] = one._layout
             call.memories[place] = _memory_of(one)
             outputs.append(block)
-        call.results = results
         own = call.own
-        ctx.call, ctx.kinds = call, [one._layout if type(one) is GlobalTensor else None for one in own.to_save]
+        ctx.call = call
+        ctx.kinds = [one._layout if type(one) is GlobalTensor else layouts.get(id(one)) for one in own.to_save]
         ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
         ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
