@@ -535,7 +535,8 @@ def test_a_view_that_some_workers_have_no_cells_of():
 def test_hooks_of_a_leaf_that_was_detached_for_a_while():
     for place in (split, torch.clone):
         x, seen = place(x35).requires_grad_(), []
-        x.register_hook(lambda dx, seen=seen: seen.append(dx))
+        x.register_hook(lambda dx, seen=seen: seen.append("hook"))
+        later = x.register_post_accumulate_grad_hook(lambda leaf, seen=seen: seen.append("later"))
         view = x[:1]
         x.detach_()
         x.mul_(3)
@@ -543,7 +544,10 @@ def test_hooks_of_a_leaf_that_was_detached_for_a_while():
         assert not seen
         x.requires_grad_()
         (x * 2).sum().backward()
-        assert len(seen) == 1
+        assert seen == ["hook", "later"]
+        later.remove()
+        (x * 2).sum().backward()
+        assert seen == ["hook", "later", "hook"]
 
 
 @on_workers

@@ -233,6 +233,9 @@ def _detach(x: Any, block: torch.Tensor) -> None:
         x._block.grad, block.grad = block.grad, None
         if leaf and block._backward_hooks is not None:  # (they are called again if it requires a gradient again)
             x._block._backward_hooks, block._backward_hooks = block._backward_hooks, None
+        later = block._post_accumulate_grad_hooks
+        if later is not None:  # (None would leave the hooks that C++ has: an empty dict takes their place)
+            x._block._post_accumulate_grad_hooks, block._post_accumulate_grad_hooks = later, {}
         block.requires_grad_()
 
 
