@@ -1,6 +1,7 @@
 """A distributed model trains as the sequential one does: losses, gradients, weights, and what else belongs to it."""
 
 import copy
+import functools
 import inspect
 import threading
 import warnings
@@ -26,6 +27,7 @@ from nets import (
 )
 from same import noise
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 
@@ -130,6 +132,36 @@ def test_activation_checkpointing(by):
                     loss = loss + (one(x) - target).square().mean()
                 loss.backward()
             assert_same_state(model, sequential)
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["part", "nested", "mixed", "plain"])
+def test_checkpoints_outside_of_the_forward(by, weights):
+    """What a checkpoint recomputes reads the weights as it has read them, also where forwards have gone before."""
+
+    def parts(model, x):
+        again = functools.partial(checkpoint, use_reentrant=False)
+        if by == "part":
+            return again(lambda x: model.body(x) * model.weight, x)
+        if by == "nested":
+            return again(lambda x: again(model.body, x).sin() * model.weight, x)
+        if by == "mixed":
+            return again(lambda x: model.body(model(x).sum(1, keepdim=True) * x), x)
+        return model.body(x) * again(lambda one: one * model.weight.sin(), noise(6, 1))
+
+    def work():
+        sequential = network(lambda: Checkpointed("module"))
+        twin = copy.deepcopy(sequential)
+        model = distdl.distribute(twin, partition((2, 1, 2)), fallback="error", weights=weights)
+        for one in (model, sequential):
+            for step in range(2):
+                x, target = batch(step)
+                x = distdl.distribute_tensor(x, partition((2, 1, 2))) if one is model else x
+                loss = (one(x) - target).square().mean() + parts(one, x).square().mean()
+                loss.backward()
+        assert_same_state(model, sequential)
 
     run(work)
 

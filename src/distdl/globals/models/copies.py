@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,7 +22,7 @@ from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
-from distdl.tensors.derivatives import is_recomputed
+from distdl.tensors.derivatives import checkpoints, is_checkpointed, is_recomputed
 from distdl.tensors.modes import unobserved
 
 _BUCKET = 4 << 20
@@ -35,11 +36,13 @@ class Copies(Protocol):
         P: the partition over which the model is distributed.
         running: how many forwards of it run, one inside another.
         additions: what was set in the model since the last of them.
+        outside: the checkpoints in which parameters have been read outside of any forward of it.
     """
 
     P: Partition
     running: int
     additions: Additions
+    outside: WeakSet[Any]
 
     def begin(self) -> None:
         """A forward begins that is not inside another."""
@@ -123,8 +126,9 @@ class Additions:
 class Parameters(dict[str, Any]):
     """The parameters of one module. Who looks one up by its name while the forward runs gets a copy that has entered.
 
-    So does a forward that a checkpoint recomputes during backward. Optimisers, ``state_dict`` and all else that lists
-    parameters see the parameters themselves.
+    So does a forward that a checkpoint recomputes during backward; but what a checkpoint has computed outside of the
+    model's forward (``checkpoint(model.encoder, x)``) reads again what it has read. Optimisers, ``state_dict`` and all
+    else that lists parameters see the parameters themselves.
     """
 
     def __init__(self, copies: Copies, parameters: dict[str, Any]) -> None:
@@ -133,9 +137,18 @@ class Parameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        if parameter is None or not (self.copies.running or is_recomputed()):
+        if parameter is None or not (self.copies.running or self._is_recomputed()):
             return parameter
         return self.copies.of(self, parameter)
+
+    def _is_recomputed(self) -> bool:
+        """Whether a checkpoint recomputes what it has computed in a forward of the model."""
+        outside = self.copies.outside
+        if is_recomputed():
+            return not (outside and any(one in outside for one in checkpoints()))
+        if is_checkpointed() and torch.is_grad_enabled():
+            outside.update(checkpoints())
+        return False
 
     leave_uncompiled(__getitem__)
 
@@ -166,6 +179,7 @@ class Replicas:
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
+        self.outside: WeakSet[Any] = WeakSet()
         self._drift = Drift(module)
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._entering: dict[int, _Bucket] = {}  # the same: those of which none has been read in it

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -45,6 +46,7 @@ class Shares:
     def _settle(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
+        self.outside: WeakSet[Any] = WeakSet()
         self.keep = Keep()
         self._frames: list[_Frame] = []
         self._hooks: Any = None
