@@ -748,7 +748,18 @@ def _in_a_view(table, w, v):
     return table.unsqueeze(0).squeeze(0)
 
 
-@pytest.mark.parametrize("fill", [_in_rows, _in_a_view])
+def _in_complex_parts(table, w, v):
+    spectrum = torch.fft.fft(w)
+    spectrum.imag *= -2  # (sets the imaginary part, too, once it is written)
+    spectrum.real = spectrum.real + v
+    spectrum.real[0] = 3
+    table = table.to(torch.complex128)
+    table.real = v
+    table.imag[1:] = spectrum.imag
+    return (spectrum * table).abs()
+
+
+@pytest.mark.parametrize("fill", [_in_rows, _in_a_view, _in_complex_parts])
 @on_workers
 def test_a_parameter_in_a_plain_table_gets_its_gradient(fill):
     """As the tables of positions and prompts that a model makes in its forward."""
@@ -756,7 +767,7 @@ def test_a_parameter_in_a_plain_table_gets_its_gradient(fill):
     class Table(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = torch.nn.Parameter(torch.full((5,), 0.5, dtype=torch.float64))
+            self.w = torch.nn.Parameter(torch.linspace(0.5, 0.8, 5, dtype=torch.float64) ** 2)
             self.v = torch.nn.Parameter(torch.full((5,), 2.0, dtype=torch.float64))
 
         def forward(self, x):

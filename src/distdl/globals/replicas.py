@@ -20,6 +20,10 @@ from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 
+_base: Any = torch._C.TensorBase
+_raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
+_raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
+
 
 class Replica(torch.Tensor):
     """A worker's own copy of a tensor that every worker has whole: one that has entered.
@@ -67,6 +71,22 @@ class Replica(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    @property
+    def real(self) -> torch.Tensor:
+        return _raw_real(self)
+
+    @real.setter  # (torch's own asks nobody, and waits for itself where it reads the node of what has been written)
+    def real(self, value: Any) -> None:
+        self.real[...] = value
+
+    @property
+    def imag(self) -> torch.Tensor:
+        return _raw_imag(self)
+
+    @imag.setter
+    def imag(self, value: Any) -> None:
+        self.imag[...] = value
 
     def dim(self) -> int:
         return self._plain.dim()
