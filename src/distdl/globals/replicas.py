@@ -20,9 +20,19 @@ from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 
-_base: Any = torch._C.TensorBase
-_raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
-_raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
+
+def complex_part(name: str) -> Any:
+    """The attribute ``real`` or ``imag``: torch's, but for its setter, which asks no subclass of tensors.
+
+    (Of a copy that follows from weights it reads the node of what has been written, and waits for itself then.)
+    """
+    base: Any = torch._C.TensorBase
+    get: Callable[[Any], torch.Tensor] = getattr(base, name).__get__
+
+    def set_part(x: Any, value: Any) -> None:
+        get(x)[...] = value
+
+    return property(lambda x: get(x), set_part)
 
 
 class Replica(torch.Tensor):
@@ -72,21 +82,7 @@ class Replica(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    @property
-    def real(self) -> torch.Tensor:
-        return _raw_real(self)
-
-    @real.setter  # (torch's own asks nobody, and waits for itself where it reads the node of what has been written)
-    def real(self, value: Any) -> None:
-        self.real[...] = value
-
-    @property
-    def imag(self) -> torch.Tensor:
-        return _raw_imag(self)
-
-    @imag.setter
-    def imag(self, value: Any) -> None:
-        self.imag[...] = value
+    real, imag = complex_part("real"), complex_part("imag")
 
     def dim(self) -> int:
         return self._plain.dim()

@@ -13,7 +13,7 @@ from distdl.globals import debug
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.failed import depends_on_values, meet_in
 from distdl.globals.nested import tensors_in
-from distdl.globals.replicas import Replica, without_gradients
+from distdl.globals.replicas import Replica, complex_part, without_gradients
 from distdl.globals.running import note_block
 from distdl.globals.table import TABLE, check_is_tensor, name_of
 from distdl.nn.compiling import leave_uncompiled
@@ -25,8 +25,6 @@ _base: Any = torch._C.TensorBase  # (its attributes are computed; their types sa
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _NOWHERE = torch.device("meta")
 _raw_node = _base.grad_fn.__get__
-_raw_real: Callable[[Any], torch.Tensor] = _base.real.__get__
-_raw_imag: Callable[[Any], torch.Tensor] = _base.imag.__get__
 _raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
 
 
@@ -185,21 +183,7 @@ class GlobalTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._block.device
 
-    @property
-    def real(self) -> torch.Tensor:
-        return _raw_real(self)
-
-    @real.setter  # (torch's own asks nobody)
-    def real(self, value: Any) -> None:
-        self.real[...] = value
-
-    @property
-    def imag(self) -> torch.Tensor:
-        return _raw_imag(self)
-
-    @imag.setter
-    def imag(self, value: Any) -> None:
-        self.imag[...] = value
+    real, imag = complex_part("real"), complex_part("imag")
 
     @property
     def requires_grad(self) -> bool:
