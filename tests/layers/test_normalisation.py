@@ -531,6 +531,19 @@ def test_moments_of_many_cells_in_channels_last():
     distdl.run_workers(main, 2, backend="threads")
 
 
+@pytest.mark.parametrize("grid", [(2, 1, 1, 1), (1, 1, 2, 1)])
+def test_instance_norms_of_a_large_mean_in_channels_last(grid):
+    x = noise(2, 3, 6, 5).float().add_(1000).contiguous(memory_format=torch.channels_last)
+    expected = torch.nn.InstanceNorm2d(3).double()(x.double())
+
+    def main():
+        P = distdl.world().reshape(*grid)
+        y = distdl.distribute(torch.nn.InstanceNorm2d(3), P)(distdl.distribute_tensor(x, P))
+        assert (y.full_tensor() - expected).abs().max() < 1e-3
+
+    distdl.run_workers(main, 2, backend="threads")
+
+
 def test_channels_last_with_one_sample_in_a_checkpoint():
     def main(P):
         layer = DistributedBatchNorm(P.reshape(1, 1, 1, 1), 8).double().eval()

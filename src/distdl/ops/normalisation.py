@@ -127,8 +127,9 @@ class InstanceNorm(Normalisation):
             with torch.no_grad():
                 variance, mean = torch.var_mean(x, list(range(2, x.dim())))
                 running.approach(mean.mean(0), variance.mean(0))
-        # groups of one channel: torch's instance_norm returns a view
-        return torch.group_norm(x, x.shape[1], weight, bias, self.eps, _fast())
+        # groups of one channel: torch's instance_norm returns a view. Contiguous, as there: in channels_last, the
+        # kernel of groups subtracts squares of means, and of a mean of 1000 no digit is left in float32
+        return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, self.eps, _fast())
 
 
 @dataclass(frozen=True)
