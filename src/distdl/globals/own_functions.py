@@ -177,13 +177,13 @@ class _Applied(Function):
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, given = call.forward(inputs)
         blocks = {id(one): block for one, block in zip(given, inputs, strict=True)}
-        layouts, outputs = {}, []
+        taken, layouts, outputs = set(blocks), {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
         call.results = list(results)
         for place, result in enumerate(results):
             if not isinstance(result, torch.Tensor):
                 continue
-            if id(result) in blocks and type(result) is not GlobalTensor:
+            if id(result) in taken and type(result) is not GlobalTensor:
                 call.results[place] = Replica
                 outputs.append(result)
                 continue
