@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import operator
-from inspect import unwrap
 from typing import Any, NamedTuple
-from weakref import ReferenceType
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import _CheckpointFrame
 
 from distdl.environment.arguments import checks_fields
 
@@ -77,23 +74,6 @@ def recorded() -> Any:
 def saved_tensors_hooks() -> Any:
     """The hooks that keep what is saved for backward now, as a pair; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def checkpoints() -> set[Any]:
-    """The activation checkpoints that run or are recomputed now, one inside another; of those with re-entry, none."""
-    found = set()
-    hooks = []
-    while (one := saved_tensors_hooks()) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        hooks.append(one)
-    for pack, unpack in reversed(hooks):
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        for cell in getattr(unwrap(pack), "__closure__", None) or ():
-            known = cell.cell_contents
-            known = known() if isinstance(known, ReferenceType) else known
-            if isinstance(known, _CheckpointFrame):
-                found.add(known)
-    return found
 
 
 def is_recomputed() -> bool:

@@ -33,7 +33,7 @@ def repeated(count: Callable[[], _Number]) -> _Number:
     Raises: RuntimeError if a checkpoint draws more often than its forward did.
     """
     inside: list[Any] = []
-    for frame, backward in _checkpoints():
+    for frame, backward in checkpoints():
         if backward is None:
             inside.append(frame)
             continue
@@ -88,7 +88,7 @@ def repeatable(x: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return x
     # (what recomputes without re-entry has drawn what it drew)
-    inside = _in_backward() and all(backward is None for _, backward in _checkpoints())
+    inside = _in_backward() and all(backward is None for _, backward in checkpoints())
     if not (inside or is_checkpointed()):
         return x
     # the anchor: also an x that needs no gradient may be repeated, and then the backward has to go through here
@@ -121,7 +121,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _checkpoints() -> list[tuple[Any, Any]]:
+def checkpoints() -> list[tuple[Any, Any]]:
     """The checkpoints whose hooks are open, innermost first: with the number of the backward for which one recomputes,
     or None for one that runs its forward.
     """

@@ -22,8 +22,9 @@ from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
-from distdl.tensors.derivatives import checkpoints, is_checkpointed, is_recomputed
+from distdl.tensors.derivatives import is_checkpointed, is_recomputed
 from distdl.tensors.modes import unobserved
+from distdl.tensors.repeats import checkpoints
 
 _BUCKET = 4 << 20
 """Bytes of gradients that travel as one message, at most (of one tensor, as many as it has)."""
@@ -145,9 +146,9 @@ class Parameters(dict[str, Any]):
         """Whether a checkpoint recomputes what it has computed in a forward of the model."""
         outside = self.copies.outside
         if is_recomputed():
-            return not (outside and any(one in outside for one in checkpoints()))
+            return not (outside and any(one in outside for one, _ in checkpoints()))
         if is_checkpointed() and torch.is_grad_enabled():
-            outside.update(checkpoints())
+            outside.update(one for one, _ in checkpoints())
         return False
 
     leave_uncompiled(__getitem__)
