@@ -398,16 +398,16 @@ def test_an_autograd_function_in_a_model(use, grid, weights):
 
 
 class Summed(Function):
-    """Of a plain tensor, the sum, which it saves; and a global one times it."""
+    """Of a plain tensor, the sum, which it saves and gives twice; and a global one times it."""
 
     @staticmethod
     def forward(ctx, x, y):
         total = x.sum()
         ctx.save_for_backward(total)
-        return y * total, total
+        return y * total, total, total
 
     @staticmethod
-    def backward(ctx, dy, _):
+    def backward(ctx, dy, *_):
         (total,) = ctx.saved_tensors
         return None, dy * total
 
@@ -419,8 +419,10 @@ def test_a_plain_result_beside_a_global_one():
         40
     ):  # (where a result was freed before the next was seen, that took its place in memory, and its cells)
         x = split(x35.clone()).requires_grad_()
-        y, total = Summed.apply(numbers, x)
-        assert total.dtype == torch.int64 and total.shape == () and total.item() == 2
+        y, *totals = Summed.apply(numbers, x)
+        for total in totals:
+            assert type(total) is GlobalTensor and total.dtype == torch.int64 and total.shape == ()
+            assert total.item() == 2
         assert_close(y, x35 * 2)
         y.sum().backward()
         assert_close(x.grad, torch.full_like(x35, 2))
