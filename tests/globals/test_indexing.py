@@ -407,3 +407,14 @@ def test_a_mask_of_bytes_without_dims():
     for value in (0, 1):
         mask = torch.tensor(value, dtype=torch.uint8)
         assert_same(lambda x, mask=mask: (x[mask], x[mask, 1], x[:, mask]), Global(x2))
+
+
+def test_split_indices_of_a_plain_table_that_do_not_broadcast():
+    table = torch.zeros(4, 3)
+
+    def work():
+        i, j = (distdl.distribute_tensor(torch.tensor(one), distdl.world()) for one in ([0, 4], [0, 1, 2]))
+        with pytest.raises(IndexError, match="shape mismatch"):
+            table[i, j]
+
+    distdl.run_workers(work, 3)

@@ -211,6 +211,7 @@ def _as_one(
         first: the place of the first of them.
     Raises: IndexError, as torch does.
     """
+    together(tensors)  # (for torch's error, alike on every worker)
     others = tuple(step if _is_basic(step) else slice(None) for step in index)
     _, at = _around(index, first, x.dim())
     table = x[others]
