@@ -487,9 +487,8 @@ def test_channels_last_is_kept(name, samples, small, monkeypatch):
     monkeypatch.setattr(rows, "_SAMPLE", 1 if small else 1 << 14)
     x, dy = (noise(samples, 6, 7, 5, seed=seed) for seed in (0, 1))
     norm = filled(NORMS[name](torch.nn, 6))
-    whole = (
-        x.clone().requires_grad_()
-    )  # (contiguous: torch's own gradient of an instance norm goes wrong for one sample)
+    # (contiguous: torch's own gradient of an instance norm goes wrong for one sample)
+    whole = x.clone().requires_grad_()
     expected = norm(whole)
     (first,) = torch.autograd.grad(expected, whole, dy, create_graph=True)
     (first.square().sum() + expected.square().sum()).backward()
@@ -527,6 +526,26 @@ def test_moments_of_many_cells_in_channels_last():
         P = distdl.world().reshape(1, 1, 2, 1)
         y = distdl.distribute(torch.nn.BatchNorm2d(2, affine=False), P)(distdl.distribute_tensor(x, P))
         assert (y.full_tensor() - expected).abs().max() < 1e-5
+
+    distdl.run_workers(main, 2, backend="threads")
+
+
+def test_gradients_of_many_cells_in_channels_last():
+    """As the moments: a gradient whose cells are of one sign is where the digits are lost."""
+    last = {"memory_format": torch.channels_last}
+    x, dy = noise(1, 2, 1024, 512).float(), noise(1, 2, 1024, 512, seed=1).float().mul_(0.02).add_(0.2)
+    norm = torch.nn.BatchNorm2d(2)
+    exact, whole = copy.deepcopy(norm).double(), x.double().requires_grad_()
+    exact(whole).backward(dy.double())
+    expected = whole.grad, exact.bias.grad
+
+    def main():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        network = distdl.distribute(copy.deepcopy(norm), P)
+        mine = distdl.distribute_tensor(x.contiguous(**last), P).requires_grad_()
+        network(mine).backward(distdl.distribute_tensor(dy.contiguous(**last), P))
+        for one, right in zip((mine.grad.full_tensor(), network.bias.grad), expected, strict=True):
+            assert (one - right).abs().max() < 5e-6 * right.abs().max()
 
     distdl.run_workers(main, 2, backend="threads")
 

@@ -21,7 +21,7 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
-from distdl.ops.rows import Rows
+from distdl.ops.rows import Rows, Standard
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.function import Function, gradients_of
@@ -29,7 +29,6 @@ from distdl.tensors.memory import is_channels_last
 from distdl.transport import Label
 
 _KERNEL = torch.ops.aten.native_batch_norm.default
-_SUMS = torch.ops.aten.native_batch_norm_backward.default
 
 
 def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
@@ -109,10 +108,17 @@ class BatchStatistics:
         away -= shift
         return means[0] + shift, shares @ variances.addcmul(away, away)
 
-    def averages(self, bias: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Minus the sums over all workers of what each has of two rows, per cell."""
-        both: torch.Tensor = self._sum.execute(torch.cat([bias, weight]))
-        return both.div_(-self.count).view(2, self._channels)
+    def sums(self, x: torch.Tensor, dy: torch.Tensor, by: Standard) -> torch.Tensor:
+        """What this block has of the gradients of weight and bias."""
+        if not x.numel():
+            return x.new_zeros(2, self._channels)
+        seen = self._rows.of_block(x)
+        return self._rows.sums(seen, self._rows.beside(seen, dy), by)
+
+    def averages(self, sums: torch.Tensor) -> torch.Tensor:
+        """Minus their sums over all workers, per cell."""
+        total: torch.Tensor = self._sum.execute(sums.view(-1))
+        return total.div_(-self.count).view(2, self._channels)
 
 
 class Options(NamedTuple):
@@ -167,19 +173,15 @@ class _BatchNorm(Function):
             return *gradients_of(options.steps, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         statistics, eps = options.statistics, options.eps
-        if x.numel():
-            dy = dy.contiguous() if x.is_contiguous() else dy
-            _, dw, db = _SUMS(dy, x, weight, mean, variance, None, None, False, eps, [False, True, True])
-        else:
-            dw = db = torch.zeros_like(mean)
-        dx = None
+        sums = statistics.sums(x, dy, (mean, variance, eps))
+        dx, (dw, db) = None, sums
         if needs_x:
-            averages = statistics.averages(db, dw)
+            averages = statistics.averages(sums)
             if x.numel():
                 scale = (variance + eps).rsqrt_()
                 if weight is not None:
                     scale.mul_(weight)
-                shift, slope = averages.mul_(scale).unbind()
+                slope, shift = averages.mul_(scale).unbind()
                 dx = _KERNEL(x, slope, shift, mean, variance, False, 0.0, eps)[0]
                 dx.addcmul_(dy, scale.view(statistics.row))
             else:
