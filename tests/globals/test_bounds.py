@@ -50,6 +50,13 @@ def test_every_worker_raises_what_torch_raises(name):
 
 
 @on_workers
+def test_shorter_integers_have_other_values():
+    wraps, table = labels + 2**40, torch.arange(3.0)
+    assert_close(table[split(wraps, 2).int()], table[wraps.int()])
+    assert_close(table[split(labels, 2).int().long()], table[labels])
+
+
+@on_workers
 def test_places_to_ignore():
     x = split(scores)
     for mark in (255, -100, -1, 5):

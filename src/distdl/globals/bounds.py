@@ -89,8 +89,14 @@ def bounds_of(x: GlobalTensor) -> Bounds | None:
 
 
 def same_values(x: GlobalTensor, y: GlobalTensor) -> GlobalTensor:
-    """Note that a tensor with memory of its own has the values of another."""
-    return know(y, bounds_of(x)) if y is not x and "_known" in x.__dict__ else y
+    """Note that a tensor with memory of its own has the values of another, if its integers are long enough for them."""
+    if y is x or "_known" not in x.__dict__:
+        return y
+    bounds = bounds_of(x)
+    if bounds is not None and y.dtype is not x.dtype:
+        own = torch.iinfo(y.dtype)
+        bounds = bounds if own.min <= bounds.low and bounds.high <= own.max else None
+    return know(y, bounds)
 
 
 def share_bounds(x: GlobalTensor, view: GlobalTensor, moved: bool) -> None:
