@@ -9,7 +9,10 @@ from torch.nn import functional as F
 import distdl
 from distdl.globals.context import Context
 
-DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64, torch.complex128]
+DTYPES = [
+    torch.bool, torch.uint8, torch.int64, torch.float16, torch.float64, torch.complex128, torch.complex32, torch.uint16,
+    torch.float8_e4m3fn,
+]  # fmt: skip
 index = torch.tensor([0, 1])
 places = torch.arange(8).reshape(2, 4) % 2
 doubles = torch.linspace(0, 1, 8, dtype=torch.float64).reshape(2, 4)
@@ -53,7 +56,9 @@ FUNCTIONS = {
     "fft": torch.fft.fft, "one_hot": F.one_hot, "view_as_real": torch.view_as_real,
 }  # fmt: skip
 # what also takes some dtypes that torch has no kernel for
-MORE = {"max_pool1d", "pad", "assignment"}
+MORE = {"max_pool1d", "pad", "assignment", "take"}
+# and what torch computes by kernels that take blocks otherwise
+LESS = {("var", "torch.complex32"), ("addbmm", "torch.float8_e4m3fn")}
 
 
 def outcome(function, x):
@@ -75,6 +80,8 @@ def whole(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:.* has no op for global tensors")
 @pytest.mark.parametrize("dim", [0, pytest.param(1, marks=pytest.mark.every_case)])
 def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
     def lies(x):
@@ -97,7 +104,9 @@ def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
         name, dtype = case[0], next(one for one in DTYPES if str(one) == case[1])
         assert all(other[case] == ours for other in found), f"{case}: {[other[case] for other in found]}"
         theirs = outcome(FUNCTIONS[name], whole(dtype))
-        assert raised(ours) == raised(theirs) or (name in MORE and not raised(ours)), f"{case}: {ours}, not {theirs}"
+        if raised(ours) == raised(theirs) or case in LESS:
+            continue
+        assert name in MORE and not raised(ours), f"{case}: {ours}, not {theirs}"
 
 
 rows, doubled = doubles.reshape(2, 4), doubles.sin()

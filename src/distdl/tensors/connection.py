@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.environment.types import Count
-from distdl.tensors.derivatives import is_checkpointed
+from distdl.tensors.derivatives import is_checkpointed, is_differentiated_forward
 from distdl.tensors.function import Function
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of some shape that depend on a tensor in the autograd graph, whatever its own shape."""
+    zeros = tensor.new_zeros(tuple(shape))
+    if not (tensor.requires_grad or is_differentiated_forward()):
+        return zeros  # (torch has dtypes that it cannot add up)
     # (not by torch.cat: its derivative cuts the graph at tensors of zero volume)
-    return tensor.new_zeros(tuple(shape)) + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
+    return zeros + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
 
 
 def always_curved(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

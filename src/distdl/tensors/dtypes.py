@@ -15,6 +15,8 @@ DTYPES = (
 HALVES = (torch.float16, torch.bfloat16)  # torch adds these up in float32
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MOVED_ONLY = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+RARE = frozenset([*_MOVED_ONLY, torch.complex32])
+"""Dtypes with which many of torch's functions do not compute, which they say only of tensors that have cells."""
 
 
 def dtype_code(dtype: torch.dtype) -> int:

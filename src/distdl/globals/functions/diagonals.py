@@ -11,7 +11,7 @@ from torch.nn import functional
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.judging import judged, shape_of
+from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View
@@ -26,6 +26,7 @@ def triangle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
     def run(input: Any, diagonal: int = 0) -> GlobalTensor:
         shape_of(func, input, (diagonal,), {})  # (for torch's error)
+        judge_dtype(func, input)
         layout = input._layout
         (row, _), (column, _) = layout.box[-2:]
         return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.judging import judged
+from distdl.globals.functions.judging import judge_dtype, judged
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -145,6 +145,7 @@ def rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
         judged(func, args, kwargs)
+        judge_dtype(lambda one: func(one, k, dims), input)
         first, second = dims
         turned = {
             0: lambda: input.clone(),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -71,6 +72,7 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dims, layout = dims_of(x, dim), x._layout
         own = torch.log_softmax if name == "log_softmax" else torch.softmax
         at = dims[0] if dims else 0
+        judge_dtype(lambda one: own(one, at), x)
         if not x.is_floating_point():  # (for torch's error, also where there are no cells)
             own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
         if not split_along(layout, dims) or not x.numel():

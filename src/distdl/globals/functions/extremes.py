@@ -22,6 +22,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
+from distdl.tensors.dtypes import RARE
 from distdl.tensors.function import Function
 
 
@@ -172,7 +173,7 @@ def _flat_place(x: GlobalTensor, keepdim: bool, name: str) -> GlobalTensor:
     if not x.numel():
         raise IndexError(f"arg{name}(): Expected reduction dim to be specified for input.numel() == 0.")
     layout, block = x._layout, block_of(x)
-    if x.dtype is torch.bool or x.is_complex():
+    if x.dtype is torch.bool or x.is_complex() or x.dtype in RARE:
         getattr(torch, "arg" + name)(torch.zeros(1, dtype=x.dtype))  # (for torch's error, on every worker)
     target = reduced_layout(layout, dims)
     if not dims:

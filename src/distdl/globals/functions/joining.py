@@ -14,7 +14,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import part
-from distdl.globals.functions.judging import judged, shape_of
+from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.lines import brought
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
@@ -257,6 +257,7 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = list(given[0])
     dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
+    judge_dtype(lambda one: one.flip(dims), x)
     layout: KnownLayout = x._layout
 
     def make() -> KnownLayout:

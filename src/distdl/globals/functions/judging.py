@@ -11,6 +11,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context
 from distdl.globals.nested import map_tensors
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.dtypes import RARE
 
 
 def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -44,6 +45,17 @@ def _described(value: Any, found: list[Context]) -> Hashable:
     if isinstance(value, dict):
         return tuple([(name, _described(one, found)) for name, one in value.items()])
     return type(value), value  # (1, 1.0 and True are equal)
+
+
+def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+    """Let torch check that it computes with the dtype of a whole tensor, which it does not where a block has no cells.
+
+    Args:
+        func: gets zeros, up to two along each dim of the tensor.
+    Raises: on every worker what torch raises.
+    """
+    if x.dtype in RARE and x.numel():
+        func(torch.zeros([min(n, 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
 
 
 def frozen(value: Any) -> Hashable:

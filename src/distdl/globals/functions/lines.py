@@ -12,7 +12,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.judging import judged, shape_of
+from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, taken
 from distdl.globals.replicas import entered
@@ -83,6 +83,7 @@ def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             return result
         dim %= known.dim()
         _check_lines(input, dim, index)
+        judge_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
         shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
         input = _first_cells(input, shape)
         if type(input) is GlobalTensor:

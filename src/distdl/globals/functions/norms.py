@@ -11,7 +11,7 @@ import torch
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.extremes import extreme_over
-from distdl.globals.functions.judging import judged, shape_of
+from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.reductions import (
     dims_of,
     gathered,
@@ -41,6 +41,7 @@ def moments(
         wide: Any = x.float()
         var, mean = moments(wide, dim, keepdim, unbiased, correction)
         return var.to(x.dtype), mean.to(x.dtype)
+    judge_dtype(torch.var, x)
     dims, layout = dims_of(x, dim), x._layout
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
     count = prod(x.shape[one] for one in dims)
@@ -141,6 +142,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {x.dtype}")
     dims, p = dims_of(x, dim), float(p)
+    judge_dtype(lambda one: torch.linalg.vector_norm(one, p), x)
 
     def over(block: torch.Tensor, p: float) -> torch.Tensor:
         y: torch.Tensor = torch.linalg.vector_norm(block, p, dims or None, keepdim=bool(dims))

@@ -17,7 +17,7 @@ from distdl.globals.replicas import Replica, entered
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local, zeros_on
-from distdl.tensors.dtypes import without_autocast
+from distdl.tensors.dtypes import can_be_added, without_autocast
 from distdl.tensors.memory import without_memory
 
 
@@ -30,9 +30,9 @@ def contract(
 ) -> GlobalTensor:
     """Apply a function that is linear in each operand, and sums over the labels that the result has not.
 
-    Of sparse operands no parts can be taken, so it falls back.
+    Of sparse operands no parts can be taken, and small floats cannot be added up, so these fall back.
     """
-    if any(_is_sparse(one) for one in operands):
+    if any(_is_sparse(one) or (one.is_floating_point() and not can_be_added(one.dtype)) for one in operands):
 
         def product(*factors: Any) -> Any:
             return func(*factors)

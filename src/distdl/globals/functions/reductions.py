@@ -15,6 +15,7 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.operands import block_of, derivatives_of, moved_block
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -157,6 +158,7 @@ def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
     """The sum over dims."""
     dims, block = dims_of(x, dim), block_of(x)
+    judge_dtype(lambda one: one.sum(dtype=dtype), x)
     if not x.dim():  # (new on every worker, in the same dtype)
         return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.cumsum(0, dtype=dtype), x._layout)
     y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
@@ -308,6 +310,9 @@ def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @handles("nansum nanmean", "torch Tensor")
 def without_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        if not input.is_floating_point():
+            func(torch.zeros(1, dtype=input.dtype), dtype=dtype)  # (for torch's error)
+            return input.sum(dim, keepdim, dtype=dtype)
         there = ~input.detach().isnan()
         y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
         return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y

@@ -9,6 +9,7 @@ import torch
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
@@ -26,6 +27,7 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
         x = input.to(wanted)
         dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
+        judge_dtype(lambda one: func(one, 0), x)
         if not dims:
             return GlobalTensor._of(block.clone(), layout)
         (along,) = dims
