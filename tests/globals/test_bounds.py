@@ -53,7 +53,9 @@ def test_every_worker_raises_what_torch_raises(name):
 def test_shorter_integers_have_other_values():
     wraps, table = labels + 2**40, torch.arange(3.0)
     assert_close(table[split(wraps, 2).int()], table[wraps.int()])
-    assert_close(table[split(labels, 2).int().long()], table[labels])
+    assert_close(table[split(labels, 2).short().long()], table[labels])
+    assert bounds_of(split(wrong, 2).byte().long()) == Bounds(0, 0, 7, 7)
+    assert bounds_of(split(wraps, 2).short()) is None
 
 
 @on_workers

@@ -17,7 +17,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import memory_of
 
 MARKS = (-100, -1, 255)  # numbers that mark places to ignore: torch's own, and those that data sets use
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Bounds(NamedTuple):
@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor, marks: tuple[int | None, ...] = MARKS) -> Bounds | None:
         """Those of a plain tensor; None if it has no values, or no integers."""
-        if x.dtype not in _INTEGERS or not x.numel() or x.device.type == "meta":
+        if x.dtype not in INTEGERS or not x.numel() or x.device.type == "meta":
             return None
         low, high = int(x.amin()), int(x.amax())
         different = low != high

@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals import signatures
 from distdl.globals.adopting import write
-from distdl.globals.bounds import same_values
+from distdl.globals.bounds import INTEGERS, same_values
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, number, numbers_of
 from distdl.globals.replicas import Replica, plain_of
@@ -218,7 +218,7 @@ def detached(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return whole_view(x, block_of(x).detach())
 
 
-@handles("to type_as long int")
+@handles("to type_as long int short char byte")
 def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another dtype or device; those of another tensor, of which only these are read."""
     x, *rest = args
@@ -233,7 +233,7 @@ def convert(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return x
     made = GlobalTensor._of(y, x._layout)
     keep_strides(x, made, func)
-    return same_values(x, made) if "_known" in x.__dict__ and y.dtype in _WIDE else made
+    return same_values(x, made) if "_known" in x.__dict__ and y.dtype in INTEGERS else made
 
 
 def parsed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,5 +250,3 @@ def _own(value: Any) -> Any:
         return value._block
     return plain_of(value) if isinstance(value, torch.Tensor) else value
 
-
-_WIDE = (torch.int64, torch.int32)  # integers that have those of others
