@@ -109,6 +109,24 @@ def test_every_worker_raises_what_torch_raises_for_a_dtype(dim):
         assert name in MORE and not raised(ours), f"{case}: {ours}, not {theirs}"
 
 
+@pytest.mark.filterwarnings("ignore")  # (which torch gives once, and so to one worker)
+@pytest.mark.parametrize("name", ["sum", "mean", "norm", "cumprod", "cumsum", "trace"])
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1)])
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.float8_e4m3fn])
+def test_every_worker_raises_for_a_dtype_of_few_cells(name, shape, dtype):
+    functions = {
+        "cumsum": lambda x: x.cumsum(0), "trace": torch.trace, "norm": lambda x: torch.linalg.vector_norm(x, 0)
+    }  # fmt: skip
+
+    def work():
+        x = distdl.distribute_tensor(torch.zeros(shape, dtype=dtype), distdl.world()[:2].reshape(2, 1))
+        return outcome({**FUNCTIONS, **functions}[name], x)
+
+    found = distdl.run_workers(work, 3)
+    assert found == found[:1] * 3, found
+    assert raised(found[0]) or (name == "norm" and dtype is torch.complex32)
+
+
 rows, doubled = doubles.reshape(2, 4), doubles.sin()
 cube = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(3, 4, 4)
 LATE = {

@@ -51,11 +51,12 @@ def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
     """Let torch check that it computes with the dtype of a whole tensor, which it does not where a block has no cells.
 
     Args:
-        func: gets zeros, up to two along each dim of the tensor.
+        func: gets zeros, one or two along each dim of the tensor. (Of no cells torch takes more dtypes, but workers
+            would have to add them up.)
     Raises: on every worker what torch raises.
     """
-    if x.dtype in RARE and x.numel():
-        func(torch.zeros([min(n, 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
+    if x.dtype in RARE:
+        func(torch.zeros([min(max(n, 1), 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
 
 
 def frozen(value: Any) -> Hashable:

@@ -142,7 +142,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     if not (x.is_floating_point() or x.is_complex()):
         raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {x.dtype}")
     dims, p = dims_of(x, dim), float(p)
-    judge_dtype(lambda one: torch.linalg.vector_norm(one, p), x)
+    judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)  # (of one cell, there is no sum)
 
     def over(block: torch.Tensor, p: float) -> torch.Tensor:
         y: torch.Tensor = torch.linalg.vector_norm(block, p, dims or None, keepdim=bool(dims))

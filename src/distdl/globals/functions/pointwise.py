@@ -249,4 +249,3 @@ def _own(value: Any) -> Any:
     if type(value) is GlobalTensor:
         return value._block
     return plain_of(value) if isinstance(value, torch.Tensor) else value
-

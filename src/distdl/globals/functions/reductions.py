@@ -310,8 +310,8 @@ def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @handles("nansum nanmean", "torch Tensor")
 def without_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        if not input.is_floating_point():
-            func(torch.zeros(1, dtype=input.dtype), dtype=dtype)  # (for torch's error)
+        func(torch.zeros(1, dtype=input.dtype, device=input.device), dtype=dtype)  # (for torch's error)
+        if not (input.is_floating_point() or input.is_complex()):
             return input.sum(dim, keepdim, dtype=dtype)
         there = ~input.detach().isnan()
         y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)

@@ -27,9 +27,9 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
         x = input.to(wanted)
         dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
-        judge_dtype(lambda one: func(one, 0), x)
         if not dims:
             return GlobalTensor._of(block.clone(), layout)
+        judge_dtype(lambda one: func(one, 0), x)
         (along,) = dims
         y = getattr(torch, name)(block, along)
         y = y if name == "cumsum" else always_curved(y, block)
