@@ -83,6 +83,11 @@ def _step(pick: Pick) -> Step | None:
 
 
 def _is_differentiable(program: Program) -> bool:
-    """Whether a backward, if there is one, does not meet tensors that were written in place since."""
+    """Whether a backward, if there is one, does not meet tensors that were written in place since.
+
+    Nor variances over ``()``, all dims, whose derivatives are nan in torch.
+    """
+    if any(step.function in ("torch.var", "torch.std") and () in step.arguments[1:] for step in program.steps):
+        return False
     result = program.sequential()
     return not (isinstance(result, tuple) and result[0] == len(program.steps))
