@@ -25,7 +25,8 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
         if isinstance(one, torch.Tensor):
             found.append(one)
         elif isinstance(one, (tuple, list)):
-            _collect(one, found)
+            if not _NO_TENSORS.issuperset(map(type, one)):  # (strides, paddings: most, at a glance)
+                _collect(one, found)
         elif isinstance(one, dict):
             _collect(one.values(), found)
 

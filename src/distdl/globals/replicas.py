@@ -243,7 +243,10 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     The first one stays what it is: it may be what is written.
     """
 
-    if not any(type(one) is Replica and not one.requires_grad for one in tensors_in((args[1:], kwargs))):
+    for one in tensors_in((args[1:], kwargs)):
+        if type(one) is Replica and not one._plain.requires_grad:
+            break
+    else:
         return args, kwargs  # (most have one)
 
     def plain(value: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
                 f"have {taken} channels, but got {input.shape[1]} channels instead"
             )
-        key = (hashable(stride), hashable(padding), hashable(dilation), groups, autocast_dtype(input))
+        key = (*hashable((stride, padding, dilation)), groups, autocast_dtype(input))
 
         def op() -> Convolution:
             name = func.__name__
@@ -95,7 +95,7 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
                 f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
                 f"{weight.shape[0]} channels, but got {input.shape[1]} channels instead"
             )
-        key = (*map(hashable, (stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
+        key = (*hashable((stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
 
         def op() -> TransposedConvolution:
             geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))

@@ -50,7 +50,7 @@ def _pooled(
     if bool in map(type, (kernel, stride, padding, dilation)):
         raise TypeError(f"{name}(): kernel_size, stride, padding and dilation must be ints or tuples of them, not bool")
     stride = kernel if stride is None or stride == [] or stride == () else stride
-    key = (reduction, *map(hashable, (kernel, stride, padding, dilation)), bool(ceil_mode))
+    key = (reduction, *hashable((kernel, stride, padding, dilation)), bool(ceil_mode))
 
     def op() -> Pooling:
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
