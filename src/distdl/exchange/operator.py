@@ -179,13 +179,9 @@ class Operator:
         """Do this worker's part of the plan, without recording it."""
         if torch._C._autograd._profiler_enabled():
             return execute_together((self,), (x,))[0]
-        if torch._C._len_torch_dispatch_stack():
-            with unobserved():
-                y, pending = self.begin(x)
-                pending.wait()
-            return y
-        y, pending = self.begin(x)  # (where no mode sees it, a context would cost three calls more)
-        pending.wait()
+        with unobserved():
+            y, pending = self.begin(x)
+            pending.wait()
         return y
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:

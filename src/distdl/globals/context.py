@@ -216,8 +216,7 @@ class Context:
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         """What was made under a key; made now if it was not, or was long ago."""
-        found: T | None = self._kept.get(key)
-        return _found(self._kept, key, make) if found is None else found
+        return _found(self._kept, key, make)
 
     def keep_told(self, key: Hashable, make: Callable[[], T]) -> T:
         """The same for what the workers tell each other: all of them forget it at the same call.

@@ -243,10 +243,7 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     The first one stays what it is: it may be what is written.
     """
 
-    for one in tensors_in((args[1:], kwargs)):
-        if type(one) is Replica and not one._plain.requires_grad:
-            break
-    else:
+    if not any(type(one) is Replica and not one.requires_grad for one in tensors_in((args[1:], kwargs))):
         return args, kwargs  # (most have one)
 
     def plain(value: torch.Tensor) -> torch.Tensor:
