@@ -6,6 +6,7 @@
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
 # make faults  every fault that the tests inject, several times, counted by back-end (6 minutes)
+# make newest  the tests with the newest torch and NumPy that pip finds, not those of constraints.txt (20 minutes)
 # make lint    ruff and mypy alone
 # make bench   time against the transports, and of whole models, written to benchmarks/results (an hour)
 # make docs    the documentation, in docs/_build
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 STEPS ?= 20000
 
-.PHONY: demo test sweep fuzz models soak hosts faults lint bench docs audit clean
+.PHONY: demo test sweep fuzz models soak hosts faults newest lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -44,6 +45,12 @@ hosts: $(VENV)/test.installed
 
 faults: $(VENV)/test.installed
 	$(BIN)/python tools/faults.py
+
+newest: | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)/newest
+	grep -vE '^(torch|torchvision|numpy)==' constraints.txt > $(VENV)/newest/constraints.txt
+	$(VENV)/newest/bin/python -m pip install --quiet --upgrade -c $(VENV)/newest/constraints.txt -e '.[test]'
+	$(VENV)/newest/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: $(VENV)/test.installed
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ REFUSED = {
         "refused: written into a plain tensor"
     ),
     r"needs .* whole numbers?, .*at most 2147483647; got \D*\d{11}": "refused: a number that no window has",
-    r"^torch.cummax: Dimension out of range": "refused: a dim that is not there, of a tensor without elements",
+    r"^torch.cummax: Dimension out of range": "refused: a dim that is not there, of a tensor without cells",
 }
 # errors of torch where global tensors need none
 ALLOWED = {

@@ -108,7 +108,7 @@ def test_an_autograd_function_in_what_is_compiled():
     ],
     ids=["trace", "script", "export"],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.(trace|trace_method|script)` is deprecated")
 def test_what_cannot_be_traced_says_so(use):
     def work():
         model = distdl.distribute(network(), partition((2, 1))).eval()

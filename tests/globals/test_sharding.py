@@ -680,9 +680,14 @@ def _gradients(model, x):
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+# whether what a selective checkpoint saves goes through hooks, too: torch 2.14 asks, and will once do so by itself
+_BY_HOOKS = [{"respect_saved_tensors_hooks": by} for by in (False, True)] if torch.__version__ >= "2.14" else [{}]
+
+
+@pytest.mark.parametrize("by_hooks", _BY_HOOKS)
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
-def test_selective_checkpoints(kept, weights):
+def test_selective_checkpoints(kept, weights, by_hooks):
     """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
 
     class Layer(torch.nn.Module):
@@ -695,7 +700,7 @@ def test_selective_checkpoints(kept, weights):
 
         def forward(self, x):
             made = _keeping(kept)
-            return checkpoint(self.body, x, use_reentrant=False, context_fn=made)
+            return checkpoint(self.body, x, use_reentrant=False, context_fn=made, **by_hooks)
 
     theirs = _gradients(torch.nn.Sequential(Layer(), Layer()), noise(6, 5))
 

@@ -61,6 +61,9 @@ def check(case, n, size, factor, splits, dtype=torch.float64):
             piece = expected[:, slice(*run)]
             if case[0] == "cubic":  # four products may be added in another order
                 assert torch.allclose(y, piece, rtol=0, atol={torch.float64: 2e-15, torch.float32: 2e-6}[dtype])
+            elif case[:2] == ("linear", False) and dtype is torch.float32 and torch.__version__ >= "2.15":
+                # (some of its kernels round a product before they add to it: a place among n cells, to n * 2^-24)
+                assert torch.allclose(y, piece, rtol=0, atol=n * 2**-23), (case, n, size, factor, run, window)
             else:
                 assert torch.equal(y, piece), (case, n, size, factor, run, window)
             checked += 1

@@ -13,7 +13,6 @@ numbers in it are those that the forward drew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -347,19 +346,20 @@ def given_blocks(function: Any, args: tuple[Any, ...], y: Any) -> Any:
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
-    torch_apply = known.__dict__["apply"].__func__
+    torch_apply = known.__dict__["apply"]  # (written in Python, and since 2.14 in C: both bind to a class)
 
-    @wraps(torch_apply)
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         kinds = {type(one) for one in (*args, *kwargs.values())}
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
+        applied = torch_apply.__get__(None, cls)
         if Replica in kinds and torch.is_grad_enabled():
             if is_on_blocks() or any(map(may_be_block, args)):
-                return settle_ties(torch_apply(cls, *args, **kwargs))
-            return apply_to_variables(partial(torch_apply, cls), args, kwargs, f"the autograd function {cls.__name__}")
-        y = torch_apply(cls, *args, **kwargs)
+                return settle_ties(applied(*args, **kwargs))
+            return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
+        y = applied(*args, **kwargs)
         return given_blocks(cls, args, y) if GlobalTensor in map(type, y if type(y) is tuple else (y,)) else y
 
+    apply.__doc__ = known.apply.__doc__
     known.apply = classmethod(apply)

@@ -20,6 +20,7 @@ from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
+from distdl.tensors.derivatives import has_tangent
 
 
 @handles("index_select", "torch Tensor")
@@ -197,7 +198,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         refuses(lambda cell: _added(name, cell, dim, source, **more), block, [1] * input.dim())
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
-        else:
+        elif source.requires_grad or has_tangent(source):
             block = block + zeros_on(source, ()).to(block.dtype)
         z = GlobalTensor._of(block, y._layout)
         return z if func.__name__ == name else write_back(input, z, func.__name__)
