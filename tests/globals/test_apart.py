@@ -1,6 +1,8 @@
 """Functions that run on one worker: their derivatives, and what these raise."""
 
 import gc
+import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -25,6 +27,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*has no op for global tensors")
 )  # fmt: skip
 def test_derivatives_of_second_order(function):
     assert_same(function, Global(square), noise(4, 4, seed=3), falls_back=True, twice=True, tolerance=1e-9)
+
+
+def test_one_warning_for_each_line_that_calls():
+    """A line of the user's: code of torch lies between it and what has no op."""
+    classes = torch.tensor([0, 1, 2, 3])
+
+    def work():
+        x = distdl.distribute_tensor(square, distdl.world().reshape(2, 1))
+        for _ in range(3):
+            torch.nn.functional.multi_margin_loss(x, classes)
+        torch.nn.MultiMarginLoss()(x, classes)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        distdl.run_workers(work, 2)
+    first = work.__code__.co_firstlineno
+    assert Counter((one.filename, one.lineno - first) for one in told) == {(__file__, 3): 2, (__file__, 4): 2}
+    assert all(f"(called at {one.filename}:{one.lineno})" in str(one.message) for one in told)
 
 
 def differentiated(function, x):

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
+
+_OURS_AND_TORCHS = tuple(f"{Path(one).parent}/" for one in (Path(__file__).parent, torch.__file__))
 
 
 class Fallback(NamedTuple):
@@ -216,9 +219,9 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
             f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes "
             "together on one worker; enter one with distdl.register, or use distdl.local_map"
         )
-    frame = sys._getframe(2)
-    while frame.f_back is not None and "/distdl/globals/" in frame.f_code.co_filename:
-        frame = frame.f_back
+    frame, level = sys._getframe(2), 3
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS_AND_TORCHS):
+        frame, level = frame.f_back, level + 1
     site = (name, path, frame.f_code.co_filename, frame.f_lineno)
     context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
     if mode == "warn" and site not in context.warned:
@@ -226,7 +229,7 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
         warnings.warn(
             f"{where}{name} has no op for global tensors: {nbytes} bytes come together on one worker, which computes "
             f"it alone (called at {frame.f_code.co_filename}:{frame.f_lineno})",
-            stacklevel=2,
+            stacklevel=level,
         )
 
 
