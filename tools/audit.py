@@ -15,6 +15,7 @@ unless that is installed here.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import re
 import sys
@@ -89,8 +90,9 @@ def differing(pins: dict[str, str], installed: dict[str, Distribution]) -> Itera
 
 def altered(found: Distribution) -> Iterator[str]:
     """The installed files of a package that are missing, or differ from what its wheel stated."""
-    for file in found.files or []:
-        if file.hash is None or file.hash.mode != "sha256":
+    for file, stated, *_ in csv.reader((found.read_text("RECORD") or "").splitlines()):
+        kind, _, expected = stated.partition("=")
+        if kind != "sha256":
             continue
         path = Path(str(found.locate_file(file)))
         if not path.is_file():
@@ -98,7 +100,7 @@ def altered(found: Distribution) -> Iterator[str]:
             continue
         with path.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").digest()
-        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
+        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != expected:
             yield f"{found.name}: {file} differs from what was installed"
 
 

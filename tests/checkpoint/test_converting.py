@@ -3,6 +3,7 @@
 import os
 import pickle
 import warnings
+from pathlib import PosixPath
 
 import pytest
 import torch
@@ -255,6 +256,18 @@ def test_forged_metadata(theirs, tmp_path, forge, words):
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     with pytest.raises(ValueError, match=words):
         convert(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_paths_are_read_by_the_name_that_any_python_gives_them(theirs, tmp_path, module):
+    """Of 3.13, it is ``pathlib._local.PosixPath``."""
+    folder, _, _ = theirs
+    found = pickle.loads((folder / ".metadata").read_bytes())  # (where it was saved is a path)
+    content = pickle.dumps(found, protocol=2)  # (in which names are lines)
+    named = f"c{PosixPath.__module__}\nPosixPath\n".encode()
+    assert named in content
+    (folder / ".metadata").write_bytes(content.replace(named, f"c{module}\nPosixPath\n".encode()))
+    assert "model, optimizer, step" in convert(folder, tmp_path / "ours")
 
 
 @pytest.mark.fault("serial", count=2)
