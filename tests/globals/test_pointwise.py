@@ -96,6 +96,20 @@ def test_tensors_that_stand_for_numbers():
         assert_same(lambda x: x.clone().addcmul_(x, x, value=(x.detach() * 0).sum() + 2), x)
 
 
+def test_lists():
+    """Of tensors: what is done to each by itself, and not element by element, too."""
+    a, b = Global(noise(3, 5)), Global(noise(5, 4, seed=2))
+    assert_same(lambda a, b: torch._foreach_mm([a, b], [b, b.mT]), a, b)
+    assert_same(lambda a, b: [*torch._foreach_norm([a, b], 1), *torch._foreach_max([a, b])], a, b)
+    for order in (3, 2):  # (torch's has no derivative)
+        assert_same(lambda a, b, order=order: torch._foreach_powsum([a.detach(), b.detach()], order), a, b)
+    assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
+    if hasattr(torch, "foreach"):  # (since 2.15)
+        assert_same(lambda a, b: torch.foreach.add([a, b], [a * 2, b], alpha=3), a, b)
+        assert_same(lambda a, b: torch.foreach.mul_([a * 1, b * 1], 2.0), a, b)
+        assert_same(lambda a, b: [*torch.foreach.mm([a], [b]), *torch.foreach.norm([a, b])], a, b)
+
+
 def test_empty_blocks():
     assert_same(torch.mul, Global(noise(2, 3)), Global(noise(1, 3)), grids=[(4, 1), (1, 4), (2, 2)])
 

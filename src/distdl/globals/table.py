@@ -31,7 +31,7 @@ SPACES: dict[str, Any] = {
 }
 
 
-def named(names: str, spaces: str = "torch Tensor functional special linalg") -> Iterator[Any]:
+def named(names: str, spaces: str = "torch Tensor functional special") -> Iterator[Any]:
     """The functions of torch that have one of these names, in any of the name spaces.
 
     Raises: LookupError for a name that none of them has.
@@ -43,7 +43,7 @@ def named(names: str, spaces: str = "torch Tensor functional special linalg") ->
         yield from (function for function in found if callable(function))
 
 
-def handles(names: str, spaces: str = "torch Tensor functional special linalg") -> Callable[[Handler], Handler]:
+def handles(names: str, spaces: str = "torch Tensor functional special") -> Callable[[Handler], Handler]:
     """Enter a handler for the functions of these names: ``@handles("sum mean")``."""
 
     def enter(handler: Handler) -> Handler:

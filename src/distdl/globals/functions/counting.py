@@ -64,7 +64,7 @@ def histc(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """How many elements lie between edges, or what they weigh, and these edges."""
 
-    def run(input: Any, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    def run(input: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
         if type(input) is not GlobalTensor or type(bins) is GlobalTensor or not input.numel():
             return fall_back(func, args, kwargs)
         if weight is not None and weight.shape != input.shape:

@@ -121,7 +121,7 @@ def _at_end(x: Any, widths: Any, dim: int, side: int, edge_order: int) -> Any:
     return outer + cells[1] * (both / (first * second))
 
 
-@handles("cross")
+@handles("cross", "torch Tensor linalg")
 def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The product of vectors of space."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from distdl.globals.adopting import adopt
-from distdl.globals.functions.pointwise import result_of
+from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -62,18 +64,42 @@ def _is_leaf_with_gradient(x: Any) -> bool:
     return bool(block.requires_grad and block.is_leaf)
 
 
-_REDUCED = {"_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.amax}
+def _powsum(x: Any, order: float = 2, dtype: torch.dtype | None = None) -> Any:
+    return (x if dtype is None else x.to(dtype)).abs().pow(order).sum()
 
 
-def reduced_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same for functions that make a number of each tensor."""
-    tensors, *rest = args
-    return tuple(_REDUCED[func.__name__](one, *rest, **kwargs) for one in tensors)
+_BY_ITSELF: dict[str, Callable[..., Any]] = {
+    "_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.amax, "_foreach_mm": torch.mm,
+    "_foreach_powsum": _powsum,
+}  # fmt: skip
+
+
+def by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same for functions that are not element by element."""
+    of_one = _BY_ITSELF[func.__name__]
+    given = [one if isinstance(one, (tuple, list)) else repeat(one) for one in args]
+    return tuple(of_one(*own, **kwargs) for own in zip(*given, strict=False))
+
+
+def published(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of ``torch.foreach``, which is made of these."""
+    return func.__wrapped__(*args, **kwargs)
+
+
+def _is_elementwise(name: str) -> bool:
+    """Whether a function of one tensor is: then that of lists is, too."""
+    found = [getattr(torch.Tensor, one, None) for one in (name, name.removesuffix("_"))]
+    return any(TABLE.get(one) is elementwise for one in found)
 
 
 for _name in dir(torch):
-    if _name.startswith("_foreach_"):
-        TABLE[getattr(torch, _name)] = reduced_each if _name in _REDUCED else of_each
+    if _name in _BY_ITSELF:
+        TABLE[getattr(torch, _name)] = by_itself
+    elif _name.startswith("_foreach_") and _is_elementwise(_name.removeprefix("_foreach_")):
+        TABLE[getattr(torch, _name)] = of_each
+_published: Any = getattr(torch, "foreach", None)  # (since 2.15)
+for _name in () if _published is None else _published.__all__:
+    TABLE[getattr(_published, _name)] = published
 
 
 @handles("_amp_foreach_non_finite_check_and_unscale_", "torch")
