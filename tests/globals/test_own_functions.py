@@ -46,6 +46,55 @@ class Softmax(Function):
         return y * (dy - (dy * y).sum(ctx.dim, keepdim=True)), None
 
 
+class Listed(Function):
+    """Gets its gradients as a list, and adds to what there is already, where torch (2.15) shows that."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx, gradients):
+        x, w = ctx.saved_tensors
+        of_sum, of_product = gradients.pop(), gradients.pop()
+        dx, there = of_product * w + of_sum, getattr(ctx, "input_grad_buffers", (None,))[0]
+        return dx if there is None else there.add_(dx) and None, (of_product * x + of_sum).sum(0)
+
+
+class Newer(Function):
+    """Calls its backward by the newer name."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def vjp(ctx, dy):
+        return dy * ctx.saved_tensors[0].cos()
+
+
+class Narrow(Function):
+    """Takes the gradient of its second result in float32, and what it makes of it is float64."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if hasattr(ctx, "set_output_grad_dtype"):  # (since torch 2.14)
+            ctx.set_output_grad_dtype(torch.float64, torch.float32, None)
+        return x * 2, x * 3, "no tensor"
+
+    @staticmethod
+    def backward(ctx, first, second, _):
+        assert not hasattr(ctx, "set_output_grad_dtype") or second.dtype == torch.float32
+        return 2 * first + 3 * second.float().double()
+
+
 class Reversed(Function):
     @staticmethod
     def forward(ctx, x):
@@ -348,6 +397,10 @@ USES = {
     "saved argument": lambda m, x: Swish.apply(x * m.w) + x,
     "saved result": lambda m, x: Softmax.apply(x * m.w, 0) + Softmax.apply(x, -1) * m.v,
     "names of old": lambda m, x: Rooted.apply(x, m.w),
+    "a list of gradients": lambda m, x: sum(Listed.apply(x * m.w, m.v)) + x,
+    "a list of gradients of weights": lambda m, x: x * sum(Listed.apply(m.w[None], m.v)),
+    "newer name": lambda m, x: Newer.apply(x * m.w) * m.v,
+    "dtypes of gradients": lambda m, x: sum(Narrow.apply(x * m.w)[:2]) * m.v,
     "view": lambda m, x: Reversed.apply(x * m.w),
     "identity": lambda m, x: Identity.apply(x * m.w) * x,
     "part": lambda m, x: Row.apply(x * m.w),

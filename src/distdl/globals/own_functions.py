@@ -17,7 +17,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 
 from distdl.globals.adopting import split_beside
@@ -42,9 +42,15 @@ class _Own(FunctionCtx):
     """
 
     saved_tensors: Any
+    # (as torch calls a backward: by one of its two names, and with a list where the function asks for one)
+    apply: Any = BackwardCFunction.apply
+    _get_user_fn: Any = BackwardCFunction._get_user_fn
 
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+    def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
+        self._forward_cls = function
         self.needs_input_grad, self.requires_grad = needs_input_grad, any(needs_input_grad)
+        self.output_grad_dtypes: tuple[torch.dtype | None, ...] | None = None
+        self._input_grad_buffers = (None,) * len(needs_input_grad)  # (no sums under way are shown: torch may do so)
         self.to_save: Any = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
@@ -74,7 +80,7 @@ class _Call:
         self.layouts = [one._layout if type(one) is GlobalTensor else None for one in tensors]
         self.shapes = [one.shape for one in tensors]
         graph = torch.is_grad_enabled()
-        self.own = _Own(tuple(isinstance(one, torch.Tensor) and graph and one.requires_grad for one in args))
+        self.own = _Own(function, tuple(isinstance(one, torch.Tensor) and graph and one.requires_grad for one in args))
         self.context = next(one._context for one in tensors if type(one) in (GlobalTensor, Replica))
         self.draws = self.context.draws
         self.drawn = self.draws.seed, self.draws.counted()
@@ -113,7 +119,7 @@ class _Call:
         self.own.saved_tensors = saved
         try:
             with self.draws.again(*self.drawn):
-                found = self.function.backward(self.own, *gradients)
+                found = self.own.apply(*gradients)
         finally:
             del self.own.saved_tensors
         found = found if isinstance(found, tuple) else (found,)
@@ -200,6 +206,9 @@ class _Applied(Function):
         ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
         ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
+        if own.output_grad_dtypes is not None:
+            dtypes = zip(own.output_grad_dtypes, results, strict=True)
+            ctx.set_output_grad_dtype(*(dtype for dtype, result in dtypes if isinstance(result, torch.Tensor)))
         own.to_save = own.non_differentiable = ()
         return tuple(outputs)
 
@@ -310,8 +319,8 @@ class _OfBlocks(Function):
         _ = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
         node = ctx.node
         given = iter(gradients)  # (of what is no tensor there is none, and it has its place among the arguments)
-        found = node._forward_cls.backward(
-            node, *(None if layout is None else GlobalTensor._of(next(given), layout) for layout in ctx.layouts)
+        found = node.apply(
+            *(None if layout is None else GlobalTensor._of(next(given), layout) for layout in ctx.layouts)
         )
         found = found if isinstance(found, tuple) else (found,)
         return None, None, None, *(_whole(one) if isinstance(one, torch.Tensor) else None for one in found)
