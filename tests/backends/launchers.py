@@ -37,14 +37,14 @@ def imported():
     ``[*imported(), SCRIPT, ARGUMENT, ...]``. The process is started at the first call, and ends with this one.
     """
     server = str(FOLDER / "imported.py")
-    folder = tempfile.TemporaryDirectory(prefix="distdl-imported-")
-    path = str(Path(folder.name, "socket"))
+    folder = tempfile.mkdtemp(prefix="distdl-imported-")  # (a TemporaryDirectory goes with a fork that forgets ``end``)
+    path = str(Path(folder, "socket"))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": python_path()}
     process = subprocess.Popen([sys.executable, server, "server", path], **pipes)
 
     def end():
         process.communicate()
-        folder.cleanup()
+        shutil.rmtree(folder)
 
     atexit.register(end)
     assert process.stdout.readline() == b"listening\n"
