@@ -5,13 +5,17 @@ import signal
 import sys
 from functools import reduce
 from pathlib import Path
+from typing import Any, TypeVar
 
 import arguments
+import numpy
 import pytest
 from team import Failed, Team, quietly
+from typing_extensions import TypeAliasType
 
 import distdl
 from distdl.backends import job
+from distdl.environment.types import judge, shown
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
 from public_names import public_names, resolve
@@ -118,3 +122,11 @@ def test_wrong_arguments_of_on_terminate_catch_no_signal(wrong):
 def test_wrong_arguments_of_a_job(wrong):
     with pytest.raises(TypeError, match="job needs backend to be a string"):
         job(wrong)
+
+
+def test_aliases_that_are_types_of_their_own():
+    """As those of NumPy 2.5, and of ``type`` statements."""
+    one = TypeVar("one")
+    alias = TypeAliasType("alias", numpy.ndarray[Any, numpy.dtype[one]], type_params=(one,))
+    assert judge(alias[numpy.int64])(numpy.zeros(3)) and not judge(alias[numpy.int64])("a")
+    assert shown(alias[numpy.int64]) == "a ndarray"

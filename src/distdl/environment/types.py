@@ -37,7 +37,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
     Args:
         limits: whether numbers have to be within their limits (see :class:`AtLeast`), too.
     """
-    origin, inside = get_origin(hint), get_args(hint)
+    origin, inside = _origin(hint), get_args(hint)
     if hint == ArrayLike:  # (a union with everything in it; here it stands for whole numbers)
         return is_array_of_whole_numbers
     if origin in (Union, types.UnionType):
@@ -75,7 +75,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
 
 def shown(hint: Any) -> str:
     """What people call a type."""
-    origin, inside = get_origin(hint), get_args(hint)
+    origin, inside = _origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(shown(one) for one in inside)
     if origin is Required:
@@ -105,7 +105,7 @@ def converted(hint: Any, value: Any) -> Any:
 
     Named tuples, arrays and iterators are taken likewise, as tuples of their items. Everything else stays as it is.
     """
-    origin, inside = get_origin(hint), get_args(hint)
+    origin, inside = _origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         found = ((one, converted(one, value)) for one in inside)
         return next((made for one, made in found if judge(one)(made)), value)
@@ -120,6 +120,12 @@ def converted(hint: Any, value: Any) -> Any:
     if len(items) != len(inside):
         return items
     return tuple(converted(one, item) for one, item in zip(inside, items, strict=True))
+
+
+def _origin(hint: Any) -> Any:
+    """What a generic type is made from. An alias may be a type of its own, as those of NumPy 2.5 are."""
+    found = get_origin(hint)
+    return get_origin(found.__value__) if hasattr(found, "__value__") else found
 
 
 def _judge_all(hint: Any, limits: bool) -> Judge:
