@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distdl.globals.context import Context
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.derivatives import KEEPS_TENSORS, NONE, is_checkpointed, keeps_graph
+from distdl.tensors.derivatives import NONE, Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ class Apart:
 
     def runs(self) -> Any:
         """Where the function runs. It keeps what its derivative needs, which a checkpoint would recompute alone."""
-        return saved_tensors_hooks(_cells, _same) if is_checkpointed() else nullcontext()
+        return Keeping(partial(_cells), _same) if is_checkpointed() else nullcontext()
 
     def gives(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results in the workers' graph. On the other workers they are zeros, without volume."""
@@ -127,10 +128,6 @@ def _cells(x: torch.Tensor) -> torch.Tensor:
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
-
-
-for _hook in (_cells, _same):
-    setattr(_hook, KEEPS_TENSORS, True)
 
 
 class _With(Function):

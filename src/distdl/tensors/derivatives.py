@@ -63,6 +63,23 @@ KEEPS_TENSORS = "keeps_tensors"
 """An attribute of hooks that keep what is saved: nothing is recomputed because of them."""
 
 
+class Keeping(torch.autograd.graph.saved_tensors_hooks):
+    """A context in which hooks of ours keep what is saved.
+
+    A selective checkpoint (since torch 2.14) takes them for those of checkpoints: it asks about those of users, around.
+    """
+
+    def __enter__(self) -> None:
+        pack: Any = self.pack_hook
+        setattr(pack, KEEPS_TENSORS, True)
+        pack._checkpoint_internal, pack._user_hooks = True, saved_tensors_hooks()
+        super().__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        del self.pack_hook._user_hooks  # type: ignore[attr-defined]  # (the graph keeps the hook, and not what is around)
+
+
 def recorded() -> Any:
     """A context for what runs below autograd, as ``__torch_dispatch__`` does: autograd records there as above it."""
     keys = torch._C.DispatchKey

@@ -225,8 +225,6 @@ class Keep:
         counted: what counts the tensors that are kept, if anything does.
     """
 
-    keeps_tensors = True
-
     def __init__(self) -> None:
         self.counted: Callable[[torch.Tensor], Any] | None = None
         self.held: dict[int, tuple[Gathered, int]] = {}  # by the memory

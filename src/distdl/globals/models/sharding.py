@@ -33,7 +33,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
-from distdl.tensors.derivatives import next_node, saved_tensors_hooks
+from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
 
 
 class Shares:
@@ -69,7 +69,7 @@ class Shares:
         counts = None if others is None else getattr(others[0], "counts", None)
         if torch.is_grad_enabled() and (others is None or counts is not None):
             self.keep.counted = counts
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self.keep, restore)
+            self._hooks = Keeping(self.keep, restore)
             self._hooks.__enter__()
             if self._frames:  # that of the model itself, which began before
                 self._frames[-1].hooks = self.keep
