@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launched import assert_told_apart
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
@@ -104,6 +104,11 @@ def test_lists():
     for order in (3, 2):  # (torch's has no derivative)
         assert_same(lambda a, b, order=order: torch._foreach_powsum([a.detach(), b.detach()], order), a, b)
     assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
+    assert_same(lambda a, b: torch._foreach_mm([a, b], mat2=[b, b.mT]), a, b)
+    assert_same(lambda a, b: torch._foreach_add(self=[a, b], other=[a * 2, b], alpha=3), a, b)
+    assert_same(lambda a: torch._foreach_pow(2.0, exponent=[a, a]), a)
+    for lists in (lambda a: torch._foreach_mm([a, a], [a]), lambda a: torch._foreach_add([a], [a, a])):
+        assert_raises_the_same(lists, noise(4, 4))
     if hasattr(torch, "foreach"):  # (since 2.15)
         assert_same(lambda a, b: torch.foreach.add([a, b], [a * 2, b], alpha=3), a, b)
         assert_same(lambda a, b: torch.foreach.mul_([a * 1, b * 1], 2.0), a, b)

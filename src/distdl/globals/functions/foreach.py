@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,17 +19,17 @@ from distdl.partition.sharing import reduce_values
 def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply ``torch._foreach_*`` to each tensor by itself, on blocks."""
     name = func.__name__
-    first = next(one for one in args if isinstance(one, (tuple, list)))
+    args, kwargs = _by_position(args, kwargs)
+    first, count = args[0], _entries(args)
     writes = name.endswith("_")
     if writes and any(type(one) is not GlobalTensor for one in first):  # (a factor of gradients, as of clipping)
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
     if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     results = []
-    for place in range(len(first)):
+    for place in range(count):
         # (each list as one of a single entry; what is no list goes with every entry)
         own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
-        named = {key: [one[place]] if isinstance(one, (tuple, list)) else one for key, one in kwargs.items()}
         whole = [one for one in own if type(one) is GlobalTensor]
         if writes and type(own[0]) is GlobalTensor:
             check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
@@ -46,7 +45,7 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if nothing:  # (where a tensor stands for a number, it has to be one)
             found = numbers_of(whole[0]._context, own, found)
         given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
-        y = func(*given, **named)
+        y = func(*given, **kwargs)
         if nothing:
             y = [(given[0][0] if writes else y[0]).reshape(1)[:0]]
         if nothing and writes:  # (as on the worker that has it: refused where that is, and in the same graph)
@@ -64,8 +63,8 @@ def _is_leaf_with_gradient(x: Any) -> bool:
     return bool(block.requires_grad and block.is_leaf)
 
 
-def _powsum(x: Any, order: float = 2, dtype: torch.dtype | None = None) -> Any:
-    return (x if dtype is None else x.to(dtype)).abs().pow(order).sum()
+def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
 
 
 _BY_ITSELF: dict[str, Callable[..., Any]] = {
@@ -76,9 +75,34 @@ _BY_ITSELF: dict[str, Callable[..., Any]] = {
 
 def by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same for functions that are not element by element."""
-    of_one = _BY_ITSELF[func.__name__]
-    given = [one if isinstance(one, (tuple, list)) else repeat(one) for one in args]
-    return tuple(of_one(*own, **kwargs) for own in zip(*given, strict=False))
+    args, kwargs = _by_position(args, kwargs)
+    of_one, count = _BY_ITSELF[func.__name__], _entries(args)
+    each = [one if isinstance(one, (tuple, list)) else [one] * count for one in args]
+    return tuple(of_one(*own, **kwargs) for own in zip(*each, strict=True))
+
+
+_IN_ORDER = (
+    "self", "other", "src", "tensor1", "tensors1", "mat2", "exponent", "tensor2", "weight", "weights", "scalar",
+    "scalars", "value",
+)  # fmt: skip
+
+
+def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments; all that may be lists are given by their positions."""
+    found = [kwargs[name] for name in _IN_ORDER if name in kwargs]
+    return (*args, *found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
+
+
+def _entries(args: tuple[Any, ...]) -> int:
+    """How many entries each list has.
+
+    Raises: RuntimeError if these are different numbers.
+    """
+    counts = [len(one) for one in args if isinstance(one, (tuple, list))]
+    for count in counts:
+        if count != counts[0]:
+            raise RuntimeError(f"Tensor lists must have the same number of tensors, got {counts[0]} and {count}")
+    return counts[0]
 
 
 def published(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
