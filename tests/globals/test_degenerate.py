@@ -95,6 +95,11 @@ def test_layer_norms_of_one_dim_of_which_a_worker_has_one_cell_or_none():
 
 REFUSED = {
     "odd halves": (lambda x: F.glu(x), torch.ones(2, 3)),
+    "a mean of integers": (lambda x: x.mean(0), torch.ones(3, 2, dtype=torch.int64)),
+    "a deviation of integers": (lambda x: x.std(), torch.ones(3, 2, dtype=torch.int32)),
+    "a norm of integers": (lambda x: torch.linalg.vector_norm(x), torch.ones(3, 2, dtype=torch.int64)),
+    "a solution of integers": (lambda x: torch.linalg.solve(x, x), torch.ones(2, 2, dtype=torch.int64)),
+    "extremes of complex numbers": (torch.aminmax, torch.ones(3, 2, dtype=torch.complex64)),
     "averages of integers": (lambda x: F.adaptive_avg_pool1d(x, 1), torch.ones(2, 3, 4, dtype=torch.int64)),
     "the place of the largest truth": (lambda x: x.argmax(), torch.ones(3, 2, dtype=torch.bool)),
     "an index of other dims": (lambda x: x.scatter(1, torch.ones(3, dtype=torch.int64), 2.0), torch.ones(3, 2)),

@@ -122,6 +122,8 @@ def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
         if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel():
             return fall_back(func, args, kwargs)
+        if not (A.is_floating_point() or A.is_complex()):
+            func(*(torch.zeros(1, 1, dtype=one.dtype) for one in (A, B)), **options)  # (for torch's error)
         if vectors:
             return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
         return _solve(func, A, B, options)

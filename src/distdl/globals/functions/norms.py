@@ -36,7 +36,7 @@ def moments(
 ) -> tuple[GlobalTensor, GlobalTensor]:
     """Variance and mean over dims. Mean and squared deviations of the blocks are merged, which loses no digits."""
     if not (x.is_floating_point() or x.is_complex()):
-        raise RuntimeError("std and var only support floating point and complex dtypes")
+        torch.zeros(1, dtype=x.dtype).var()  # (for torch's error)
     if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
         wide: Any = x.float()
         var, mean = moments(wide, dim, keepdim, unbiased, correction)
@@ -140,7 +140,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     if dtype is not None:
         x = x.to(dtype)
     if not (x.is_floating_point() or x.is_complex()):
-        raise RuntimeError(f"linalg.vector_norm: Expected a floating point or complex tensor as input. Got {x.dtype}")
+        torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p)  # (for torch's error)
     dims, p = dims_of(x, dim), float(p)
     judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)  # (of one cell, there is no sum)
 

@@ -134,10 +134,7 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dims = dims_of(input, dim)
         wanted = dtype or input.dtype
         if not (wanted.is_floating_point or wanted.is_complex):
-            raise RuntimeError(
-                f"mean(): could not infer output dtype. Input dtype must be either a floating point or complex dtype. "
-                f"Got: {input.dtype}"
-            )
+            torch.zeros(1, dtype=input.dtype).mean(dtype=dtype)  # (for torch's error)
         y: GlobalTensor = total(input, dims, keepdim, dtype) / prod(input.shape[one] for one in dims)
         return y
 
