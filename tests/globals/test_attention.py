@@ -4,8 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import distdl
 
@@ -33,6 +34,15 @@ def test_causal_masks_know_where_the_queries_are():
     assert_same(
         lambda q, k, v: attend(q, k, v, is_causal=True, scale=0.3), Global(q), Global(k), Global(v), grids=GRIDS
     )
+
+
+@pytest.mark.parametrize("made", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 7)])
+def test_triangles_that_torch_does_not_write_out(made, lengths):
+    """On workers without cells, too."""
+    x, y = noise(2, 3, lengths[0], 4), noise(2, 3, lengths[1], 4, seed=1)
+    assert_same(lambda q, k: attend(q, k, k, made(*lengths)), Global(x), Global(y), grids=[*GRIDS, (4, 1, 1, 1)])
+    assert_raises_the_same(lambda q: attend(q, q, q, made(5, 5), is_causal=True), noise(2, 3, 5, 4), text=True)
 
 
 def test_heads_that_share_keys():

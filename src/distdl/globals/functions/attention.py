@@ -35,6 +35,10 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         enable_gqa: bool = False,
     ) -> Any:
         given = [query, key, value]
+        if type(attn_mask).__name__ == "CausalBias":  # (of a module of torch that takes a second to import)
+            if is_causal:
+                raise ValueError("CausalBias should not be used with causal=True")
+            attn_mask, is_causal = _triangle(attn_mask, query.device)
         options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
         checked(_checking(options), [*given, attn_mask] if attn_mask is not None else given)
         if dropout_p > 0:
@@ -101,6 +105,14 @@ def _causal(rows: Interval, keys: int, device: torch.device) -> torch.Tensor:
     """Which keys the queries of a block may read: those up to their own position."""
     read: torch.Tensor = torch.arange(*rows, device=device)[:, None] >= torch.arange(keys, device=device)
     return read
+
+
+def _triangle(bias: Any, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+    """A mask and whether attention is causal, of a triangle that torch does not write out."""
+    queries, keys = bias.seq_len_q, bias.seq_len_kv
+    if bias.variant.name == "UPPER_LEFT" or queries == keys:
+        return None, True
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries), False
 
 
 def _with_dropout(
