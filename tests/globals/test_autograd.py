@@ -274,6 +274,22 @@ def test_optimisers_of_global_tensors(name):
         assert_close(mine, own)
 
 
+def test_gradients_of_another_dtype():
+    def told(x):
+        x.requires_grad_()
+        x.grad_dtype = torch.float32
+        (x * x).sum().backward()
+        found = [x.grad_dtype, x.grad.dtype, x.grad.double()]
+        with pytest.raises(RuntimeError, match="dtype"):
+            x.grad = found[-1]
+        x.grad = x.grad * 2
+        x.grad_dtype = None
+        x.grad = found[-1]
+        return [*found, x.grad_dtype, x.grad.dtype]
+
+    assert_same(lambda x: told(x.detach().clone()), Global(x35))
+
+
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @pytest.mark.parametrize("foreach", [False, True])
 @on_workers

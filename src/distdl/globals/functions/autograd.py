@@ -255,10 +255,11 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise TypeError("the grad of a plain tensor is a plain tensor; got a global one")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
-    if value.shape != x.shape or value.dtype != x.dtype:
+    wanted = x._block.grad_dtype
+    if value.shape != x.shape or wanted not in (None, value.dtype):
         raise RuntimeError(
             f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} "
-            f"and {x.dtype}"
+            f"and {wanted}"
         )
     part = part_of(value, x._layout, "grad")
     x._block.grad = part.clone() if type(value) is not GlobalTensor else part
@@ -268,6 +269,12 @@ def delete_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args[0]._block.grad = None
 
 
+def write_gradient_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    args[0]._block.grad_dtype = args[1]
+
+
+_dtype: Any = torch.Tensor.grad_dtype
+TABLE[_dtype.__set__] = write_gradient_dtype
 _gradient: Any = torch.Tensor.grad  # (an attribute that is computed, whose type says what it gives)
 TABLE[_gradient.__set__] = write_gradient
 TABLE[_gradient.__delete__] = delete_gradient
