@@ -274,6 +274,17 @@ def test_optimisers_of_global_tensors(name):
         assert_close(mine, own)
 
 
+def test_gradients_that_are_kept_can_be_set():
+    def doubled(x):
+        y = x.detach().clone().requires_grad_() * 2
+        y.retain_grad()
+        (y * y).sum().backward()
+        y.grad = y.grad * 2
+        return y.grad
+
+    assert_same(doubled, Global(x35))
+
+
 def test_gradients_of_another_dtype():
     def told(x):
         x.requires_grad_()

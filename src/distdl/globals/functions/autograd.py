@@ -255,7 +255,7 @@ def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise TypeError("the grad of a plain tensor is a plain tensor; got a global one")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
-    wanted = x._block.grad_dtype
+    wanted = x._block.grad_dtype if x._block.is_leaf else x.dtype  # (that of others cannot be read in torch 2.13)
     if value.shape != x.shape or wanted not in (None, value.dtype):
         raise RuntimeError(
             f"assigned grad has shape {tuple(value.shape)} and dtype {value.dtype}; the tensor has {tuple(x.shape)} "
