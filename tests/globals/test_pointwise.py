@@ -107,6 +107,16 @@ def test_lists():
     assert_same(lambda a, b: torch._foreach_mm([a, b], mat2=[b, b.mT]), a, b)
     assert_same(lambda a, b: torch._foreach_add(self=[a, b], other=[a * 2, b], alpha=3), a, b)
     assert_same(lambda a: torch._foreach_pow(2.0, exponent=[a, a]), a)
+    scalars = torch.tensor([1.0, 5.0])  # (torch's have no derivative)
+    for function in (torch._foreach_addcmul, torch._foreach_addcdiv):
+        for named in (lambda one: ((one,), {}), lambda one: ((), {"scalars": one})):
+
+            def product(a, function=function, named=named):
+                a = a.detach()
+                rest, options = named(scalars)
+                return function([a, a], [a * 2, a], [a + 8, a + 9], *rest, **options)
+
+            assert_same(product, a, grids=[(1, 2)])
     for lists in (lambda a: torch._foreach_mm([a, a], [a]), lambda a: torch._foreach_add([a], [a, a])):
         assert_raises_the_same(lists, noise(4, 4))
     if hasattr(torch, "foreach"):  # (since 2.15)

@@ -89,8 +89,10 @@ _IN_ORDER = (
 
 def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments; all that may be lists are given by their positions."""
-    found = [kwargs[name] for name in _IN_ORDER if name in kwargs]
-    return (*args, *found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
+    found = [*args, *(kwargs[name] for name in _IN_ORDER if name in kwargs)]
+    if len(found) == 4 and isinstance(found[3], torch.Tensor) and found[3].dim() == 1:
+        found[3] = entire(found[3]).tolist()  # (the scalars of addcmul and addcdiv)
+    return tuple(found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
 
 
 def _entries(args: tuple[Any, ...]) -> int:
