@@ -112,7 +112,7 @@ if __name__ == "__main__":
         ask(sys.argv[1], sys.argv[2:])
     import torch._dynamo  # noqa: F401  (which optimisers import at their first use)
 
-    import distdl  # noqa: F401
+    import distdl  # noqa: F401  (which the forks need not do any more)
 
     gc.freeze()  # (what no job changes is not copied for it)
     run(*serve(sys.argv[2]))

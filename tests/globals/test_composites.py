@@ -271,6 +271,7 @@ def drawn_in_any_partition(draw, whole):
     found = []
     for grid in ((2, 1), (1, 2)):
         torch.manual_seed(7)
+        # (called at once, in this turn of the loop)
         found += distdl.run_workers(lambda: [one.full_tensor() for one in draw(split(whole, *grid))], 3)  # noqa: B023
     assert all(torch.equal(one, other) for ours in found for one, other in zip(ours, found[0], strict=True))
     return found[0]

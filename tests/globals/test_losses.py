@@ -84,7 +84,6 @@ def test_variances_of_rows():
     distdl.run_workers(work, 3)
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="a later torch has it")
 def test_of_classes_behind_a_linear_map():
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 

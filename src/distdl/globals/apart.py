@@ -18,7 +18,7 @@ from distdl.partition.sharing import broadcast_value
 from distdl.tensors.derivatives import NONE, Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
 
-LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # (the stubs lack it)
 _RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
 _KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
 

@@ -244,6 +244,7 @@ def ctc_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = layout.context.layout(layout.partition.workers[0, :, 0], [layout.intervals[1]])
         losses: Any = GlobalTensor._of(
             local(
+                # (lists of numbers go, too, where the stubs have tensors)
                 lambda block: functional.ctc_loss(block, *own, blank, "none", zero_infinity),  # type: ignore[arg-type]
                 target.local,
                 (block_of(x), (steps, 1, classes)),

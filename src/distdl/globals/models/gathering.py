@@ -149,7 +149,7 @@ class _Gather(Function):
 
     @staticmethod
     def entered_into(node: Any) -> Context:
-        return node.gathering.context  # type: ignore[no-any-return]
+        return node.gathering.context  # type: ignore[no-any-return]  # (nodes of autograd have no types)
 
     @staticmethod
     def forward(

@@ -225,7 +225,7 @@ class _Written:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Written) and (self.writes, self.memory._cdata) == (other.writes, other.memory._cdata)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # (typeshed has a method there)
 
 
 def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
