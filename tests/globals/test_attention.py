@@ -1,5 +1,6 @@
 """Attention over queries that are split in any way."""
 
+import functools
 from copy import deepcopy
 
 import pytest
@@ -34,6 +35,13 @@ def test_causal_masks_know_where_the_queries_are():
     assert_same(
         lambda q, k, v: attend(q, k, v, is_causal=True, scale=0.3), Global(q), Global(k), Global(v), grids=GRIDS
     )
+
+
+def test_queries_that_read_no_key():
+    """With dropout, too, which is computed step by step: no number is dropped here, and none is nan."""
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(-2)
+    attending = functools.partial(attend, attn_mask=mask, dropout_p=1e-12)
+    assert_same(lambda q, k, v: attending(q, k, v), Global(q), Global(k), Global(v), grids=GRIDS, tolerance=1e-9)
 
 
 @pytest.mark.parametrize("made", [causal_upper_left, causal_lower_right])

@@ -126,7 +126,9 @@ def _with_dropout(
         mask = _causal((0, query.shape[-2]), key.shape[-2], scores.device)
     if mask is not None:
         scores = scores.masked_fill(mask.logical_not(), -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return functional.dropout(scores.softmax(-1), p) @ value
+    nowhere = (scores == -torch.inf).all(-1, keepdim=True)  # (queries that read no key have zeros, as in torch)
+    weights = scores.masked_fill(nowhere, 0).softmax(-1).masked_fill(nowhere, 0)
+    return functional.dropout(weights, p) @ value
 
 
 _multi_head_attention = composite(functional.multi_head_attention_forward)
