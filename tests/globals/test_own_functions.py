@@ -583,6 +583,13 @@ class _Dirty(Function):
         return x.add_(1)
 
 
+class _Declares(Function):
+    @staticmethod
+    def forward(ctx, x, dtypes):
+        ctx.set_output_grad_dtype(*dtypes)
+        return x * 2, "no tensor"
+
+
 class _Short(Function):
     @staticmethod
     def forward(ctx, x, scale):
@@ -598,6 +605,11 @@ def test_what_such_functions_must_not_do():
     P = split(x35).layout.partition
     with pytest.raises(RuntimeError, match=r"_Dirty writes into a global tensor \(ctx.mark_dirty\)"):
         distdl.distribute(Calling(lambda m, x: _Dirty.apply(x * m.w)), P)(split(x35))
+    if hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"):  # (since torch 2.14)
+        for dtypes in ([torch.float64], [torch.float64, torch.float64], [None, None, None]):
+            for x in (x35.clone().requires_grad_(), split(x35).requires_grad_()):
+                with pytest.raises(RuntimeError, match="set_output_grad_dtype"):
+                    _Declares.apply(x, dtypes)
     with pytest.raises(RuntimeError, match="_ShortBackward returned an incorrect number of gradients"):
         distdl.distribute(Calling(lambda m, x: _Short.apply(x * m.w, 2)), P)(split(x35)).sum().backward()
 

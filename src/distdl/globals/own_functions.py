@@ -207,8 +207,7 @@ class _Applied(Function):
         ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
         if own.output_grad_dtypes is not None:
-            dtypes = zip(own.output_grad_dtypes, results, strict=True)
-            ctx.set_output_grad_dtype(*(dtype for dtype, result in dtypes if isinstance(result, torch.Tensor)))
+            ctx.set_output_grad_dtype(*_of_tensors(own.output_grad_dtypes, results))
         own.to_save = own.non_differentiable = ()
         return tuple(outputs)
 
@@ -220,6 +219,22 @@ class _Applied(Function):
             for one, layout in zip(ctx.saved_tensors, ctx.kinds, strict=True)
         )
         return None, *call.backward(saved, call.gradients(gradients))
+
+
+def _of_tensors(dtypes: Sequence[torch.dtype | None], results: Sequence[Any]) -> list[torch.dtype | None]:
+    """What is declared for results, of those that are tensors.
+
+    Raises: RuntimeError, as torch does, if it is too much or too little, or a dtype for what is no tensor.
+    """
+    if len(dtypes) != len(results):
+        raise RuntimeError(
+            "set_output_grad_dtype expected the number of declarations to match the number of outputs, "
+            f"{len(results)}; got {len(dtypes)}"
+        )
+    for place, (dtype, result) in enumerate(zip(dtypes, results, strict=True)):
+        if dtype is not None and not isinstance(result, torch.Tensor):
+            raise RuntimeError(f"set_output_grad_dtype declares a dtype for output {place}, which is no tensor")
+    return [dtype for dtype, result in zip(dtypes, results, strict=True) if isinstance(result, torch.Tensor)]
 
 
 def _block(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
