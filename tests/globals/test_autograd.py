@@ -285,6 +285,17 @@ def test_gradients_that_are_kept_can_be_set():
     assert_same(doubled, Global(x35))
 
 
+def test_the_dtype_of_a_gradient_outlives_a_detach_in_place():
+    def told(x):
+        x = x.float().detach().requires_grad_()
+        x.grad_dtype = torch.float64
+        x.detach_().requires_grad_()
+        (x * x).sum().backward()
+        return [x.grad_dtype, x.grad.dtype, x.grad]
+
+    assert_same(told, Global(x35))
+
+
 def test_gradients_of_another_dtype():
     def told(x):
         x.requires_grad_()

@@ -98,6 +98,11 @@ REFUSED = {
     "a mean of integers": (lambda x: x.mean(0), torch.ones(3, 2, dtype=torch.int64)),
     "a deviation of integers": (lambda x: x.std(), torch.ones(3, 2, dtype=torch.int32)),
     "a norm of integers": (lambda x: torch.linalg.vector_norm(x), torch.ones(3, 2, dtype=torch.int64)),
+    "a norm of integers as another": (
+        lambda x: torch.linalg.vector_norm(x, dtype=torch.float64),
+        torch.ones(3, 2, dtype=torch.int64),
+    ),
+    "a norm as integers": (lambda x: torch.linalg.vector_norm(x, dtype=torch.int64), torch.ones(3, 2)),
     "a solution of integers": (lambda x: torch.linalg.solve(x, x), torch.ones(2, 2, dtype=torch.int64)),
     "extremes of complex numbers": (torch.aminmax, torch.ones(3, 2, dtype=torch.complex64)),
     "averages of integers": (lambda x: F.adaptive_avg_pool1d(x, 1), torch.ones(2, 3, 4, dtype=torch.int64)),

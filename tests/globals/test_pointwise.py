@@ -101,6 +101,7 @@ def test_lists():
     a, b = Global(noise(3, 5)), Global(noise(5, 4, seed=2))
     assert_same(lambda a, b: torch._foreach_mm([a, b], [b, b.mT]), a, b)
     assert_same(lambda a, b: [*torch._foreach_norm([a, b], 1), *torch._foreach_max([a, b])], a, b)
+    assert_same(lambda a: torch._foreach_norm([a.float()], 2, torch.float64), a, tolerance=1e-6)
     for order in (3, 2):  # (torch's has no derivative)
         assert_same(lambda a, b, order=order: torch._foreach_powsum([a.detach(), b.detach()], order), a, b)
     assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
@@ -119,6 +120,7 @@ def test_lists():
             assert_same(product, a, grids=[(1, 2)])
     for lists in (lambda a: torch._foreach_mm([a, a], [a]), lambda a: torch._foreach_add([a], [a, a])):
         assert_raises_the_same(lists, noise(4, 4))
+    assert_raises_the_same(lambda a: torch._foreach_powsum([a.int()]), noise(4, 4), text=True)
     if hasattr(torch, "foreach"):  # (since 2.15)
         assert_same(lambda a, b: torch.foreach.add([a, b], [a * 2, b], alpha=3), a, b)
         assert_same(lambda a, b: torch.foreach.mul_([a * 1, b * 1], 2.0), a, b)

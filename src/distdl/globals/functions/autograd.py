@@ -227,9 +227,11 @@ def _detach(x: Any, block: torch.Tensor) -> None:
     """
     memory = x.__dict__.get("_memory") if block.requires_grad else None
     leaf = block.is_leaf
+    dtype = block.grad_dtype if leaf else block.dtype
     block.detach_()
     if memory is not None and not memory.has_plain_views and not block._is_view():
         x._block = block.detach()
+        x._block.grad_dtype = dtype
         x._block.grad, block.grad = block.grad, None
         if leaf and block._backward_hooks is not None:  # (they are called again if it requires a gradient again)
             x._block._backward_hooks, block._backward_hooks = block._backward_hooks, None

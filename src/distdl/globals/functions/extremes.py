@@ -66,9 +66,9 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("aminmax", "torch Tensor")
 def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = dims_of(input, dim)
         if input.is_complex():
             torch.aminmax(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
-        dims = dims_of(input, dim)
         found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
         return torch.return_types.aminmax(found)
 

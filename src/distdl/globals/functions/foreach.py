@@ -63,12 +63,17 @@ def _is_leaf_with_gradient(x: Any) -> bool:
     return bool(block.requires_grad and block.is_leaf)
 
 
+def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
+
+
 def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    torch._foreach_powsum([torch.zeros(1, dtype=x.dtype)], ord, dtype)  # (for torch's error)
     return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
 
 
 _BY_ITSELF: dict[str, Callable[..., Any]] = {
-    "_foreach_norm": torch.linalg.vector_norm, "_foreach_max": torch.amax, "_foreach_mm": torch.mm,
+    "_foreach_norm": _norm, "_foreach_max": torch.amax, "_foreach_mm": torch.mm,
     "_foreach_powsum": _powsum,
 }  # fmt: skip
 

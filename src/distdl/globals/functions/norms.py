@@ -137,10 +137,10 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     """The p-norm over dims."""
     if type(keepdim) is not bool:
         raise TypeError(f"linalg_vector_norm(): argument 'keepdim' must be bool, not {type(keepdim).__name__}")
+    if dtype is not None or not (x.is_floating_point() or x.is_complex()):
+        torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p, dtype=dtype)  # (for torch's error)
     if dtype is not None:
         x = x.to(dtype)
-    if not (x.is_floating_point() or x.is_complex()):
-        torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p)  # (for torch's error)
     dims, p = dims_of(x, dim), float(p)
     judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)  # (of one cell, there is no sum)
 
