@@ -90,7 +90,7 @@ def differing(pins: dict[str, str], installed: dict[str, Distribution]) -> Itera
 
 def altered(found: Distribution) -> Iterator[str]:
     """The installed files of a package that are missing, or differ from what its wheel stated."""
-    for file, stated, *_ in csv.reader((found.read_text("RECORD") or "").splitlines()):
+    for file, stated, *_ in filter(None, csv.reader((found.read_text("RECORD") or "").splitlines())):
         kind, _, expected = stated.partition("=")
         if kind != "sha256":
             continue

@@ -125,7 +125,7 @@ def test_wrong_arguments_of_a_job(wrong):
 
 
 def test_aliases_that_are_types_of_their_own():
-    """As those of NumPy 2.5, and of ``type`` statements."""
+    """As that of arrays is in NumPy 2.5."""
     one = TypeVar("one")
     alias = TypeAliasType("alias", numpy.ndarray[Any, numpy.dtype[one]], type_params=(one,))
     assert judge(alias[numpy.int64])(numpy.zeros(3)) and not judge(alias[numpy.int64])("a")

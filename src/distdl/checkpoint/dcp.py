@@ -24,32 +24,33 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 METADATA = ".metadata"
-_CLASSES = (
-    {
-        (one.__module__, one.__name__): one
-        for one in (
-            metadata.Metadata,
-            metadata.MetadataIndex,
-            metadata.TensorStorageMetadata,
-            metadata.BytesStorageMetadata,
-            metadata.ChunkStorageMetadata,
-            metadata.TensorProperties,
-            metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING,
-            _StorageInfo,
-            OrderedDict,
-        )
-    }
-    | {
-        (module, one.__name__): one
-        for module in ("pathlib", "pathlib._local")  # (as Python 3.13 calls it)
-        for one in (pathlib.PosixPath, pathlib.PurePosixPath)
-    }
-    | {
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # looks a name up in a table
-    }
-)
+
+
+def _module(name: str) -> str:
+    """The name of a module in any Python: to 3.13, that of paths is pathlib._local."""
+    return name.replace("pathlib._local", "pathlib")
+
+
+_CLASSES = {
+    (_module(one.__module__), one.__name__): one
+    for one in (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata.StorageMeta,
+        metadata._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        pathlib.PosixPath,
+        pathlib.PurePosixPath,
+        OrderedDict,
+    )
+} | {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # looks a name up in a table
+}
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = _CLASSES.get((module, name))
+        found = _CLASSES.get((_module(module), name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if found is None:

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
 
-_OURS_AND_TORCHS = tuple(f"{Path(one).parent}/" for one in (Path(__file__).parent, torch.__file__))
+_NOT_THE_USERS = ("distdl.", "torch.")  # modules of which no line is the place of a call
 
 
 class Fallback(NamedTuple):
@@ -220,7 +219,7 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
             "together on one worker; enter one with distdl.register, or use distdl.local_map"
         )
     frame, level = sys._getframe(2), 3
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS_AND_TORCHS):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
     site = (name, path, frame.f_code.co_filename, frame.f_lineno)
     context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
