@@ -5,9 +5,11 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from launchers import FOLDER, ended, imported, mpirun, python_path
 import distdl
 from distdl import CommunicationError
 from distdl.backends.torch_distributed import TorchCommunicator
+from distdl.backends.torch_distributed.threads import in_their_turn, receiving_threads
 from distdl.nn import Broadcast, Repartition, SumReduce
 from distdl.transport.stores import LOOPBACK, connect, local_store
 
@@ -66,6 +69,40 @@ def test_gloo_with_half_of_the_workers_says_who_is_missing(store, monkeypatch):
         assert "waited longer than 1 s (DISTDL_TIMEOUT)" in str(error)
         came = f"worker 0 (process {os.getpid()} on"
         assert f"for workers 2, 3, which did not come to the store at 127.0.0.1:{store.port}; {came}" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_threads_of_gloo_take_no_core_from_a_worker_that_sends(store, monkeypatch):
+    def policies(of):
+        return {os.sched_getscheduler(thread) for thread in of}
+
+    own = policies([0])
+    before = receiving_threads()
+    links = [result for result, _ in each(2, lambda worker: link(store, worker, 2))]
+    ours = receiving_threads()
+    assert len(ours - before) == 2 and policies(ours - before) == {os.SCHED_BATCH} and policies([0]) == own
+
+    def refused(*arguments):
+        raise PermissionError
+
+    at = dist.HashStore()
+    monkeypatch.setattr(os, "sched_setscheduler", refused)
+    with in_their_turn():  # (where the system refuses, all goes on as it is)
+        groups = [result for result, _ in each(2, lambda place: dist.ProcessGroupGloo(at, place, 2, timedelta(0, 9)))]
+    theirs = receiving_threads() - ours
+    assert len(theirs) == 2 and policies(theirs) == own
+    del links, groups
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say the names of threads")
+def test_names_of_threads_that_are_no_text_are_passed_over():
+    name = Path("/proc/thread-self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"model \xc3")  # (the system cuts long names, in a letter, too)
+    try:
+        assert threading.get_native_id() not in receiving_threads()
+    finally:
+        name.write_bytes(before)
 
 
 @contextmanager

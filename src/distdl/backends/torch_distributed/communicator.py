@@ -1,11 +1,4 @@
-"""The torch.distributed back-end: gloo for CPU tensors, NCCL for CUDA tensors.
-
-It makes process groups of its own, over a store of its own, so its messages never mix with those of the user's groups.
-(``torch.distributed.new_group`` is not used: either it wants all workers of the world at every call, or it names a
-group by how many groups this process has made, so that members that have made different numbers of groups never meet.)
-
-A process that ends closes its sockets, and whoever waits for it gets an error at once. Other waits end at a deadline.
-"""
+"""A process's link to the others of a torch.distributed job: gloo for CPU tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distdl.backends import register
+from distdl.backends.torch_distributed.threads import in_their_turn
 from distdl.transport import parts
 from distdl.transport.communicator import (
     CommunicationError,
@@ -38,7 +31,6 @@ from distdl.transport.communicator import (
     name_workers,
 )
 from distdl.transport.folding import begin_with
-from distdl.transport.job import job, of_group
 from distdl.transport.stores import absent, described, within
 from distdl.transport.watch import Watch
 
@@ -257,25 +249,31 @@ class TorchCommunicator(Communicator):
             raise CommunicationError(f"{late}, which did not come to {described(store)}; {come} did")
 
     def _gloo(self, store: dist.Store, workers: Group) -> Any:
-        options: Any = self._limit
-        if self._host is not None:
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._timeout, options._threads = self._limit, 2
-            options._devices = [gloo.create_device(hostname=self._host)]
         place, limit = workers.index(self.rank), self.timeout + _MARGIN
         ended = threading.Event()
         try:
-            # (of two workers, gloo lets the one of the higher address and port connect, and the other wait for that)
-            return within(
-                limit,
-                lambda: dist.ProcessGroupGloo(store, place, len(workers), options),
-                lambda: _failure_of_another(store, ended),
-            )
+            with in_their_turn():
+                options = self._options()
+                # (of two workers, gloo lets the one of the higher address and port connect; the other waits for that)
+                return within(
+                    limit,
+                    lambda: dist.ProcessGroupGloo(store, place, len(workers), options),
+                    lambda: _failure_of_another(store, ended),
+                )
         except RuntimeError as error:
             raise self._unconnected(store, workers, error) from error
         finally:
             ended.set()
+
+    def _options(self) -> Any:
+        """What gloo has to know of a new group: the limit of its waits, or also where it listens."""
+        if self._host is None:
+            return self._limit
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout, options._threads = self._limit, 2
+        options._devices = [gloo.create_device(hostname=self._host)]
+        return options
 
     def _unconnected(self, store: dist.Store, workers: Group, error: RuntimeError) -> CommunicationError:
         """What to raise where a group cannot be made; the first worker to fail tells it to those that wait for it."""
@@ -349,7 +347,6 @@ def _reason(error: Exception) -> str:
     return re.sub(r"\[[^ \]]*\.cc:\d+\] ", "", text)
 
 
-_over: dict[Any, TorchCommunicator] = {}
 _open_ones: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 
 
@@ -358,39 +355,3 @@ def _leave() -> None:
     """Close all connections before the interpreter ends: their threads abort a process that ends beside them."""
     for communicator in list(_open_ones):
         communicator.leave(getattr(sys, "last_value", None))
-
-
-def over(group: Any) -> TorchCommunicator:
-    """The communicator over the workers of a process group that the user made. Collective over them, once."""
-    if group not in _over:
-        nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config(group))
-        found = of_group(group)
-        _over[group] = TorchCommunicator(found.store, found.rank, found.size, nccl)
-    return _over[group]
-
-
-def _open_gloo() -> TorchCommunicator:
-    return _open("gloo")
-
-
-def _open_nccl() -> TorchCommunicator:
-    _check_nccl()
-    return _open("nccl")
-
-
-def _open(backend: str) -> TorchCommunicator:
-    if dist.is_available() and dist.is_initialized():
-        return over(dist.group.WORLD)
-    found = job(backend)
-    if backend == "nccl":
-        torch.cuda.set_device(found.local_rank)
-    return TorchCommunicator(found.store, found.rank, found.size, backend == "nccl", found.host)
-
-
-def _check_nccl() -> None:
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        raise RuntimeError("the nccl back-end needs a CUDA build of torch with NCCL, and a GPU for each local worker")
-
-
-register("gloo", _open_gloo)
-register("nccl", _open_nccl, check=_check_nccl)
