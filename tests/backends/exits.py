@@ -1,6 +1,7 @@
 """Workers that end as they should not, or whose launcher ends, for ``test_exits``: ``exits.py NAME [FOLDER]``."""
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -120,6 +121,48 @@ def recovers():
     if P.rank == 0:
         atexit._run_exitfuncs()
         print("groups open at exit:", len(P.comm._groups), flush=True)
+
+
+class Slow:
+    """Garbage that gives the interpreter to another thread when it is collected."""
+
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(1e-6)
+
+
+def asks_for_states():
+    """Both workers ask for the state of torch's generator, as checkpoints do, while garbage is collected in there."""
+    gc.set_threshold(4)
+    for n in range(3000):
+        Slow()
+        _counted = [[] for _ in range(n % 5)]  # so that the collection comes at another place in each round
+        torch.set_rng_state(torch.get_rng_state())
+    print("asked", flush=True)
+
+
+def forks_beside_one_that_asks():
+    """Worker 0 starts processes that use torch's generator, as those of a DataLoader do, while worker 1 uses it."""
+    P, ended = distdl.world(), 0
+    for _ in range(40):
+        if P.rank == 1:
+            for _ in range(20000):
+                torch.initial_seed()
+        else:
+            child = os.fork()
+            if not child:
+                torch.manual_seed(1)
+                os._exit(0)
+            deadline = time.monotonic() + 3
+            while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+                time.sleep(0.001)
+            if not done[0]:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            ended += bool(done[0])
+    print(f"{ended} ended", flush=True)
 
 
 FOLDER = Path(os.environ.get("EXITS_FOLDER", "."))

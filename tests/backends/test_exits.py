@@ -129,6 +129,33 @@ def test_a_thread_that_computes_on_does_not_abort_the_process():
     assert "KeyError: 'the reason'\n(raised on worker 1 of 2)" in output, output
 
 
+@pytest.mark.fault("threads")
+@pytest.mark.timeout(90)
+def test_threads_that_ask_for_the_state_of_the_generator_do_not_wait_for_ever():
+    status, output = outcome([*imported(), SCRIPT, "asks_for_states", "threads"])
+    assert status == 0 and output.count("asked") == 2, output
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.timeout(150)
+def test_processes_that_a_worker_forks_do_not_find_the_generator_taken_by_another_worker():
+    status, output = outcome([*imported(), SCRIPT, "forks_beside_one_that_asks", "threads"])
+    assert status == 0 and "40 ended" in output, output
+
+
+def test_the_generator_of_torch_is_still_itself_and_a_signal_may_ask_for_its_state_within_a_call():
+    distdl.run_workers(lambda: None, 2)
+    assert torch.random.default_generator is torch.default_generator
+    state = torch.get_rng_state()
+    with torch.random.get_rng_state.__globals__["default_generator"]._lock:  # (as a signal's handler finds it)
+        torch.manual_seed(5)
+        first = torch.rand(1, generator=torch.random.default_generator)
+        torch.manual_seed(5)
+        assert torch.equal(torch.rand(1), first) and torch.initial_seed() == 5
+        torch.set_rng_state(state)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error(monkeypatch):

@@ -15,6 +15,7 @@ import torch
 
 from distdl.backends import Work, register
 from distdl.backends.threaded.communicator import Post, ThreadCommunicator
+from distdl.backends.threaded.generator import share_generator
 from distdl.backends.threaded.hub import Hub
 from distdl.transport.communicator import Communicator
 
@@ -29,6 +30,7 @@ def _open() -> Communicator:
 
 
 def _start(work: Work, workers: int) -> list[Any]:
+    share_generator()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
