@@ -309,8 +309,8 @@ def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refu
 @pytest.mark.parametrize(("scenario", "sides"), [
     ("differs_in_shapes", ("the backward of exchange 2", "the backward of exchange 1")),
     ("drops", ("worker 1", "since exchange 3, which was the backward of exchange")),
-    ("asks_alone", ("the value of a global tensor", "in distribute_tensor, which only one of them has called")),
-    ("differentiates_alone", ("in distribute_tensor, which only one of them has called",)),
+    ("asks_alone", ("the value of a global tensor", "in distribute_tensor", "which only one of them has called")),
+    ("differentiates_alone", ("in distribute_tensor", "which only one of them has called")),
     ("freezes", ("parameters 0-3 of the model", "parameters 2-3 of the model")),
     ("freezes_others", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip

@@ -21,7 +21,6 @@ from distdl.transport.communicator import (
     CommunicationError,
     Communicator,
     Group,
-    IntArray,
     Message,
     Pending,
     as_bytes,
@@ -109,7 +108,8 @@ class TorchCommunicator(Communicator):
             call([as_bytes(tensor)], worker, 0)
         return [(calls[0][2], group._end_coalescing(device))]
 
-    # gloo's own collectives carry no tag: those of different calls would meet, and end the process if lengths differ
+    # gloo's own collectives carry no tag: those of different calls would meet, and end the process if lengths differ.
+    # They go around a ring, too: twice as many messages, one after the other
 
     def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         if not self._direct(tensor):
@@ -149,14 +149,6 @@ class TorchCommunicator(Communicator):
         buffer.copy_(x)
         work = self._begin(group, self._group(group, True).allreduce, buffer, dist.ReduceOp.SUM)
         return self._pending(work, group, y, buffer)
-
-    def all_max(self, group: Group, values: IntArray) -> IntArray:
-        if len(group) < 3:
-            return super().all_max(group, values)  # one message each way is faster than gloo's reduction
-        highest = values.copy()
-        work = self._begin(group, self._group(group, False).allreduce, torch.from_numpy(highest), dist.ReduceOp.MAX)
-        self._finish(work, group)
-        return highest
 
     def release(self) -> None:
         """Close the process groups. Collective. They are made again when they are needed."""
@@ -306,13 +298,10 @@ class TorchCommunicator(Communicator):
 
     def _pending(self, work: Any, group: Group, tensor: torch.Tensor, buffer: torch.Tensor) -> Pending:
         def finish() -> None:
-            self._finish(work, group)
+            self._meet(work.wait, group, ())
             deliver(tensor, buffer)
 
         return Pending(finish)
-
-    def _finish(self, work: Any, workers: Sequence[int]) -> None:
-        self._meet(work.wait, tuple(workers), ())
 
     def _lost(self, workers: Sequence[int], error: RuntimeError) -> CommunicationError:
         """The error of a wait that failed, after which the others may be anywhere."""
