@@ -196,6 +196,10 @@ def test_norms_of_one_matrix():
     )
     for refused in (lambda a: torch.linalg.matrix_norm(a, 3), lambda a: torch.linalg.norm(a, 1, (0, 0))):
         assert_raises_the_same(refused, matrix)
+    whole, imaginary = matrix.long(), matrix + 1j * matrix
+    for kind in (1, 2, "nuc", "fro"):
+        assert_raises_the_same(lambda a, kind=kind: torch.linalg.matrix_norm(a, kind, dtype=torch.float32), whole)
+        assert_raises_the_same(lambda a, kind=kind: torch.linalg.norm(a, kind, dtype=torch.float64), imaginary)
 
 
 def test_solve_by_triangles():

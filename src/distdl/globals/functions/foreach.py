@@ -69,7 +69,12 @@ def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
 
 def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     torch._foreach_powsum([torch.zeros(1, dtype=x.dtype)], ord, dtype)  # (for torch's error)
-    return (x if dtype is None else x.to(dtype)).abs().pow(ord).sum()
+    kept = x.dtype if dtype is None else dtype
+    values = x.to(kept)
+    if kept in (torch.float16, torch.bfloat16):
+        values = values.float()
+    total = values.abs().pow(ord).sum()
+    return total if values.dtype == kept else total.to(kept)
 
 
 _BY_ITSELF: dict[str, Callable[..., Any]] = {

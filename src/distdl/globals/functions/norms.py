@@ -273,6 +273,7 @@ def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
         elif ord is None or not pair:
             return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
+        judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
         if ord == "fro":
             return norm_over(A, 2, dim, keepdim, dtype)
         if not A.numel():
