@@ -106,6 +106,14 @@ def test_lists():
         assert_same(lambda a, b, order=order: torch._foreach_powsum([a.detach(), b.detach()], order), a, b)
     assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
     assert_same(lambda a: torch._foreach_powsum([(a.detach() / 1000).half()]), a, tolerance=1e-7)  # (sums are wider)
+    given = [torch.zeros(2)]
+
+    def written(a):
+        both = [a.clone(), a * 2]
+        found = torch._foreach_add_(both, 1)
+        return found if (found is both) == (torch._foreach_add_(given, 1) is given) else []
+
+    assert_same(written, a)
     assert_same(lambda a, b: torch._foreach_mm([a, b], mat2=[b, b.mT]), a, b)
     assert_same(lambda a, b: torch._foreach_add(self=[a, b], other=[a * 2, b], alpha=3), a, b)
     assert_same(lambda a: torch._foreach_pow(2.0, exponent=[a, a]), a)

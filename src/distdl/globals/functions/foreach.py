@@ -55,7 +55,7 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 result_of(func, own[0], own[0]._block, (own[0],))
         else:
             results.append(GlobalTensor._of(y[0], target) if whole else y[0])
-    return None if writes else tuple(results)
+    return first if writes else tuple(results)
 
 
 def _is_leaf_with_gradient(x: Any) -> bool:
