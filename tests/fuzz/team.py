@@ -105,6 +105,8 @@ def _result(work: Work, in_step: bool, world: Partition) -> Any:
     except Exception as error:
         result = Failed(type(error).__name__, str(error))
     failure = failure_of(result)
+    if world.comm.failure is not None:  # this worker takes part no more; who has no part in what failed waits for it
+        world.comm.interrupt(world.comm.failure)
     try:
         _end(world)
         if in_step:
