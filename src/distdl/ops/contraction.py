@@ -45,7 +45,8 @@ from numpy import array_equal
 from distdl.exchange import Chain, Operator, Together
 from distdl.geometry.borders import Border
 from distdl.geometry.boxes import Box, Interval, Intervals, Shape, shape
-from distdl.ops.edges import InPlace, Kernel, Lines, fits, stays
+from distdl.ops.edges import InPlace, fits, stays
+from distdl.ops.kernel import Kernel, Lines
 from distdl.ops.padding import Filling
 from distdl.ops.setup import Beside, Parts, Setup, Site, blank_shape, same
 from distdl.ops.windowed import Windowed, are_full, is_small

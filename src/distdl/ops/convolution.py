@@ -50,9 +50,11 @@ from distdl.geometry.channels import Channels
 from distdl.geometry.edges import Crop, Line
 from distdl.geometry.windows import Sliding
 from distdl.ops.contraction import Contraction, Local, check_channels, gathers, in_pieces, own_channels
-from distdl.ops.edges import Kernel
+from distdl.ops.kernel import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
+
+_OF_SPACE = 3
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,16 @@ class Convolution:
         convolve = getattr(functional, f"conv{len(self.sliding.kernel)}d")
         stride, dilation = self.sliding.stride, self.sliding.dilation
 
-        def at_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             y: torch.Tensor = convolve(x, weight, bias, stride, padded, dilation, x.shape[1] // weight.shape[1])
             return y
 
+        def in_3d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            kernel = Kernel(stride, dilation, x.shape[1] // weight.shape[1], False, padded, (0, 0, 0))
+            y = kernel.recorded(x, weight, bias)
+            return by_torch(x, weight, bias) if y is None else y
+
+        at_once = in_3d if len(padded) == _OF_SPACE and self.autocast is None else by_torch
         if len(pieces) < 2:
             return at_once
         origin, first = self.channels.read_by(pieces[0])[0], pieces[0][0]

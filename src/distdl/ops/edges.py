@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Interval, Shape
-from distdl.geometry.edges import Crop, Line, Rim, Strip, beside, rims
-from distdl.geometry.transposed import TransposedLine
+from distdl.geometry.edges import Crop, Rim, Strip, beside, rims
+from distdl.ops.kernel import Kernel, Lines
 from distdl.ops.setup import Site, blank_shape
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import edges
@@ -39,10 +39,6 @@ from distdl.transport import Pending
 _FIRST = 2  # the first dim of space
 _LARGE = 4  # blocks of fewer times as many elements as there are weights are copied into windows
 _LONG = 1 << 17  # bytes of a block of which copies cost more than one more exchange
-_BACKWARD = torch.ops.aten.convolution_backward.default
-
-
-Lines = Sequence[Line | TransposedLine]
 
 
 def stays(site: Site, signatures: Sequence[Signature], outputs: Layout) -> bool:
@@ -91,50 +87,6 @@ def fits(x: Signature, weight: Signature, lines: Lines, windows: Layout, outputs
                 return False
             moves = moves or width > 0
     return moves
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """torch's convolution, or its transposed one.
-
-    Attributes:
-        stride, dilation, padding, output_padding: for each dim of space.
-    """
-
-    stride: Shape
-    dilation: Shape
-    groups: int
-    transposed: bool
-    padding: Shape
-    output_padding: Shape
-
-    @classmethod
-    def of(cls, lines: Lines, groups: int, crops: Sequence[Crop]) -> Kernel:
-        """That of some geometry, with the paddings of these crops."""
-        return cls(
-            tuple(line.stride for line in lines), tuple(line.dilation for line in lines), groups,
-            isinstance(lines[0], TransposedLine), tuple(crop.padding for crop in crops),
-            tuple(crop.output_padding for crop in crops),
-        )  # fmt: skip
-
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
-        )
-
-    def biases(self, weight: torch.Tensor) -> int:
-        """How many biases go with weights."""
-        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
-
-    def backward(
-        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of x, weight and bias, as needed."""
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _BACKWARD(
-            dy, x, weight, [self.biases(weight)], self.stride, self.padding, self.dilation, self.transposed,
-            self.output_padding, self.groups, needed,
-        )  # fmt: skip
-        return found
 
 
 @dataclass(frozen=True)

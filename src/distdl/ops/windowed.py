@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from distdl.exchange import Operator
-from distdl.ops.edges import Kernel
 from distdl.ops.keeping import WORTH, Place
+from distdl.ops.kernel import Kernel
 from distdl.partition import Layout
 from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function, gradients_of

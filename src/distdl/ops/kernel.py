@@ -1,0 +1,169 @@
+"""Kernel: torch's convolution of one worker's block, by the implementation that is the fastest for it.
+
+On the CPU, torch has two of them: oneDNN's, and its own, which first writes all windows out beside each other and is
+meant for what is small. It takes its own for one sample of few elements, but counts them without the last dim: in 3-d,
+where ``channels * depth * height`` is at most 20480. A volume of 8 channels and 64^3 cells has more, and its half has
+not, so that the half takes five times as long as the whole. The more workers share a volume, the surer are their blocks
+among these, so here oneDNN is asked for by name.
+
+The cells around a block are often one cell thick, and one tap reads them. Such a dim is left out: in 2-d, torch's own
+implementation is a fast one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from distdl.geometry.boxes import Shape
+from distdl.geometry.edges import Crop, Line
+from distdl.geometry.transposed import TransposedLine
+from distdl.tensors.function import Function, gradients_of
+
+Lines = Sequence[Line | TransposedLine]
+
+_FIRST = 2  # the first dim of space
+_OF_3D = _FIRST + 3  # dims of a tensor in 3-d
+_FEW = 20480  # elements up to which torch takes its own implementation
+_WIDE = 3  # cells; of a kernel that is larger in both of the last dims, torch asks oneDNN
+_CELLS = 256  # of which oneDNN is faster if there are more, as far as was measured (`_WORK`, `_THIN`, too)
+_WORK = 1 << 20  # multiplications of a forward
+_WORK_BACK = 3 << 20  # of which oneDNN is faster in the backward, which copies x into a tensor of its own
+_THIN = 4  # cells; oneDNN's backward of a volume that is thinner is no faster
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_ONEDNN = torch.ops.aten.mkldnn_convolution.default
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """torch's convolution, or its transposed one.
+
+    Attributes:
+        stride, dilation, padding, output_padding: for each dim of space.
+    """
+
+    stride: Shape
+    dilation: Shape
+    groups: int
+    transposed: bool
+    padding: Shape
+    output_padding: Shape
+
+    @classmethod
+    def of(cls, lines: Lines, groups: int, crops: Sequence[Crop]) -> Kernel:
+        """That of some geometry, with the paddings of these crops."""
+        return cls(
+            tuple(line.stride for line in lines), tuple(line.dilation for line in lines), groups,
+            isinstance(lines[0], TransposedLine), tuple(crop.padding for crop in crops),
+            tuple(crop.output_padding for crop in crops),
+        )  # fmt: skip
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dim() == _OF_3D:
+            dim = self._flat(x, weight)
+            if dim:
+                return self._without(dim)(x.squeeze(dim), weight.squeeze(dim), bias).unsqueeze(dim)
+            if self._is_overlooked(x, weight, _WORK):
+                y: torch.Tensor = _ONEDNN(x, weight, bias, self.padding, self.stride, self.dilation, self.groups)
+                return y
+        return self._by_torch(x, weight, bias)
+
+    def recorded(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """The same, in 3-d, where autograd records it; None if it is as well to call torch's function."""
+        if forward_ad._current_level >= 0 or not self._is_overlooked(x, weight, _WORK):
+            return None
+        y: torch.Tensor = _Recorded.apply(self, x, weight, bias)
+        return y
+
+    def _by_torch(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.convolution(
+            x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+        )
+
+    def biases(self, weight: torch.Tensor) -> int:
+        """How many biases go with weights."""
+        return weight.shape[1] * self.groups if self.transposed else weight.shape[0]
+
+    def backward(
+        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of x, weight and bias, as needed."""
+        if x.dim() == _OF_3D:
+            dim = self._flat(x, weight)
+            if dim:
+                flat = self._without(dim)
+                dx, dw, db = flat.backward(dy.squeeze(dim), x.squeeze(dim), weight.squeeze(dim), needed)
+                return dx if dx is None else dx.unsqueeze(dim), dw if dw is None else dw.unsqueeze(dim), db
+            if self._is_overlooked(x, weight, _WORK_BACK) and min(x.shape[_FIRST:]) >= _THIN:
+                dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, needed)
+                return _dense(dx), _dense(dw), _dense(db)
+        return self._backward(dy, x, weight, needed)
+
+    def _backward(
+        self, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _BACKWARD(
+            dy, x, weight, [self.biases(weight)], self.stride, self.padding, self.dilation, self.transposed,
+            self.output_padding, self.groups, needed,
+        )  # fmt: skip
+        return found
+
+    def _flat(self, x: torch.Tensor, weight: torch.Tensor) -> int:
+        """A dim of space of one cell, which one tap reads; 0 if there is none."""
+        for dim, (padding, more) in enumerate(zip(self.padding, self.output_padding, strict=True), _FIRST):
+            if x.shape[dim] == weight.shape[dim] == 1 and not padding and not more:
+                return dim
+        return 0
+
+    def _without(self, dim: int) -> Kernel:
+        """That of one dim less."""
+        numbers = {name: getattr(self, name) for name in ("stride", "dilation", "padding", "output_padding")}
+        place = dim - _FIRST
+        return replace(self, **{name: one[:place] + one[place + 1 :] for name, one in numbers.items()})
+
+    def _is_overlooked(self, x: torch.Tensor, weight: torch.Tensor, work: int) -> bool:
+        """Whether oneDNN is faster and torch takes its own implementation; in 3-d.
+
+        Where a mode of torch sees the operators (a selective checkpoint, a count of operations), they are torch's.
+
+        Args:
+            work: multiplications from which oneDNN is faster.
+        """
+        if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not x.is_cpu or self.transposed:
+            return False
+        samples, channels, depth, height, width = x.shape
+        kernel, stride = weight.shape[_FIRST:], prod(self.stride)
+        if samples != 1 or self.groups > 1 or channels * depth * height > _FEW or min(kernel[1:]) > _WIDE:
+            return False
+        cells = depth * height * width // stride
+        if cells < _CELLS or cells * weight.numel() < work or prod(kernel) <= stride:
+            return False
+        return bool(torch.backends.mkldnn.enabled) and not torch._C._len_torch_dispatch_stack()
+
+
+class _Recorded(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.kernel = kernel
+        ctx.save_for_backward(x, weight, bias)
+        return kernel(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *gradients_of(ctx.kernel._by_torch, (x, weight, bias), needed, dy)
+        return None, *ctx.kernel.backward(dy, x, weight, needed)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of oneDNN's as torch's own; None as it is."""
+    return tensor.to_dense() if tensor is not None and tensor.is_mkldnn else tensor
