@@ -1,13 +1,16 @@
 """A worker that leaves is named, workers end with their launcher, and no error that is known gets lost."""
 
 import atexit
+import importlib.util
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+from types import ModuleType
 
 import exits
 import pytest
@@ -17,6 +20,7 @@ from launchers import FOLDER, imported, mpirun, outcome, python_path
 import distdl
 from distdl import environment
 from distdl.__main__ import main as command_line
+from distdl.backends.threaded import generator
 from distdl.nn import AllSumReduce
 from distdl.transport.communicator import CommunicationError
 from distdl.workers import launchers, processes
@@ -143,17 +147,39 @@ def test_processes_that_a_worker_forks_do_not_find_the_generator_taken_by_anothe
     assert status == 0 and "40 ended" in output, output
 
 
-def test_the_generator_of_torch_is_still_itself_and_a_signal_may_ask_for_its_state_within_a_call():
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="Python does not collect garbage within calls, so all is torch's"
+)
+def test_the_functions_of_torchs_generator_wait_for_each_other_and_a_signal_may_call_them_within_a_call():
     distdl.run_workers(lambda: None, 2)
-    assert torch.random.default_generator is torch.default_generator
-    state = torch.get_rng_state()
-    with torch.random.get_rng_state.__globals__["default_generator"]._lock:  # (as a signal's handler finds it)
+    state, found = torch.get_rng_state(), []
+    other = threading.Thread(target=lambda: found.append(torch.get_rng_state()))
+    with vars(torch.random)["default_generator"]._lock:  # (as a signal's handler finds it)
+        other.start()
         torch.manual_seed(5)
         first = torch.rand(1, generator=torch.random.default_generator)
         torch.manual_seed(5)
         assert torch.equal(torch.rand(1), first) and torch.initial_seed() == 5
+        other.join(0.2)
+        assert other.is_alive() and not found
         torch.set_rng_state(state)
-    assert torch.equal(torch.get_rng_state(), state)
+    other.join()
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(found[0], state)
+
+
+def test_torchs_module_of_random_numbers_is_for_its_users_what_it_was(monkeypatch):
+    """Also where another copy of ours is there: after a second import."""
+    twin = importlib.util.module_from_spec(generator.__spec__)
+    generator.__spec__.loader.exec_module(twin)
+    for share in (generator.share_generator, twin.share_generator):
+        share()
+        assert torch.random.default_generator is torch.default_generator
+        assert type(torch.random) is ModuleType or pickle.loads(pickle.dumps(torch.random)) is torch.random
+    other = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.random, "default_generator", other)
+    assert torch.random.default_generator is other and torch.initial_seed() == 3
+    monkeypatch.undo()
+    assert torch.random.default_generator is torch.default_generator
 
 
 @pytest.mark.fault("gloo")

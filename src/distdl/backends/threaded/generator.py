@@ -1,22 +1,26 @@
 """torch's default generator, which all workers of a process share.
 
-Its methods lock it while they hold the interpreter. If a tensor that they make sets off a garbage collection, the
-interpreter may pass to another thread; and if that one calls such a method, it waits for the generator without giving
-the interpreter back, so that neither can ever go on. Here it waits for a lock of Python's before, and gives it back.
+Its methods lock it while they hold the interpreter. If a tensor that they make sets off a garbage collection, which
+Python 3.11 runs within such a call, the interpreter may pass to another thread; and if that one calls such a method, it
+waits for the generator without giving the interpreter back, so that neither can ever go on. Here it waits for a lock of
+Python's before, and gives it back. From 3.12 on, Python collects between calls only, and nothing is done.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import threading
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
+_NAME = "default_generator"
 
-class _OneAtATime:
+
+class OneAtATime:
     """A generator, whose methods one thread may call at a time. (A signal's handler may do so within a call.)"""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -26,11 +30,15 @@ class _OneAtATime:
         os.register_at_fork(before=self._acquire, after_in_parent=self._release, after_in_child=self._renew)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         found = getattr(self._generator, name)
+        if not callable(found):
+            return found
 
-        def method(*arguments: Any) -> Any:
+        def method(*arguments: Any, **options: Any) -> Any:
             with self._lock:
-                return found(*arguments)
+                return found(*arguments, **options)
 
         return method
 
@@ -48,13 +56,27 @@ class _Random(ModuleType):
     """``torch.random``, whose functions find another generator than its users do."""
 
     @property
-    def default_generator(self) -> torch.Generator:
-        return torch.default_generator
+    def default_generator(self) -> Any:
+        found = vars(self)[_NAME]
+        return torch.default_generator if isinstance(found, OneAtATime) else found
+
+    @default_generator.setter
+    def default_generator(self, value: Any) -> None:
+        vars(self)[_NAME] = value
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, (self.__name__,)  # (as what pickles modules does with those of torch's class)
 
 
-@cache
 def share_generator() -> None:
     """Let threads call the functions of ``torch.random`` for the default generator, as checkpoints do for its state."""
-    module: Any = torch.random
-    module.default_generator = _OneAtATime(torch.default_generator)
-    module.__class__ = _Random
+    if sys.version_info >= (3, 12):
+        return
+    module = torch.random
+    with _sharing:
+        if vars(module)[_NAME] is torch.default_generator:  # (else it is shared, or the user's own)
+            vars(module)[_NAME] = OneAtATime(torch.default_generator)
+            module.__class__ = _Random
+
+
+_sharing = threading.Lock()
