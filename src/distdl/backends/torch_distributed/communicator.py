@@ -109,7 +109,7 @@ class TorchCommunicator(Communicator):
         return [(calls[0][2], group._end_coalescing(device))]
 
     # gloo's own collectives carry no tag: those of different calls would meet, and end the process if lengths differ.
-    # They go around a ring, too: twice as many messages, one after the other
+    # Its all-reduce goes around a ring, too: twice as many messages, one after the other
 
     def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         if not self._direct(tensor):

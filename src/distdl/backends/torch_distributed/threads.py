@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,9 +33,14 @@ def in_their_turn() -> Iterator[None]:
 
 def receiving_threads() -> set[int]:
     """The numbers, in the system, of all threads of this process by which gloo receives; none where it does not say."""
+    threads: dict[int, Path] = {}
+    with suppress(OSError):  # no more files may be opened
+        threads = {int(path.name): path for path in Path("/proc/self/task").glob("*")}
+    if threading.get_native_id() not in threads:  # these are the numbers of another namespace
+        return set()
     found = set()
-    for thread in Path("/proc/self/task").glob("*"):
+    for number, path in threads.items():
         with suppress(OSError):  # it has ended
-            if (thread / "comm").read_bytes().strip() == _NAME:
-                found.add(int(thread.name))
+            if (path / "comm").read_bytes().strip() == _NAME:
+                found.add(number)
     return found
