@@ -105,6 +105,9 @@ REFUSED = {
     "a norm as integers": (lambda x: torch.linalg.vector_norm(x, dtype=torch.int64), torch.ones(3, 2)),
     "a solution of integers": (lambda x: torch.linalg.solve(x, x), torch.ones(2, 2, dtype=torch.int64)),
     "extremes of complex numbers": (torch.aminmax, torch.ones(3, 2, dtype=torch.complex64)),
+    "extremes of nothing": (torch.aminmax, torch.ones(3, 0)),
+    "extremes along nothing": (lambda x: torch.aminmax(x, dim=1), torch.ones(3, 0, dtype=torch.complex64)),
+    "a mean loss of integers": (lambda x: F.l1_loss(x, x), torch.ones(3, 2, dtype=torch.int64)),
     "averages of integers": (lambda x: F.adaptive_avg_pool1d(x, 1), torch.ones(2, 3, 4, dtype=torch.int64)),
     "the place of the largest truth": (lambda x: x.argmax(), torch.ones(3, 2, dtype=torch.bool)),
     "an index of other dims": (lambda x: x.scatter(1, torch.ones(3, dtype=torch.int64), 2.0), torch.ones(3, 2)),
@@ -116,7 +119,7 @@ REFUSED = {
 @on_workers
 def test_what_torch_refuses_is_refused_where_there_are_no_cells_too(what):
     function, x = REFUSED[what]
-    with pytest.raises((RuntimeError, TypeError)) as theirs:
+    with pytest.raises((RuntimeError, TypeError, IndexError)) as theirs:
         function(x)
     with pytest.raises(type(theirs.value)) as ours:
         function(split(x))

@@ -200,6 +200,8 @@ def test_norms_of_one_matrix():
     for kind in (1, 2, "nuc", "fro"):
         assert_raises_the_same(lambda a, kind=kind: torch.linalg.matrix_norm(a, kind, dtype=torch.float32), whole)
         assert_raises_the_same(lambda a, kind=kind: torch.linalg.norm(a, kind, dtype=torch.float64), imaginary)
+    for arguments in ((2,), (1, (0, 1, 2)), (inf, (0, 1, 2)), (None, (0, 1, 2)), ("fro", 0)):
+        assert_raises_the_same(lambda a, rest=arguments: torch.linalg.norm(a, *rest), noise(3, 4, 5), text=True)
 
 
 def test_solve_by_triangles():

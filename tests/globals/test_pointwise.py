@@ -106,6 +106,7 @@ def test_lists():
         assert_same(lambda a, b, order=order: torch._foreach_powsum([a.detach(), b.detach()], order), a, b)
     assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
     assert_same(lambda a: torch._foreach_powsum([(a.detach() / 1000).half()]), a, tolerance=1e-7)  # (sums are wider)
+    assert_same(lambda a: torch._foreach_powsum([a.detach() * (1 + 2j)], dtype=torch.float64), a)
     given = [torch.zeros(2)]
 
     def written(a):
@@ -130,6 +131,9 @@ def test_lists():
     for lists in (lambda a: torch._foreach_mm([a, a], [a]), lambda a: torch._foreach_add([a], [a, a])):
         assert_raises_the_same(lists, noise(4, 4))
     assert_raises_the_same(lambda a: torch._foreach_powsum([a.int()]), noise(4, 4), text=True)
+    assert_raises_the_same(lambda a: torch._foreach_norm([a], True), noise(4, 4), text=True)
+    apart = torch.ones(4)[::2]
+    assert_raises_the_same(lambda a: torch._foreach_addcmul([a, a], [a, a], [a, a], apart), noise(4, 4), text=True)
     if hasattr(torch, "foreach"):  # (since 2.15)
         assert_same(lambda a, b: torch.foreach.add([a, b], [a * 2, b], alpha=3), a, b)
         assert_same(lambda a, b: torch.foreach.mul_([a * 1, b * 1], 2.0), a, b)

@@ -67,8 +67,8 @@ def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
         dims = dims_of(input, dim)
-        if input.is_complex():
-            torch.aminmax(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
+        if not input.numel() or input.is_complex():  # (for torch's error)
+            torch.aminmax(torch.zeros([min(n, 1) for n in input.shape], dtype=input.dtype), dim=dim)
         found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
         return torch.return_types.aminmax(found)
 

@@ -64,13 +64,15 @@ def _is_leaf_with_gradient(x: Any) -> bool:
 
 
 def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    if isinstance(ord, bool):
+        torch._foreach_norm([torch.zeros(1)], ord)  # (for torch's error)
     return torch.linalg.vector_norm(x, ord, dtype=dtype)
 
 
 def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-    torch._foreach_powsum([torch.zeros(1, dtype=x.dtype)], ord, dtype)  # (for torch's error)
+    torch._foreach_powsum([torch.zeros(1, dtype=x.dtype.to_real())], ord, dtype)  # (for torch's error)
     kept = x.dtype if dtype is None else dtype
-    values = x.to(kept)
+    values = (x if kept.is_complex else x.abs()).to(kept)
     if kept in (torch.float16, torch.bfloat16):
         values = values.float()
     total = values.abs().pow(ord).sum()
@@ -101,6 +103,8 @@ def _by_position(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[A
     """The same arguments; all that may be lists are given by their positions."""
     found = [*args, *(kwargs[name] for name in _IN_ORDER if name in kwargs)]
     if len(found) == 4 and isinstance(found[3], torch.Tensor) and found[3].dim() == 1:
+        if not found[3].is_contiguous():
+            raise RuntimeError("Expected scalars to be contiguous.")
         found[3] = entire(found[3]).tolist()  # (the scalars of addcmul and addcdiv)
     return tuple(found), {name: one for name, one in kwargs.items() if name not in _IN_ORDER}
 

@@ -43,6 +43,9 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     operands = [given.pop(name) for name in tensors]
     first = next(one for one in operands if type(one) is GlobalTensor)
     target, own = aligned(first._context, operands, None, func.__name__)
+    if reduction != "sum" and not any(one.is_floating_point() or one.is_complex() for one in operands):
+        numbers = {name: torch.zeros(1, dtype=one.dtype) for name, one in zip(tensors, operands, strict=True)}
+        func(**numbers, **given)  # (for torch's error)
     losses = func(**dict(zip(tensors, own, strict=True)), **given, reduction="sum")
     total = added(losses, target, func.__name__)
     weight = operands[tensors.index("weight")] if "weight" in tensors else None

@@ -271,9 +271,9 @@ def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         pair = (dim is not None and not isinstance(dim, int) and len(dim) == 2) or (dim is None and A.dim() == 2)
         if matrix:
             ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
-        elif ord is None or not pair:
-            return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
         judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
+        if not matrix and (ord is None or not pair):
+            return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
         if ord == "fro":
             return norm_over(A, 2, dim, keepdim, dtype)
         if not A.numel():
