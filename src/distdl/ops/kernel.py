@@ -31,9 +31,9 @@ _FIRST = 2  # the first dim of space
 _OF_3D = _FIRST + 3  # dims of a tensor in 3-d
 _FEW = 20480  # elements up to which torch takes its own implementation
 _WIDE = 3  # cells; of a kernel that is larger in both of the last dims, torch asks oneDNN
-_CELLS = 256  # of which oneDNN is faster if there are more, as far as was measured (`_WORK`, `_THIN`, too)
-_WORK = 1 << 20  # multiplications of a forward
-_WORK_BACK = 3 << 20  # of which oneDNN is faster in the backward, which copies x into a tensor of its own
+# outputs and multiplications from which oneDNN was found to be faster: forward; backward, where it copies x into a
+# tensor of its own; and of a transposed convolution, which is as fast by torch's own in the forward
+_FORWARD, _BACK, _TRANSPOSED_BACK = (256, 1 << 20), (256, 3 << 20), (4096, 1 << 21)
 _THIN = 4  # cells; oneDNN's backward of a volume that is thinner is no faster
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _ONEDNN = torch.ops.aten.mkldnn_convolution.default
@@ -68,14 +68,14 @@ class Kernel:
             dim = self._flat(x, weight)
             if dim:
                 return self._without(dim)(x.squeeze(dim), weight.squeeze(dim), bias).unsqueeze(dim)
-            if self._is_overlooked(x, weight, _WORK):
+            if not self.transposed and self._is_overlooked(x, weight, _FORWARD):
                 y: torch.Tensor = _ONEDNN(x, weight, bias, self.padding, self.stride, self.dilation, self.groups)
                 return y
         return self._by_torch(x, weight, bias)
 
     def recorded(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The same, in 3-d, where autograd records it; None if it is as well to call torch's function."""
-        if forward_ad._current_level >= 0 or not self._is_overlooked(x, weight, _WORK):
+        if forward_ad._current_level >= 0 or not self._is_overlooked(x, weight, _FORWARD):
             return None
         y: torch.Tensor = _Recorded.apply(self, x, weight, bias)
         return y
@@ -99,7 +99,8 @@ class Kernel:
                 flat = self._without(dim)
                 dx, dw, db = flat.backward(dy.squeeze(dim), x.squeeze(dim), weight.squeeze(dim), needed)
                 return dx if dx is None else dx.unsqueeze(dim), dw if dw is None else dw.unsqueeze(dim), db
-            if self._is_overlooked(x, weight, _WORK_BACK) and min(x.shape[_FIRST:]) >= _THIN:
+            least = _TRANSPOSED_BACK if self.transposed else _BACK
+            if min(x.shape[_FIRST:]) >= _THIN and self._is_overlooked(x, weight, least):
                 dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, needed)
                 return _dense(dx), _dense(dw), _dense(db)
         return self._backward(dy, x, weight, needed)
@@ -126,22 +127,22 @@ class Kernel:
         place = dim - _FIRST
         return replace(self, **{name: one[:place] + one[place + 1 :] for name, one in numbers.items()})
 
-    def _is_overlooked(self, x: torch.Tensor, weight: torch.Tensor, work: int) -> bool:
+    def _is_overlooked(self, x: torch.Tensor, weight: torch.Tensor, least: tuple[int, int]) -> bool:
         """Whether oneDNN is faster and torch takes its own implementation; in 3-d.
 
         Where a mode of torch sees the operators (a selective checkpoint, a count of operations), they are torch's.
 
         Args:
-            work: multiplications from which oneDNN is faster.
+            least: outputs (of a transposed convolution, inputs) and multiplications from which oneDNN is faster.
         """
-        if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not x.is_cpu or self.transposed:
+        if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not x.is_cpu:
             return False
         samples, channels, depth, height, width = x.shape
-        kernel, stride = weight.shape[_FIRST:], prod(self.stride)
+        kernel, stride = weight.shape[_FIRST:], 1 if self.transposed else prod(self.stride)
         if samples != 1 or self.groups > 1 or channels * depth * height > _FEW or min(kernel[1:]) > _WIDE:
             return False
         cells = depth * height * width // stride
-        if cells < _CELLS or cells * weight.numel() < work or prod(kernel) <= stride:
+        if cells < least[0] or cells * weight.numel() < least[1] or prod(kernel) <= stride:
             return False
         return bool(torch.backends.mkldnn.enabled) and not torch._C._len_torch_dispatch_stack()
 
