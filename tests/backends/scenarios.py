@@ -128,6 +128,30 @@ def differentiates_alone():
         raise
 
 
+def leaves_out():
+    """Worker 3 does not call a layer of two workers, and goes on to one of all of them."""
+    P = distdl.world()
+    pair, every = AllSumReduce(P[2:].reshape(2), [0]), AllSumReduce(P.reshape(4), [0])
+    _end_by([pair, every] if P.rank == 2 else [every])
+
+
+def goes_around():
+    """Three workers call layers of two of them, each in another order."""
+    P = distdl.world()
+    pairs = [AllSumReduce((P[n : n + 1] | P[m : m + 1]).reshape(2), [0]) for n, m in ((0, 1), (1, 2), (2, 0))]
+    every = AllSumReduce(P.reshape(4), [0])
+    _end_by([pairs[P.rank], pairs[P.rank - 1], every] if P.rank < 3 else [every])
+
+
+def _end_by(layers):
+    try:
+        for layer in layers:
+            layer(torch.ones(2))
+    except CommunicationError as error:
+        print(f"told {json.dumps([str(error)])}", flush=True)
+        raise
+
+
 def freezes():
     """Worker 1 alone has frozen a layer, so that gradients of other lengths would meet."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))

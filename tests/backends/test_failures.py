@@ -325,6 +325,20 @@ def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit
 @pytest.mark.fault
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", JOBS)
+@pytest.mark.parametrize(("scenario", "circle"), [("leaves_out", (2, 3)), ("goes_around", (0, 1, 2))])
+def test_workers_that_wait_in_a_circle_are_told_long_before_the_limit(backend, scenario, circle):
+    status, output = outcome(JOBS[backend](scenario), DISTDL_TIMEOUT="300")
+    texts = [text for one in told(output) for text in one]
+    assert status != 0 and texts, output
+    named = [text for text in texts if "each for one that has yet to come to that call" in text]
+    assert named and (backend == "mpi" or len(named) == len(texts) == 4), output
+    for text in named:
+        assert all(f"worker {worker} waits in AllSumReduce" in text for worker in circle), output
+
+
+@pytest.mark.fault
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", JOBS)
 def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
     jobs = {**JOBS, "mpi": lambda scenario: mpirun(2, SCENARIOS, scenario, python=imported())}
     _, output = outcome(jobs[backend]("shares_its_calls"), DISTDL_TIMEOUT="300", SCENARIO_WORKERS="2")

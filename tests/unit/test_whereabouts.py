@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from distdl.testing import Silent
 from distdl.transport import watch
+from distdl.transport.calls import Meeting
 from distdl.transport.label import Label
 from distdl.transport.watch import Watch
-from distdl.transport.whereabouts import Whereabouts, disorder
+from distdl.transport.whereabouts import Circles, Whereabouts, disorder
 
 GROUP = (0, 2, 3)
 LAYERS = [Label("Move", number) for number in range(3)]
@@ -101,6 +102,80 @@ def test_calls_before_a_release_and_groups_of_others_are_not_compared():
     assert disorder(comm, other) and not disorder(after(1, A), other)
     comm.generation += 1
     assert not disorder(comm, other)
+
+
+PAIR, ALL = (2, 3), (0, 1, 2, 3)
+
+
+def waiting(worker, group, awaited, *positions, wait=1.0, generation=0):
+    """Where a worker waits, in a call of a group, after so many calls of each."""
+    places = {members: (0, 0, agreed) for members, agreed in positions}
+    one = Whereabouts(worker, generation, f"a call of {group}", {}, {}, wait, group, awaited, places)
+    assert Whereabouts.decode(one.encode()) == one
+    return one
+
+
+def looked(*rounds):
+    """What a worker finds when it looks again and again: the first of each round, in which all have told something."""
+    circles, found = Circles(), []
+    for records in rounds:
+        known = {one.worker: one for one in records}
+        found.append(circles.look(records[0], lambda worker, _, known=known: known.get(worker)))
+    return found
+
+
+LEFT_OUT = waiting(2, PAIR, (3,), (PAIR, 1), (ALL, 4)), waiting(3, ALL, (2,), (PAIR, 0), (ALL, 5))
+
+
+def test_workers_that_wait_in_a_circle_are_told_when_it_is_found_again():
+    """One has left out a call of two, and waits for the other in a call of all."""
+    for records in (LEFT_OUT, LEFT_OUT[::-1]):
+        (first, nothing), (second, text) = looked(records, records)
+        assert first and second and not nothing
+        assert "worker 2 waits in a call of (2, 3) for worker 3" in text
+        assert "worker 3 waits in a call of (0, 1, 2, 3) for worker 2" in text
+
+
+def test_three_in_a_circle_and_one_behind_them():
+    ring = [
+        waiting(0, (0, 1), (1,), ((0, 1), 1), ((2, 0), 0)), waiting(1, (1, 2), (2,), ((1, 2), 1), ((0, 1), 0)),
+        waiting(2, (2, 0), (0,), ((2, 0), 1), ((1, 2), 0)), waiting(3, ALL, (0, 1), (ALL, 1)),
+    ]  # fmt: skip
+    for place in range(3):
+        mine = ring[place:] + ring[:place]
+        text = looked(mine, mine)[1][1]
+        assert all(f"worker {n} waits in a call of {ring[n].group} for worker {(n + 1) % 3}" in text for n in range(3))
+    assert looked(ring[::-1], ring[::-1]) == [(False, "")] * 2  # (it is told by those that are in it)
+
+
+@pytest.mark.parametrize("other", [
+    waiting(3, ALL, (2,), (PAIR, 1), (ALL, 5)),  # what it sent in the call of two may be under way
+    waiting(3, ALL, (2,), (PAIR, 0), (ALL, 4)),  # the other has been there
+    waiting(3, ALL, (1,), (PAIR, 0), (ALL, 5)),  # it waits for another one
+    waiting(3, (), (2,), (PAIR, 0), (ALL, 5)),  # nobody knows where
+    waiting(3, ALL, (2,), (PAIR, 0), (ALL, 5), generation=1),
+    waiting(1, ALL, (2,), (PAIR, 0), (ALL, 5)),  # who is awaited computes
+])  # fmt: skip
+def test_others_wait_in_no_circle(other):
+    assert looked((LEFT_OUT[0], other), (LEFT_OUT[0], other)) == [(False, "")] * 2
+
+
+def test_a_circle_of_other_waits_is_another_one():
+    later = [one._replace(wait=2.0) for one in LEFT_OUT]
+    found = looked(LEFT_OUT, (LEFT_OUT[0], later[1]), later, later)
+    assert [bool(text) for _, text in found] == [False, False, False, True]
+
+
+def test_a_wait_tells_in_which_group_it_is():
+    comm = after(0, A)
+    comm.where = Meeting(PAIR, Meeting(PAIR, "an agreement"))
+    comm.calls(PAIR).agreed = 3
+    one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())
+    assert (one.where, one.group, one.wait, one.awaited) == ("an agreement", PAIR, 0.5, (2, 3))
+    assert one.positions == {GROUP: (1, 0, 0), PAIR: (0, 0, 3)} and list(one.histories) == [GROUP]
+    comm.where = "an exchange"
+    one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())
+    assert (one.where, one.group, one.awaited) == ("an exchange", (), (1,)) and list(one.positions) == [GROUP]
 
 
 class Failing(Silent):

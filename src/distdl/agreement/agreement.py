@@ -32,6 +32,7 @@ from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Prea
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.memory import kind_without_memory
+from distdl.transport.calls import Meeting
 from distdl.transport.communicator import Communicator, Group, LongGroup
 from distdl.transport.label import Label
 
@@ -116,6 +117,7 @@ class Agreement(Generic[Outcome]):
         self._comm = comm
         self._members = members
         self._label = label
+        self._here = Meeting(members, label)
         self._kind = kind
         self._identity = _identity(label, kind)
         self._options = options
@@ -159,7 +161,7 @@ class Agreement(Generic[Outcome]):
         comm = self._comm
         if comm.waiting is not None:
             comm.refuse_thread(self._label)
-        comm.where = self._label
+        comm.where = self._here
         mode = torch.is_grad_enabled()
         agreed = self._agreed.get(mode)
         if agreed is None or agreed.key is None or agreed.key != _key(tensors, extra):
@@ -178,6 +180,7 @@ class Agreement(Generic[Outcome]):
         """
         twin = memo[id(self)] = copy(self)
         twin._label, twin._derive = deepcopy(self._label, memo), deepcopy(self._derive, memo)
+        twin._here = Meeting(twin._members, twin._label)
         twin._identity = _identity(twin._label, twin._kind)
         twin._agreed, twin._outcomes = {}, {}
         return twin
@@ -209,8 +212,9 @@ class Agreement(Generic[Outcome]):
         return self._settle(mode, self._exchange(sent), structure, derivatives, key, sent, problem)
 
     def _exchange(self, sent: IntArray) -> IntArray:
-        comm, history = self._comm, self._calls.history
-        sent[0], sent[1] = history, -history
+        comm, calls = self._comm, self._calls
+        calls.agreed += 1
+        sent[0], sent[1] = calls.history, -calls.history
         return (comm.recorder or comm).all_max(self._members, sent)  # (``through``, at once: it happens in each call)
 
     def _settle(

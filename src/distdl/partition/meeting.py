@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distdl.partition.encoding import decode, encode
+from distdl.transport.calls import Meeting
 from distdl.transport.communicator import CommunicationError, Communicator, Group
 
 MOST_TENSORS = 4
@@ -76,6 +77,7 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
         comm.refuse_thread(shown or call)
     calls, identity = comm.calls(members), zlib.crc32(repr((call, tuple(members))).encode())
     calls.meet()
+    comm.where = Meeting(members, comm.where)
     sent = np.zeros(LENGTH, dtype=np.int64)
     history = calls.history
     sent[:FIELDS] = Preamble(

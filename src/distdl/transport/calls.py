@@ -27,14 +27,15 @@ class Calls:
             history was when the exchange began of which it is.
         layers: how many layers of these workers have been built.
         silent: how many nodes were recorded that exchange in their backward only.
-        met: how many calls have begun in which the members meet, to agree or to send each other values.
+        met: how many calls have begun in which the members meet, to send each other values.
+        agreed: how many agreements of layers have begun.
         met_after: how many exchanges had begun at the last of them.
     """
 
-    __slots__ = ("_passed", "history", "layers", "log", "met", "met_after", "number", "silent")
+    __slots__ = ("_passed", "agreed", "history", "layers", "log", "met", "met_after", "number", "silent")
 
     def __init__(self) -> None:
-        self.number = self.met = self.met_after = 0
+        self.number = self.met = self.met_after = self.agreed = 0
         self.history = 1  # (a source is not 0)
         self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
         self.layers = 0
@@ -70,6 +71,11 @@ class Calls:
         """Count a layer that is built. Returns how many were built before."""
         self.layers += 1
         return self.layers - 1
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """How many calls have begun, of each kind: the same on all members when they are in the same call."""
+        return self.number, self.met, self.agreed
 
     @property
     def source(self) -> int:
@@ -160,6 +166,27 @@ class Begun:
         return str(self._label)
 
 
+class Meeting:
+    """Where a worker is that meets the other members of a group, to agree or to send each other values.
+
+    Args:
+        where: what it does, as the communicator says it.
+    """
+
+    __slots__ = ("group", "where")
+
+    def __init__(self, group: tuple[int, ...], where: object) -> None:
+        self.group = group
+        self.where: object = where.where if isinstance(where, Meeting) else where
+
+    @property
+    def numbered(self) -> str:
+        return numbered(self.where)
+
+    def __str__(self) -> str:
+        return str(self.where)
+
+
 def numbered(where: object) -> str:
     """What a worker does, for errors: of a layer with its number, for layers may have one name."""
-    return where.numbered if isinstance(where, (Label, Begun)) else str(where)
+    return where.numbered if isinstance(where, (Label, Begun, Meeting)) else str(where)

@@ -1,9 +1,9 @@
 """Watch: who waits where, after which calls, and whose failure was first, in the store of a job for the others to read.
 
-A worker that waits long for messages of another looks whether that one waits, too, after other calls: then both wait in
-vain, and the watch ends their waits by an error. Only long waits and failures are written. The wait itself is timed by
-the transport, and never asks the store: whoever keeps it may be stopped or out of reach. What a failing worker asks has
-a limit of its own.
+A worker that waits long for messages of another looks whether that one waits, too, after other calls, or whether
+workers wait in a circle: then all of them wait in vain, and the watch ends their waits by an error. Only long waits and
+failures are written. The wait itself is timed by the transport, and never asks the store: whoever keeps it may be
+stopped or out of reach. What a failing worker asks has a limit of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distdl.transport.communicator import Communicator
 from distdl.transport.stores import SilentError, described, within
-from distdl.transport.whereabouts import Whereabouts, disorder
+from distdl.transport.whereabouts import Circles, Whereabouts, disorder
 
 _PATIENCE = 1.0  # seconds after which a waiting worker writes that it waits
 _ANSWER = 1.5 * _PATIENCE  # seconds in which those that wait are sure to have written it
@@ -50,6 +50,7 @@ class Watch:
         self._wait: _Wait | None = None
         self._written: _Wait | None = None
         self._next = 0.0
+        self._circles = Circles()
         self._ended: Exception | None = None  # by what it does not look any more
         self._bell = threading.Event()
         threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
@@ -145,13 +146,19 @@ class Watch:
         """Write that this worker waits; if it has, compare its calls with those of the workers that it waits for."""
         waited = time.monotonic() - wait.begun
         if wait is not self._written:
-            own = Whereabouts.of(wait.comm, wait.comm.groups())
+            own = _own(wait)
             if wait is self._wait:  # else it has gone on meanwhile, and they may be of no moment
                 self._store.set(key, own.encode())
                 self._written, self._next = wait, waited
         elif wait.awaited and waited >= self._next:
             texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
-            self._next = 2 * waited
+            circle, text = self._circles.look(_own(wait), lambda worker, _: self._whereabouts([worker]).get(worker))
+            self._next = waited + _PATIENCE if circle else 2 * waited
+            texts.append(text)
             if any(texts) and wait is self._wait:
                 self.tell(next(filter(None, texts)))
                 wait.comm.interrupt()
+
+
+def _own(wait: _Wait) -> Whereabouts:
+    return Whereabouts.of(wait.comm, wait.comm.groups(), wait.begun, wait.awaited)

@@ -3,15 +3,21 @@
 Members of a group make the same exchanges in the same order. If the histories of two of them differ after the same
 number of exchanges, their messages have other tags, and never meet. To be behind is no difference. But where one has
 begun more exchanges, and the other more calls in which they meet, each has gone past the place where the other waits.
+
+The calls of different groups have no order of their own. There, workers wait in vain if they wait in a circle, each for
+the next one, which has yet to begin the call in which it is awaited.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from distdl.transport.calls import Meeting
 from distdl.transport.communicator import Communicator, Group, name_workers
+
+_FAR = 64  # workers among which a circle is looked for, at most
 
 
 class Whereabouts(NamedTuple):
@@ -24,6 +30,10 @@ class Whereabouts(NamedTuple):
         histories: of each group after its last exchanges, by their numbers, the last one first.
         counts: of the exchanges of each group, of the calls in which its members meet, and of the exchanges before the
             last of these.
+        wait: a number that no other wait of this worker has.
+        group: whose call it waits in; empty if that is not known.
+        awaited: the workers without which the wait cannot end.
+        positions: how many calls of each kind have begun, by the group.
     """
 
     worker: int
@@ -31,31 +41,58 @@ class Whereabouts(NamedTuple):
     where: str
     histories: dict[Group, dict[int, int]]
     counts: dict[Group, tuple[int, int, int]]
+    wait: float
+    group: Group
+    awaited: tuple[int, ...]
+    positions: dict[Group, tuple[int, int, int]]
 
     @classmethod
-    def of(cls, comm: Communicator, groups: Iterable[Group]) -> Whereabouts:
-        """Those of this worker, which waits, in these groups."""
+    def of(
+        cls, comm: Communicator, groups: Iterable[Group], wait: float = 0, awaited: Sequence[int] = ()
+    ) -> Whereabouts:
+        """Those of this worker, which waits, in these groups.
+
+        Args:
+            wait: a number that no other wait of this worker has.
+            awaited: whose messages it waits for. Where members meet, each needs all others, whosever message it is.
+        """
         listed = {group: comm.calls(group) for group in groups}
+        group = tuple(getattr(comm.where, "group", ()))
+        if isinstance(comm.where, Meeting):
+            awaited = [worker for worker in group if worker != comm.rank]
+        shown = listed if group in listed or not group else {**listed, group: comm.calls(group)}
         return cls(
             comm.rank,
             comm.generation,
             comm.place,
             {group: calls.histories() for group, calls in listed.items()},
             {group: (calls.number, calls.met, calls.met_after) for group, calls in listed.items()},
+            wait,
+            group,
+            tuple(awaited),
+            {group: calls.position for group, calls in shown.items()},
         )
 
     def encode(self) -> str:
+        groups = list(self.positions)
+        own = groups.index(self.group) if self.group else -1
         histories = [
-            (group, max(found, default=0), list(found.values()), self.counts[group])
-            for group, found in self.histories.items()
+            (max(found, default=0), list(found.values()), self.counts[group]) for group, found in self.histories.items()
         ]
-        return json.dumps((self.worker, self.generation, self.where, histories))
+        positions = list(self.positions.values())
+        listed = self.worker, self.generation, self.where, self.wait, own, self.awaited, groups, positions, histories
+        return json.dumps(listed)
 
     @classmethod
     def decode(cls, message: str | bytes) -> Whereabouts:
-        worker, generation, where, histories = json.loads(message)
-        found = {tuple(group): {last - n: one for n, one in enumerate(values)} for group, last, values, _ in histories}
-        return cls(worker, generation, where, found, {tuple(group): tuple(counts) for group, *_, counts in histories})
+        worker, generation, where, wait, own, awaited, groups, positions, histories = json.loads(message)
+        groups = [tuple(group) for group in groups]
+        found, counts = {}, {}
+        for group, (last, values, listed) in zip(groups, histories, strict=False):  # (its own may come behind them)
+            found[group], counts[group] = {last - n: one for n, one in enumerate(values)}, tuple(listed)
+        placed = {group: tuple(one) for group, one in zip(groups, positions, strict=True)}
+        group = () if own < 0 else groups[own]
+        return cls(worker, generation, where, found, counts, wait, group, tuple(awaited), placed)
 
 
 def disorder(comm: Communicator, other: Whereabouts) -> str:
@@ -88,3 +125,63 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
                 "calls in the same order"
             )
     return ""
+
+
+class Circles:
+    """Looks whether a worker waits in a circle. What is asked of workers one after the other need not be true at once,
+    so it is a circle when it is found twice, with the same waits.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[int, float]] = []
+
+    def look(self, me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]) -> tuple[bool, str]:
+        """Look once more.
+
+        Args:
+            known: where another worker waits, as it has told since this was called last; with its position in a group.
+        Returns: whether there may be a circle; and what is wrong, if it has been found twice.
+        """
+        circle = _circle(me, known)
+        found = [(one.worker, one.wait) for one in circle]
+        if not found:
+            return False, ""
+        again, self._found = found == self._found, found
+        return True, _text(circle) if again else ""
+
+
+def _circle(me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]) -> list[Whereabouts]:
+    """Workers of which each waits for the next, which has yet to begin that call, and the last one for this worker."""
+    seen = {me.worker}
+
+    def search(one: Whereabouts) -> list[Whereabouts]:
+        for worker in one.awaited:
+            other = me if worker == me.worker else known(worker, one.group)
+            if other is None or not _is_behind(other, one):
+                continue
+            if other is me:
+                return [one]
+            if worker not in seen and len(seen) < _FAR:
+                seen.add(worker)
+                rest = search(other)
+                if rest:
+                    return [one, *rest]
+        return []
+
+    return search(me)
+
+
+def _is_behind(other: Whereabouts, one: Whereabouts) -> bool:
+    """Whether a worker has yet to begin the call in which another one waits for it."""
+    if not one.group or other.worker not in one.group or other.generation != one.generation:
+        return False
+    theirs, ours = other.positions.get(one.group, (0, 0, 0)), one.positions[one.group]
+    return theirs != ours and all(n <= m for n, m in zip(theirs, ours, strict=True))
+
+
+def _text(circle: Sequence[Whereabouts]) -> str:
+    waits = "; ".join(
+        f"worker {one.worker} waits in {one.where} for worker {other.worker}"
+        for one, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+    )
+    return f"workers wait for each other, each for one that has yet to come to that call: {waits}"

@@ -320,6 +320,7 @@ class MPICommunicator(Communicator):
                 raise CommunicationError(str(self.failure))  # found by another thread
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
+                self._questions.missing = self._needed(requests, workers)
                 self._questions.answer()
                 asked = workers if len(requests) == len(workers) else self._next(workers)
                 self._questions.compare(asked, waited, workers)
@@ -328,6 +329,12 @@ class MPICommunicator(Communicator):
                 if len(requests) == len(workers):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)
+
+    def _needed(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
+        """The workers without which the requests cannot be through; none where nobody knows: in MPI's own calls."""
+        if len(requests) != len(workers):
+            return ()
+        return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]
 
     def _next(self, group: Sequence[int]) -> Sequence[int]:
         """Whom of a group this worker asks, in MPI's own calls: if any two differ, so do two that are neighbours."""

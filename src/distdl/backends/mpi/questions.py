@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from mpi4py import MPI
 
-from distdl.transport.calls import Begun
-from distdl.transport.communicator import CommunicationError, Communicator
-from distdl.transport.whereabouts import Whereabouts, disorder
+from distdl.transport.communicator import CommunicationError, Communicator, Group
+from distdl.transport.whereabouts import Circles, Whereabouts, disorder
 
 _ASK, _ANSWER, _ASK_CALLS, _CALLS, _FAILED = range(32774, 32779)  # beyond the tags of exchanges, and of leaving
 _TOLD = 3000  # characters of a failure that the others are told: what MPI sends at once
@@ -27,13 +26,19 @@ class Questions:
     Args:
         comm: of this worker.
         world: over all workers of it.
+    Attributes:
+        missing: the workers without which its wait cannot end, as far as that is known.
     """
 
     def __init__(self, comm: Communicator, world: MPI.Intracomm) -> None:
         self._comm = comm
         self._world = world
         self._sent: list[tuple[MPI.Request, bytes]] = []
-        self._asked: set[int] = set()  # those that have yet to answer after which calls they wait
+        self._asked: set[tuple[int, Group]] = set()  # who has yet to answer after which calls of which group it waits
+        self._answers: dict[tuple[int, Group], Whereabouts] = {}  # what they have answered since it began to ask anew
+        self._circles = Circles()
+        self._wait = 0  # how many long waits have begun
+        self.missing: Sequence[int] = ()
         self._next = 0.0  # the wait, in seconds, after which it asks the next time
         self._told = False
 
@@ -42,7 +47,7 @@ class Questions:
         for worker, _ in self._received(_ASK):
             self._send(self._comm.place.encode(), worker, _ANSWER)
         for worker, group in self._received(_ASK_CALLS):
-            self._send(Whereabouts.of(self._comm, [tuple(json.loads(group))]).encode().encode(), worker, _CALLS)
+            self._send(self._own(tuple(json.loads(group))).encode().encode(), worker, _CALLS)
 
     def waiting(self, asked: Sequence[int], seconds: float) -> dict[int, str]:
         """Those of the workers that wait too, and where: what they answer in so many seconds."""
@@ -62,7 +67,8 @@ class Questions:
         Args:
             waited: for how long, in seconds.
             group: in which this worker waits, where that is in no exchange.
-        Raises: CommunicationError if one of them waits after other calls than this worker; or if any worker has failed.
+        Raises: CommunicationError if one of them waits after other calls than this worker, or workers wait in a circle;
+            or if any worker has failed.
         """
         comm = self._comm
         for _, text in self._received(_FAILED):
@@ -70,24 +76,48 @@ class Questions:
             raise CommunicationError(
                 f"worker {comm.rank} gave up in {comm.place}, after another worker had: {text.decode()}"
             )
-        if isinstance(comm.where, Begun):
-            group = comm.where.group
-        elif comm.rank not in group:  # (messages of its own making)
+        group = tuple(getattr(comm.where, "group", group))
+        if comm.rank not in group:  # (messages of its own making)
             awaited = ()
         if waited >= self._next:
             self._next = 2 * waited
-            for worker in set(awaited) - self._asked - {comm.rank}:
-                self._asked.add(worker)
-                self._send(json.dumps(tuple(group)).encode(), worker, _ASK_CALLS)
+            self._answers = {}
+            for worker in set(awaited) - {comm.rank}:
+                self._ask(worker, group)
         for worker, message in self._received(_CALLS):
-            self._asked.discard(worker)
-            differs = disorder(comm, Whereabouts.decode(message))
-            if differs:
-                raise CommunicationError(differs)
+            other = Whereabouts.decode(message)
+            asked = next(iter(other.histories))
+            self._asked.discard((worker, asked))
+            self._answers[worker, asked] = other
+            wrong = disorder(comm, other) or self._circle(group)
+            if wrong:
+                raise CommunicationError(wrong)
 
     def begin(self) -> None:
         """This worker begins to wait long."""
         self._next = 0.0
+        self._wait += 1
+        self.missing, self._answers = (), {}
+
+    def _circle(self, group: Group) -> str:
+        """What is wrong if workers wait in a circle; it asks those on whom that depends."""
+        me = self._own(group)
+        found, wrong = self._circles.look(me, self._ask)
+        if found:  # (to be found again, from what they answer now)
+            self._answers = {}
+            self._circles.look(me, self._ask)
+        return wrong
+
+    def _own(self, group: Group) -> Whereabouts:
+        return Whereabouts.of(self._comm, [group], self._wait, self.missing)
+
+    def _ask(self, worker: int, group: Group) -> Whereabouts | None:
+        """What a worker has answered of its calls in a group; if nothing yet, it is asked."""
+        key = worker, group
+        if key not in self._answers and key not in self._asked:
+            self._asked.add(key)
+            self._send(json.dumps(group).encode(), worker, _ASK_CALLS)
+        return self._answers.get(key)
 
     def tell(self, failure: CommunicationError) -> None:
         """Tell the others of a failure after which they would wait for this worker in vain."""
