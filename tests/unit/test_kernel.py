@@ -97,7 +97,8 @@ def test_all_else_is_left_to_torch(case):
             assert "aten::convolution" in called(lambda: convolve(x, weight, bias))
         dy = convolve(x, weight, bias)
         assert "aten::to_mkldnn" not in called(lambda: convolve.backward(dy, x, weight, (True, True, True)))
-        assert convolve.recorded(x, weight, bias) is None or case == "thin"
+        own = called(lambda: convolve.recorded(x.requires_grad_(), weight, bias).sum().backward())
+        assert "aten::conv3d" in own or (case == "thin" and "aten::to_mkldnn" not in own)
 
 
 @pytest.mark.parametrize(("taps", "padding"), [((2, 2, 2), 0), ((3, 3, 3), 1)])
@@ -111,6 +112,11 @@ def test_transposed_ones_are_differentiated_by_onednn(taps, padding):
     expected = [*torch.autograd.grad(y, doubles, dy.double()), dy.double().sum((0, 2, 3, 4))]
     assert_equal(convolve.backward(dy, x, weight, (True, True, True)), expected)
     assert "aten::to_mkldnn" in called(lambda: convolve.backward(dy, x, weight, (True, True, False)))
+    given = [one.clone().requires_grad_() for one in (x, weight)]
+    assert "aten::to_mkldnn" in called(lambda: convolve.recorded(*given, None).backward(dy))
+    assert_equal([one.grad for one in given], expected[:2])
+    names = called(lambda: convolve.recorded(*given, None, casts=True).backward(dy))
+    assert "aten::conv_transpose3d" in names and "aten::to_mkldnn" not in names
 
 
 def test_modes_see_torchs_operators():

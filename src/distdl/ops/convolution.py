@@ -40,9 +40,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from torch.nn import functional
 
 from distdl.geometry.borders import CONVOLUTION_MODES, Border
 from distdl.geometry.boxes import Interval, Shape, balanced, whole
@@ -53,8 +53,6 @@ from distdl.ops.contraction import Contraction, Local, check_channels, gathers, 
 from distdl.ops.kernel import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
-
-_OF_SPACE = 3
 
 
 @dataclass(frozen=True)
@@ -157,19 +155,15 @@ class Convolution:
             pieces: its output channels, in parts that torch convolves at once: whole groups, or parts of one.
             padded: zeros that torch puts on both sides.
         """
-        convolve = getattr(functional, f"conv{len(self.sliding.kernel)}d")
-        stride, dilation = self.sliding.stride, self.sliding.dilation
+        casts = self.autocast is not None
 
-        def by_torch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            y: torch.Tensor = convolve(x, weight, bias, stride, padded, dilation, x.shape[1] // weight.shape[1])
-            return y
+        @cache
+        def kernel(groups: int) -> Kernel:
+            return Kernel(self.sliding.stride, self.sliding.dilation, groups, False, padded, (0,) * len(padded))
 
-        def in_3d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            kernel = Kernel(stride, dilation, x.shape[1] // weight.shape[1], False, padded, (0, 0, 0))
-            y = kernel.recorded(x, weight, bias)
-            return by_torch(x, weight, bias) if y is None else y
+        def at_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return kernel(x.shape[1] // weight.shape[1]).recorded(x, weight, bias, casts)
 
-        at_once = in_3d if len(padded) == _OF_SPACE and self.autocast is None else by_torch
         if len(pieces) < 2:
             return at_once
         origin, first = self.channels.read_by(pieces[0])[0], pieces[0][0]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from distdl.geometry.boxes import Shape
 from distdl.geometry.edges import Crop, Line
@@ -68,16 +69,28 @@ class Kernel:
             dim = self._flat(x, weight)
             if dim:
                 return self._without(dim)(x.squeeze(dim), weight.squeeze(dim), bias).unsqueeze(dim)
-            if not self.transposed and self._is_overlooked(x, weight, _FORWARD):
+            if self._runs_elsewhere(x, weight):
                 y: torch.Tensor = _ONEDNN(x, weight, bias, self.padding, self.stride, self.dilation, self.groups)
                 return y
         return self._by_torch(x, weight, bias)
 
-    def recorded(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """The same, in 3-d, where autograd records it; None if it is as well to call torch's function."""
-        if forward_ad._current_level >= 0 or not self._is_overlooked(x, weight, _FORWARD):
-            return None
-        y: torch.Tensor = _Recorded.apply(self, x, weight, bias)
+    def recorded(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, casts: bool = False
+    ) -> torch.Tensor:
+        """The same where autograd records it, of any dtype.
+
+        Args:
+            casts: whether torch's autocast is on.
+        """
+        y: torch.Tensor
+        if x.dim() == _OF_3D and not casts and forward_ad._current_level < 0 and self._is_elsewhere(x, weight):
+            y = _Recorded.apply(self, x, weight, bias)
+        elif self.transposed:
+            convolve = getattr(functional, f"conv_transpose{x.dim() - _FIRST}d")
+            y = convolve(x, weight, bias, self.stride, self.padding, self.output_padding, self.groups, self.dilation)
+        else:
+            convolve = getattr(functional, f"conv{x.dim() - _FIRST}d")
+            y = convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return y
 
     def _by_torch(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,8 +112,7 @@ class Kernel:
                 flat = self._without(dim)
                 dx, dw, db = flat.backward(dy.squeeze(dim), x.squeeze(dim), weight.squeeze(dim), needed)
                 return dx if dx is None else dx.unsqueeze(dim), dw if dw is None else dw.unsqueeze(dim), db
-            least = _TRANSPOSED_BACK if self.transposed else _BACK
-            if min(x.shape[_FIRST:]) >= _THIN and self._is_overlooked(x, weight, least):
+            if self._comes_back_elsewhere(x, weight):
                 dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, needed)
                 return _dense(dx), _dense(dw), _dense(db)
         return self._backward(dy, x, weight, needed)
@@ -126,6 +138,18 @@ class Kernel:
         numbers = {name: getattr(self, name) for name in ("stride", "dilation", "padding", "output_padding")}
         place = dim - _FIRST
         return replace(self, **{name: one[:place] + one[place + 1 :] for name, one in numbers.items()})
+
+    def _runs_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether the forward is oneDNN's where torch would take its own; in 3-d."""
+        return not self.transposed and self._is_overlooked(x, weight, _FORWARD)
+
+    def _comes_back_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """The same of the backward."""
+        least = _TRANSPOSED_BACK if self.transposed else _BACK
+        return min(x.shape[_FIRST:]) >= _THIN and self._is_overlooked(x, weight, least)
+
+    def _is_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return self._runs_elsewhere(x, weight) or self._comes_back_elsewhere(x, weight)
 
     def _is_overlooked(self, x: torch.Tensor, weight: torch.Tensor, least: tuple[int, int]) -> bool:
         """Whether oneDNN is faster and torch takes its own implementation; in 3-d.

@@ -25,6 +25,7 @@ from distdl.geometry.channels import Channels
 from distdl.geometry.edges import Crop
 from distdl.geometry.transposed import Transposed
 from distdl.ops.contraction import Contraction, Local, check_channels, gathers, in_pieces, own_channels
+from distdl.ops.kernel import Kernel
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Partition, Signature
 
@@ -128,15 +129,20 @@ class TransposedConvolution:
             crops = tuple(self.geometry.line(dim).crop(*run) for dim, run in enumerate(runs))
         if len(pieces) < 2:
             groups = (window[1][1] - window[1][0]) // channels.read if computes and channels.groups > 1 else 1
-            return _Cropped(self.geometry, groups, crops, later)
+            return self._cropped(groups, crops, later)
         origin, first = channels.read_by(pieces[0])[0], pieces[0][0]
         cuts = []
         for run in pieces:
             start, stop = channels.read_by(run)
-            one = _Cropped(self.geometry, (stop - start) // channels.read, crops, later)
+            one = self._cropped((stop - start) // channels.read, crops, later)
             read, out = slice(start - origin, stop - origin), slice(run[0] - first, run[1] - first)
             cuts.append((one, read, (read, slice(*self._produced(run))), out))
         return in_pieces(cuts)
+
+    def _cropped(self, groups: int, crops: tuple[Crop, ...], later: bool) -> _Cropped:
+        lines = [self.geometry.line(dim) for dim in range(len(crops))]
+        margins = tuple(width for crop in reversed(crops) for width in (crop.before, crop.behind))
+        return _Cropped(Kernel.of(lines, groups, crops), margins, later, self.autocast is not None)
 
     def _produced(self, run: Interval) -> Interval:
         """The outputs of a group that a run of outputs has: a part of those of one group, or all those of several."""
@@ -147,21 +153,21 @@ class TransposedConvolution:
 
 @dataclass(frozen=True)
 class _Cropped:
-    """torch's operator on one worker, from its window to its outputs."""
+    """torch's operator on one worker, from its window to its outputs.
 
-    geometry: Transposed
-    groups: int
-    crops: tuple[Crop, ...]
+    Attributes:
+        margins: zeros around what it computes, as ``F.pad`` takes them; negative numbers cut off.
+        later: whether the bias is added behind it.
+        casts: whether torch's autocast is on.
+    """
+
+    kernel: Kernel
+    margins: Shape
     later: bool
+    casts: bool
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        convolve = getattr(functional, f"conv_transpose{len(self.crops)}d")
-        cut, more = [crop.padding for crop in self.crops], [crop.output_padding for crop in self.crops]
-        margins = [width for crop in reversed(self.crops) for width in (crop.before, crop.behind)]
-        later = bias is not None and self.later
-        y: torch.Tensor = convolve(
-            x, weight, None if later else bias, self.geometry.stride, cut, more, self.groups, self.geometry.dilation
-        )
-        if any(margins):
-            y = functional.pad(y, margins)
-        return y + bias.to(y.dtype).reshape(-1, *[1] * len(self.crops)) if later and bias is not None else y
+        y = self.kernel.recorded(x, weight, None if self.later else bias, self.casts)
+        if any(self.margins):
+            y = functional.pad(y, self.margins)
+        return y + bias.to(y.dtype).reshape(-1, *[1] * (y.dim() - 2)) if self.later and bias is not None else y
