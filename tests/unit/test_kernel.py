@@ -82,6 +82,13 @@ def test_what_torch_overlooks_is_convolved_by_onednn(channels, space, taps, opti
     assert nothing is None
 
 
+def test_a_torch_without_onednn_is_left_alone(monkeypatch):
+    x, weight, bias = tensors((8, 8), (16, 16, 16))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not kernel()._is_overlooked(x, weight, (0, 0))
+    assert "aten::convolution" in called(lambda: kernel()(x, weight, bias))
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # (by torch, where flags are set)
 @pytest.mark.parametrize("case", ["small", "thin", "of one tap", "float64", "grouped", "samples", "off"])
 def test_all_else_is_left_to_torch(case):

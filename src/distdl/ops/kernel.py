@@ -168,7 +168,8 @@ class Kernel:
         cells = depth * height * width // stride
         if cells < least[0] or cells * weight.numel() < least[1] or prod(kernel) <= stride:
             return False
-        return bool(torch.backends.mkldnn.enabled) and not torch._C._len_torch_dispatch_stack()
+        there = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+        return there and not torch._C._len_torch_dispatch_stack()
 
 
 class _Recorded(Function):
