@@ -120,7 +120,8 @@ def resizing(pick: Pick, shape: tuple[int, ...]) -> Part | None:
     mode = pick.of("nearest", "nearest-exact", "area", *smooth)
     corners = (("align_corners", pick.flag()),) if mode in smooth else ()
     if pick.flag():
-        return Part("Upsample", (), (("scale_factor", pick.of(2, 2.0, 1.5, 0.7)), ("mode", mode), *corners))
+        factors = (2, 2.0, 1.5) if mode == "area" else (2, 2.0, 1.5, 0.7)  # (of one cell, torch makes none by area)
+        return Part("Upsample", (), (("scale_factor", pick.of(*factors)), ("mode", mode), *corners))
     return Part("Upsample", (), (("size", _each(pick, 1, 7, space)), ("mode", mode), *corners))
 
 

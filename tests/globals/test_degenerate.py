@@ -93,6 +93,11 @@ def test_layer_norms_of_one_dim_of_which_a_worker_has_one_cell_or_none():
     assert_same(lambda x, w: (F.layer_norm(x, (5,)), F.rms_norm(x, (5,), w)), row, weight, twice=True, tolerance=1e-9)
 
 
+def test_extremes_of_no_complex_numbers_are_none():
+    nothing = torch.zeros(0, 2, dtype=torch.complex128)
+    assert_same(lambda x: (torch.amax(x.detach(), 1), x.detach().amin((1,), True)), Global(nothing))
+
+
 REFUSED = {
     "odd halves": (lambda x: F.glu(x), torch.ones(2, 3)),
     "a mean of integers": (lambda x: x.mean(0), torch.ones(3, 2, dtype=torch.int64)),

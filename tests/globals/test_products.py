@@ -27,6 +27,10 @@ def test_linear_of_few_dims():
     assert_same(F.linear, Global(noise(7)), noise(7), grids=[(3,)])
 
 
+def test_linear_of_no_features_is_its_bias():
+    assert_same(F.linear, Global(noise(3, 5, 0)), noise(6, 0), noise(6), grids=[(2, 2, 1), (1, 4, 1), (1, 1, 1)])
+
+
 @pytest.mark.parametrize(
     "function, left, right",
     [

@@ -103,6 +103,17 @@ def test_fewer_features_than_workers_leave_blocks_empty():
     on_workers(6, main)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize(("out", "inner"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_no_features_give_the_bias(out, inner):
+    def main(P):
+        grid = P[: out * inner].reshape(out, inner)
+        layer = DistributedLinear(P[:inner].reshape(1, inner), P[:out].reshape(1, out), grid, 0, 3).double()
+        assert_matches_sequential(layer, filled(torch.nn.Linear(0, 3)), noise(2, 0))
+
+    on_workers(5, main)
+
+
 def test_a_default_dtype_input_of_zero_volume_beside_float64():
     def main(P):
         layer = DistributedLinear(P[:1].reshape(1, 1), P[1:].reshape(1, 1), P[:1].reshape(1, 1), 4, 4).double()

@@ -15,7 +15,8 @@ nobody sends. The movements are made in ``distdl.ops.contraction``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -68,7 +69,19 @@ class Linear:
             parts=((own, inputs), (biased,)),
             autocast=self.autocast,
         )
-        return contraction.setup(lambda *boxes: _multiply, ((1,) * (channel + 1), (1, 1), (1,)))
+        setup = contraction.setup(lambda *boxes: _multiply, ((1,) * (channel + 1), (1, 1), (1,)))
+        return replace(setup, local=_Biased(setup.local)) if biases and not self.in_features else setup
+
+
+@dataclass(frozen=True)
+class _Biased:
+    """The map of no features: each worker's part of the product is no more than zeros, and y is the bias."""
+
+    product: Callable[..., torch.Tensor]
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = self.product(x, weight, bias)
+        return y + bias if bias.numel() else y
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -31,7 +31,12 @@ def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
         if isinstance(dim, (tuple, list)) and not dim:
             _check_filled(input, func.__name__)
-        return extreme_over(input, dims_of(input, dim), keepdim, func.__name__)
+        dims = dims_of(input, dim)
+        if input.is_complex() and not input.numel():  # (which torch takes where the result is empty)
+            nonempty(input, dims, func.__name__)
+            nothing: GlobalTensor = input.sum(dims, keepdim)
+            return nothing
+        return extreme_over(input, dims, keepdim, func.__name__)
 
     return run(*args, **kwargs)
 

@@ -52,7 +52,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
         ):
             layout, context = input._layout, input._context
-            if input.dim() and layout.partition.workers.shape[-1] == 1 and weight.dim() == 2:
+            whole = input.dim() and layout.partition.workers.shape[-1] == 1
+            if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
                 checked(func, [input, weight] if bias is None else [input, weight, bias])
                 target = context.keep(
                     ("linear", layout, weight.shape[0]),
