@@ -178,8 +178,10 @@ def test_torchs_module_of_random_numbers_is_for_its_users_what_it_was(monkeypatc
     other = torch.Generator().manual_seed(3)
     monkeypatch.setattr(torch.random, "default_generator", other)
     assert torch.random.default_generator is other and torch.initial_seed() == 3
+    before = type(torch.random) is not ModuleType
     monkeypatch.undo()
     assert torch.random.default_generator is torch.default_generator
+    assert (type(vars(torch.random)["default_generator"]) is torch.Generator) != before  # (it is locked as before)
 
 
 @pytest.mark.fault("gloo")

@@ -19,7 +19,7 @@ from launchers import FOLDER, ended, imported, mpirun, python_path
 
 import distdl
 from distdl import CommunicationError
-from distdl.backends.torch_distributed import TorchCommunicator
+from distdl.backends.torch_distributed import TorchCommunicator, threads
 from distdl.backends.torch_distributed.threads import in_their_turn, receiving_threads
 from distdl.nn import Broadcast, Repartition, SumReduce
 from distdl.transport.stores import LOOPBACK, connect, local_store
@@ -69,6 +69,20 @@ def test_gloo_with_half_of_the_workers_says_who_is_missing(store, monkeypatch):
         assert "waited longer than 1 s (DISTDL_TIMEOUT)" in str(error)
         came = f"worker 0 (process {os.getpid()} on"
         assert f"for workers 2, 3, which did not come to the store at 127.0.0.1:{store.port}; {came}" in str(error)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_a_list_of_threads_that_cannot_be_read_or_is_of_another_namespace_is_empty(monkeypatch):
+    class Full(type(Path())):
+        def glob(self, pattern):
+            raise OSError("Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "Path", Full)
+        assert receiving_threads() == set()
+    monkeypatch.setattr(threading, "get_native_id", lambda: -1)
+    monkeypatch.setattr(threads, "_NAME", threads.Path("/proc/self/comm").read_bytes().strip())
+    assert receiving_threads() == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")

@@ -107,6 +107,7 @@ def test_lists():
     assert_same(lambda a: torch._foreach_powsum([a.detach().float()], dtype=torch.float64), a, tolerance=1e-6)
     assert_same(lambda a: torch._foreach_powsum([(a.detach() / 1000).half()]), a, tolerance=1e-7)  # (sums are wider)
     assert_same(lambda a: torch._foreach_powsum([a.detach() * (1 + 2j)], dtype=torch.float64), a)
+    assert_same(lambda a: torch._foreach_powsum([a.detach() > 0], dtype=torch.float64), a)
     given = [torch.zeros(2)]
 
     def written(a):

@@ -118,9 +118,13 @@ def waiting(worker, group, awaited, *positions, wait=1.0, generation=0):
 def looked(*rounds):
     """What a worker finds when it looks again and again: the first of each round, in which all have told something."""
     circles, found = Circles(), []
-    for records in rounds:
-        known = {one.worker: one for one in records}
-        found.append(circles.look(records[0], lambda worker, _, known=known: known.get(worker)))
+    for me, *others in rounds:
+        known, comm = {one.worker: one for one in others}, Silent(me.worker, 4)
+        for group, (number, met, agreed) in me.positions.items():
+            calls = comm.calls(group)
+            calls.number, calls.met, calls.agreed = number, met, agreed
+        told = me._replace(positions={me.group: me.positions[me.group]} if me.group else {})  # (as over MPI)
+        found.append(circles.look(comm, told, lambda worker, _, known=known: known.get(worker)))
     return found
 
 
@@ -160,6 +164,14 @@ def test_others_wait_in_no_circle(other):
     assert looked((LEFT_OUT[0], other), (LEFT_OUT[0], other)) == [(False, "")] * 2
 
 
+def test_who_has_long_been_in_a_call_is_not_behind_it():
+    """Worker 0 is through with the value of a broadcast, which worker 3 still receives."""
+    pair = (0, 3)
+    mine = waiting(0, pair, (3,), (pair, 1), (ALL, 1))
+    other = waiting(3, ALL, (0, 1, 2), (pair, 0), (ALL, 1))
+    assert looked((mine, other), (mine, other)) == [(False, "")] * 2
+
+
 def test_a_circle_of_other_waits_is_another_one():
     later = [one._replace(wait=2.0) for one in LEFT_OUT]
     found = looked(LEFT_OUT, (LEFT_OUT[0], later[1]), later, later)
@@ -167,11 +179,11 @@ def test_a_circle_of_other_waits_is_another_one():
 
 
 def test_a_wait_tells_in_which_group_it_is():
-    comm = after(0, A)
+    comm = after(2, A)
     comm.where = Meeting(PAIR, Meeting(PAIR, "an agreement"))
     comm.calls(PAIR).agreed = 3
     one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())
-    assert (one.where, one.group, one.wait, one.awaited) == ("an agreement", PAIR, 0.5, (2, 3))
+    assert (one.where, one.group, one.wait, one.awaited) == ("an agreement", PAIR, 0.5, (3,))
     assert one.positions == {GROUP: (1, 0, 0), PAIR: (0, 0, 3)} and list(one.histories) == [GROUP]
     comm.where = "an exchange"
     one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())

@@ -34,8 +34,9 @@ _FEW = 20480  # elements up to which torch takes its own implementation
 _WIDE = 3  # cells; of a kernel that is larger in both of the last dims, torch asks oneDNN
 # outputs and multiplications from which oneDNN was found to be faster: forward; backward, where it copies x into a
 # tensor of its own; and of a transposed convolution, which is as fast by torch's own in the forward
-_FORWARD, _BACK, _TRANSPOSED_BACK = (256, 1 << 20), (256, 3 << 20), (4096, 1 << 21)
-_THIN = 4  # cells; oneDNN's backward of a volume that is thinner is no faster
+_FORWARD, _BACK, _TRANSPOSED_BACK = (256, 1 << 20), (256, 3 << 20), (4096, 6 << 20)
+_THIN = 4  # cells; oneDNN's backward of a volume that is thinner is no faster, nor that of fewer channels
+_CHANNELS, _TAPS = 8, 6  # nor, of a convolution, that of fewer channels, or of fewer taps for each cell
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _ONEDNN = torch.ops.aten.mkldnn_convolution.default
 
@@ -145,8 +146,12 @@ class Kernel:
 
     def _comes_back_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """The same of the backward."""
-        least = _TRANSPOSED_BACK if self.transposed else _BACK
-        return min(x.shape[_FIRST:]) >= _THIN and self._is_overlooked(x, weight, least)
+        if self.transposed:  # (of dilated ones, torch's own takes tensors of oneDNN's for its own)
+            fits, least = max(self.dilation) == 1, _TRANSPOSED_BACK
+        else:
+            taps = prod(weight.shape[_FIRST:])
+            fits, least = x.shape[1] >= _CHANNELS and taps >= _TAPS * prod(self.stride), _BACK
+        return fits and min(x.shape[1:]) >= _THIN and self._is_overlooked(x, weight, least)
 
     def _is_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         return self._runs_elsewhere(x, weight) or self._comes_back_elsewhere(x, weight)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from distdl.transport.communicator import Communicator
+from distdl.transport.communicator import Communicator, Group
 from distdl.transport.stores import SilentError, described, within
 from distdl.transport.whereabouts import Circles, Whereabouts, disorder
 
@@ -120,6 +120,13 @@ class Watch:
         written = {worker: self._store.get(key) for worker, key in keys.items() if self._store.check([key])}
         return {worker: Whereabouts.decode(message) for worker, message in written.items() if message}
 
+    def _known(self, worker: int, group: Group) -> Whereabouts | None:
+        """What a worker that waits has written, with its position in a group. (It has written of all that it knows.)"""
+        found = self._whereabouts([worker]).get(worker)
+        if found is None or group in found.positions:
+            return found
+        return found._replace(positions={**found.positions, group: (0, 0, 0)})
+
     def _look(self) -> None:
         key, failures = f"waits/{self._rank}", 0
         while True:
@@ -152,7 +159,7 @@ class Watch:
                 self._written, self._next = wait, waited
         elif wait.awaited and waited >= self._next:
             texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
-            circle, text = self._circles.look(_own(wait), lambda worker, _: self._whereabouts([worker]).get(worker))
+            circle, text = self._circles.look(wait.comm, _own(wait), self._known)
             self._next = waited + _PATIENCE if circle else 2 * waited
             texts.append(text)
             if any(texts) and wait is self._wait:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from distdl.transport.calls import Meeting
 from distdl.transport.communicator import Communicator, Group, name_workers
 
+_ASKED = 16  # members of a group that are asked, at most: those that come next in it
 _FAR = 64  # workers among which a circle is looked for, at most
 
 
@@ -33,7 +34,7 @@ class Whereabouts(NamedTuple):
         wait: a number that no other wait of this worker has.
         group: whose call it waits in; empty if that is not known.
         awaited: the workers without which the wait cannot end.
-        positions: how many calls of each kind have begun, by the group.
+        positions: how many calls of each kind have begun, of groups of which that is known.
     """
 
     worker: int
@@ -54,12 +55,14 @@ class Whereabouts(NamedTuple):
 
         Args:
             wait: a number that no other wait of this worker has.
-            awaited: whose messages it waits for. Where members meet, each needs all others, whosever message it is.
+            awaited: whose messages it waits for. Where members meet, each needs all others, whosever message it is; of
+                many, some are listed.
         """
         listed = {group: comm.calls(group) for group in groups}
         group = tuple(getattr(comm.where, "group", ()))
         if isinstance(comm.where, Meeting):
-            awaited = [worker for worker in group if worker != comm.rank]
+            place = group.index(comm.rank)
+            awaited = [*group[place + 1 :], *group[:place]][:_ASKED]
         shown = listed if group in listed or not group else {**listed, group: comm.calls(group)}
         return cls(
             comm.rank,
@@ -81,7 +84,7 @@ class Whereabouts(NamedTuple):
         ]
         positions = list(self.positions.values())
         listed = self.worker, self.generation, self.where, self.wait, own, self.awaited, groups, positions, histories
-        return json.dumps(listed)
+        return json.dumps(listed, separators=(",", ":"))  # (MPI sends what is short at once)
 
     @classmethod
     def decode(cls, message: str | bytes) -> Whereabouts:
@@ -135,14 +138,17 @@ class Circles:
     def __init__(self) -> None:
         self._found: list[tuple[int, float]] = []
 
-    def look(self, me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]) -> tuple[bool, str]:
+    def look(
+        self, comm: Communicator, me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]
+    ) -> tuple[bool, str]:
         """Look once more.
 
         Args:
+            comm, me: of this worker.
             known: where another worker waits, as it has told since this was called last; with its position in a group.
         Returns: whether there may be a circle; and what is wrong, if it has been found twice.
         """
-        circle = _circle(me, known)
+        circle = _circle(comm, me, known)
         found = [(one.worker, one.wait) for one in circle]
         if not found:
             return False, ""
@@ -150,18 +156,22 @@ class Circles:
         return True, _text(circle) if again else ""
 
 
-def _circle(me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]) -> list[Whereabouts]:
+def _circle(
+    comm: Communicator, me: Whereabouts, known: Callable[[int, Group], Whereabouts | None]
+) -> list[Whereabouts]:
     """Workers of which each waits for the next, which has yet to begin that call, and the last one for this worker."""
     seen = {me.worker}
 
     def search(one: Whereabouts) -> list[Whereabouts]:
-        for worker in one.awaited:
-            other = me if worker == me.worker else known(worker, one.group)
-            if other is None or not _is_behind(other, one):
-                continue
-            if other is me:
+        if me.worker in one.awaited:
+            mine = me._replace(positions={one.group: comm.calls(one.group).position})
+            if _is_behind(mine, one):
                 return [one]
-            if worker not in seen and len(seen) < _FAR:
+        for worker in one.awaited:
+            if worker in seen or len(seen) > _FAR:
+                continue
+            other = known(worker, one.group)
+            if other is not None and _is_behind(other, one):
                 seen.add(worker)
                 rest = search(other)
                 if rest:
@@ -175,8 +185,8 @@ def _is_behind(other: Whereabouts, one: Whereabouts) -> bool:
     """Whether a worker has yet to begin the call in which another one waits for it."""
     if not one.group or other.worker not in one.group or other.generation != one.generation:
         return False
-    theirs, ours = other.positions.get(one.group, (0, 0, 0)), one.positions[one.group]
-    return theirs != ours and all(n <= m for n, m in zip(theirs, ours, strict=True))
+    theirs, ours = other.positions.get(one.group), one.positions[one.group]
+    return theirs is not None and theirs != ours and all(n <= m for n, m in zip(theirs, ours, strict=True))
 
 
 def _text(circle: Sequence[Whereabouts]) -> str:

@@ -135,7 +135,9 @@ class MPICommunicator(Communicator):
         comm, root = self._handle(group)
         buffer = self._readable(tensor) if self.rank == group[0] else self._landing(tensor)
         requests = [comm.Ibcast(piece, root) for piece in pieces(buffer)]
-        return self._pending(group, requests, buffer if self.rank == group[0] else tensor, buffer)
+        if self.rank == group[0]:
+            return self._pending(group, requests, buffer, buffer)
+        return self._pending(group, requests, tensor, buffer, needs=group[:1])
 
     def sum(self, group: Group, x: torch.Tensor | None, y: torch.Tensor | None, tag: int = 0) -> Pending:
         tensor = x if y is None else y
@@ -150,7 +152,7 @@ class MPICommunicator(Communicator):
         buffer = self._landing(y)
         begin_with(buffer, x)
         requests = [comm.Ireduce(MPI.IN_PLACE, piece, MPI.SUM, root) for piece in pieces(buffer, typed=True)]
-        return self._pending(group, requests, y, buffer)
+        return self._pending(group, requests, y, buffer, needs=group)
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
         if self.ordered or y.dtype not in TYPES or y.nbytes > _REDUCED_BYTES:
@@ -158,7 +160,7 @@ class MPICommunicator(Communicator):
         (comm, _), buffer, ready = self._handle(group), self._landing(y), self._readable(x)
         pairs = zip(pieces(ready, typed=True), pieces(buffer, typed=True), strict=True)
         requests = [comm.Iallreduce(own, total, MPI.SUM) for own, total in pairs]
-        return self._pending(group, requests, y, buffer, ready)
+        return self._pending(group, requests, y, buffer, ready, needs=group)
 
     def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         if len(group) < 3 or tensor.is_cuda or tensor.numel() == 0 or tensor.nbytes > messages.PIECE_BYTES:
@@ -168,7 +170,8 @@ class MPICommunicator(Communicator):
         gathered = empty((len(group), *tensor.shape), tensor.dtype, tensor)
         memory = [MPI.buffer.fromaddress(one.data_ptr(), one.nbytes) for one in (ready, gathered)]
         count = [tensor.nbytes, MPI.BYTE]
-        self.finish([comm.Iallgather([memory[0], *count], [memory[1], *count])], group, ready, gathered)
+        requests = [comm.Iallgather([memory[0], *count], [memory[1], *count])]
+        self.finish(requests, group, ready, gathered, needs=group)
         ascending = np.sort(group)  # that is the order of the MPI communicator
         places = np.searchsorted(ascending, group)
         return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
@@ -180,7 +183,8 @@ class MPICommunicator(Communicator):
             return self._higher(group[0] if group[1] == self.rank else group[1], values)
         highest = values.copy()
         comm, _ = self._handle(group)
-        self.finish([comm.Iallreduce(MPI.IN_PLACE, [highest, len(values), MPI.INT64_T], MPI.MAX)], group)
+        requests = [comm.Iallreduce(MPI.IN_PLACE, [highest, len(values), MPI.INT64_T], MPI.MAX)]
+        self.finish(requests, group, needs=group)
         return highest
 
     def _higher(self, other: int, values: IntArray) -> IntArray:
@@ -246,10 +250,11 @@ class MPICommunicator(Communicator):
         return made
 
     def _pending(
-        self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, buffer: torch.Tensor, read: Any = None
-    ) -> Pending:
+        self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, buffer: torch.Tensor, read: Any = None,
+        needs: Group = (),
+    ) -> Pending:  # fmt: skip
         def finish() -> None:
-            self.finish(requests, group, buffer, read)
+            self.finish(requests, group, buffer, read, needs=needs)
             deliver(tensor, buffer)
 
         return Pending(finish)
@@ -271,10 +276,16 @@ class MPICommunicator(Communicator):
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
 
-    def finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object) -> None:
-        """Wait until all requests, which are to or from the given workers, are through with the memory."""
+    def finish(
+        self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object, needs: Group = ()
+    ) -> None:
+        """Wait until all requests, which are to or from the given workers, are through with the memory.
+
+        Args:
+            needs: of one of MPI's own calls, the workers that have to come to it before this one can go on.
+        """
         try:
-            self._finish(requests, workers, memory)
+            self._finish(requests, workers, memory, needs)
         except CommunicationError as error:
             raise self._failed(error) from None
         except MPI.Exception as error:
@@ -297,21 +308,25 @@ class MPICommunicator(Communicator):
         self._questions.tell(error)
         return self.poison(error)
 
-    def _finish(self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object) -> None:
+    def _finish(
+        self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object, needs: Group = ()
+    ) -> None:
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
             if done():
                 return
         try:
             self.begin_wait()
-            self._wait(done, requests, workers)
+            self._wait(done, requests, workers, needs)
         except CommunicationError:
             self._abandoned.append((requests, memory))  # MPI may still write to it
             raise
         finally:
             self.waiting = None
 
-    def _wait(self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+    def _wait(
+        self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int], needs: Group
+    ) -> None:
         begun, before = time.monotonic(), self.failure
         self._questions.begin()
         while not done():
@@ -320,7 +335,7 @@ class MPICommunicator(Communicator):
                 raise CommunicationError(str(self.failure))  # found by another thread
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
-                self._questions.missing = self._needed(requests, workers)
+                self._questions.missing = needs or self._unfinished(requests, workers)
                 self._questions.answer()
                 asked = workers if len(requests) == len(workers) else self._next(workers)
                 self._questions.compare(asked, waited, workers)
@@ -330,8 +345,8 @@ class MPICommunicator(Communicator):
                     workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
                 raise self._missing(workers)
 
-    def _needed(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
-        """The workers without which the requests cannot be through; none where nobody knows: in MPI's own calls."""
+    def _unfinished(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
+        """The workers of messages that are not through; none in MPI's own calls, where nobody knows."""
         if len(requests) != len(workers):
             return ()
         return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]

@@ -102,10 +102,10 @@ class Questions:
     def _circle(self, group: Group) -> str:
         """What is wrong if workers wait in a circle; it asks those on whom that depends."""
         me = self._own(group)
-        found, wrong = self._circles.look(me, self._ask)
+        found, wrong = self._circles.look(self._comm, me, self._ask)
         if found:  # (to be found again, from what they answer now)
             self._answers = {}
-            self._circles.look(me, self._ask)
+            self._circles.look(self._comm, me, self._ask)
         return wrong
 
     def _own(self, group: Group) -> Whereabouts:

@@ -53,7 +53,9 @@ class OneAtATime:
 
 
 class _Random(ModuleType):
-    """``torch.random``, whose functions find another generator than its users do."""
+    """``torch.random``, whose functions find another generator than its users do, whatever those set and set back."""
+
+    shared: OneAtATime
 
     @property
     def default_generator(self) -> Any:
@@ -62,7 +64,7 @@ class _Random(ModuleType):
 
     @default_generator.setter
     def default_generator(self, value: Any) -> None:
-        vars(self)[_NAME] = value
+        vars(self)[_NAME] = self.shared if value is torch.default_generator else value
 
     def __reduce__(self) -> Any:
         return importlib.import_module, (self.__name__,)  # (as what pickles modules does with those of torch's class)
@@ -75,7 +77,7 @@ def share_generator() -> None:
     module = torch.random
     with _sharing:
         if vars(module)[_NAME] is torch.default_generator:  # (else it is shared, or the user's own)
-            vars(module)[_NAME] = OneAtATime(torch.default_generator)
+            vars(module)[_NAME] = _Random.shared = OneAtATime(torch.default_generator)
             module.__class__ = _Random
 
 

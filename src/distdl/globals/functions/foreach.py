@@ -72,7 +72,7 @@ def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
 def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     torch._foreach_powsum([torch.zeros(1, dtype=x.dtype.to_real())], ord, dtype)  # (for torch's error)
     kept = x.dtype if dtype is None else dtype
-    values = (x if kept.is_complex else x.abs()).to(kept)
+    values = (x.abs() if x.is_complex() and not kept.is_complex else x).to(kept)
     if kept in (torch.float16, torch.bfloat16):
         values = values.float()
     total = values.abs().pow(ord).sum()
