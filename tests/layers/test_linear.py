@@ -110,8 +110,20 @@ def test_no_features_give_the_bias(out, inner):
         grid = P[: out * inner].reshape(out, inner)
         layer = DistributedLinear(P[:inner].reshape(1, inner), P[:out].reshape(1, out), grid, 0, 3).double()
         assert_matches_sequential(layer, filled(torch.nn.Linear(0, 3)), noise(2, 0))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer.float()(torch.zeros(2, 0) if P.rank < inner else torch.zeros(0, 0))
+        assert y.dtype is torch.bfloat16 or P.rank >= out
 
     on_workers(5, main)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_no_features_of_a_batch_that_is_split_give_the_bias():
+    def main(P):
+        layer = DistributedLinear(P.reshape(2, 2), P[:2].reshape(2, 1), P.reshape(2, 1, 2), 0, 3).double()
+        assert_matches_sequential(layer, filled(torch.nn.Linear(0, 3)), noise(4, 0))
+
+    on_workers(4, main)
 
 
 def test_a_default_dtype_input_of_zero_volume_beside_float64():

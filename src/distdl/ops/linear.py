@@ -79,9 +79,9 @@ class _Biased:
 
     product: Callable[..., torch.Tensor]
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = self.product(x, weight, bias)
-        return y + bias if bias.numel() else y
+        return y if bias is None or not bias.numel() else y + bias.to(y.dtype)
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -59,8 +59,9 @@ class Whereabouts(NamedTuple):
                 many, some are listed.
         """
         listed = {group: comm.calls(group) for group in groups}
-        group = tuple(getattr(comm.where, "group", ()))
-        if isinstance(comm.where, Meeting):
+        where = comm.where  # (which may change meanwhile, where another thread asks)
+        group = tuple(getattr(where, "group", ()))
+        if isinstance(where, Meeting):
             place = group.index(comm.rank)
             awaited = [*group[place + 1 :], *group[:place]][:_ASKED]
         shown = listed if group in listed or not group else {**listed, group: comm.calls(group)}

@@ -253,8 +253,11 @@ class MPICommunicator(Communicator):
         self, group: Group, requests: list[MPI.Request], tensor: torch.Tensor, buffer: torch.Tensor, read: Any = None,
         needs: Group = (),
     ) -> Pending:  # fmt: skip
+        begun = self._position()
+
         def finish() -> None:
-            self.finish(requests, group, buffer, read, needs=needs)
+            # (where another call of the group has begun since, it is not this one in which others may be behind)
+            self.finish(requests, group, buffer, read, needs=needs if self._position() == begun else ())
             deliver(tensor, buffer)
 
         return Pending(finish)
@@ -276,13 +279,19 @@ class MPICommunicator(Communicator):
             return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
 
+    def _position(self) -> object:
+        """Which call this worker is in, if it is one of a group."""
+        group = getattr(self.where, "group", None)
+        return None if group is None else (group, self.calls(group).position)
+
     def finish(
-        self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object, needs: Group = ()
+        self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object, needs: Group | None = None
     ) -> None:
         """Wait until all requests, which are to or from the given workers, are through with the memory.
 
         Args:
-            needs: of one of MPI's own calls, the workers that have to come to it before this one can go on.
+            needs: of one of MPI's own calls, the workers that have to come to it before this one can go on, if that is
+                known; None of messages.
         """
         try:
             self._finish(requests, workers, memory, needs)
@@ -309,7 +318,7 @@ class MPICommunicator(Communicator):
         return self.poison(error)
 
     def _finish(
-        self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object, needs: Group = ()
+        self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object, needs: Group | None = ()
     ) -> None:
         done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         for _ in range(_SPINS):
@@ -325,7 +334,7 @@ class MPICommunicator(Communicator):
             self.waiting = None
 
     def _wait(
-        self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int], needs: Group
+        self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int], needs: Group | None
     ) -> None:
         begun, before = time.monotonic(), self.failure
         self._questions.begin()
@@ -335,7 +344,7 @@ class MPICommunicator(Communicator):
                 raise CommunicationError(str(self.failure))  # found by another thread
             waited = time.monotonic() - begun
             if waited > _PATIENCE:
-                self._questions.missing = needs or self._unfinished(requests, workers)
+                self._questions.missing = self._unfinished(requests, workers) if needs is None else needs
                 self._questions.answer()
                 asked = workers if len(requests) == len(workers) else self._next(workers)
                 self._questions.compare(asked, waited, workers)
@@ -346,9 +355,7 @@ class MPICommunicator(Communicator):
                 raise self._missing(workers)
 
     def _unfinished(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
-        """The workers of messages that are not through; none in MPI's own calls, where nobody knows."""
-        if len(requests) != len(workers):
-            return ()
+        """The workers of messages that are not through."""
         return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]
 
     def _next(self, group: Sequence[int]) -> Sequence[int]:
