@@ -128,6 +128,20 @@ def differentiates_alone():
         raise
 
 
+def sends_pieces_late():
+    """Worker 1 is late by longer than a wait looks for circles after, and messages go in pieces."""
+    from distdl.backends.mpi import messages
+
+    P, messages.PIECE_BYTES = distdl.world(), 64
+    given, found = torch.arange(100.0), torch.empty(100)
+    if P.rank == 1:
+        time.sleep(2)
+    if P.rank < 2:
+        P.comm.exchange([(1 - P.rank, given)], [(1 - P.rank, found)]).wait()
+        assert torch.equal(given, found)
+    print("came in pieces", flush=True)
+
+
 def leaves_out():
     """Worker 3 does not call a layer of two workers, and goes on to one of all of them."""
     P = distdl.world()

