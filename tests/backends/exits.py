@@ -30,6 +30,17 @@ def leaves():
     layer(torch.ones(2))
 
 
+def leaves_pieces_out():
+    """Worker 0 waits for pieces of workers 1 and 2; worker 2 comes to its end."""
+    from distdl.backends.mpi import messages
+
+    P, messages.PIECE_BYTES = distdl.world(), 64
+    if P.rank == 0:
+        P.comm.exchange([], [(1, torch.empty(100)), (2, torch.empty(100))]).wait()
+    if P.rank == 1:
+        P.comm.exchange([(0, torch.ones(100))], []).wait()
+
+
 def returns():
     """Worker 1 returns while the others wait for it."""
     P = distdl.world()

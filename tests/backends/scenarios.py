@@ -9,7 +9,7 @@ import time
 import torch
 
 import distdl
-from distdl.nn import AllSumReduce, Repartition
+from distdl.nn import AllSumReduce, Broadcast, Repartition
 from distdl.transport.communicator import CommunicationError
 
 
@@ -140,6 +140,35 @@ def sends_pieces_late():
         P.comm.exchange([(1 - P.rank, given)], [(1 - P.rank, found)]).wait()
         assert torch.equal(given, found)
     print("came in pieces", flush=True)
+
+
+def gathers_between_calls():
+    """Workers 0 to 2 gather by themselves between broadcasts that need nobody; worker 2 is late."""
+    P = distdl.world()
+    members = [P[:2] | P[3:], P[:2]]
+    broadcasts = [
+        Broadcast(P[root : root + 1].reshape(1), team.reshape(team.size)) for root, team in enumerate(members)
+    ]
+
+    def call(root):
+        if P.rank in members[root].workers:
+            broadcasts[root](torch.ones(3) if P.rank == root else torch.zeros(0))
+
+    call(0)
+    call(1)
+    with distdl.fixed_shapes():
+        if P.rank < 2:
+            call(P.rank)
+        if P.rank == 2:
+            time.sleep(4)
+        if P.rank < 3:
+            gathered = P.comm.all_gather((0, 1, 2), torch.full((1,), float(P.rank)))
+            assert gathered.flatten().tolist() == [0, 1, 2]
+        if P.rank < 2:
+            call(1 - P.rank)
+        if P.rank == 3:
+            call(0)
+    print("gathered between", flush=True)
 
 
 def leaves_out():

@@ -110,6 +110,13 @@ def test_mpi_names_the_worker_that_left_and_prints_one_traceback():
 
 @pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
+def test_mpi_names_the_worker_that_left_where_messages_go_in_pieces():
+    status, output = outcome(mpirun(3, SCRIPT, "leaves_pieces_out", "alone", python=imported()), DISTDL_TIMEOUT="200")
+    assert status != 0 and "for worker 2, which had come to the end" in output, output
+
+
+@pytest.mark.fault("mpi")
+@pytest.mark.timeout(120)
 def test_mpi_prints_the_traceback_though_torch_distributed_has_a_hook_of_its_own():
     status, output = outcome(mpirun(2, SCRIPT, "raises_beside_torch_distributed", "alone", python=imported()))
     assert status != 0 and "KeyError: 'the reason'" in output and output.count("Traceback") == 1, output

@@ -328,6 +328,12 @@ def test_messages_in_pieces_may_be_late():
     assert status == 0 and output.count("came in pieces") == 4, output
 
 
+@pytest.mark.timeout(120)
+def test_workers_that_meet_by_themselves_are_not_taken_to_wait_in_the_call_before():
+    status, output = outcome(JOBS["mpi"]("gathers_between_calls"), DISTDL_TIMEOUT="60")
+    assert status == 0 and output.count("gathered between") == 4, output
+
+
 @pytest.mark.fault
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", JOBS)

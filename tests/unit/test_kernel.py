@@ -83,6 +83,22 @@ def test_what_torch_overlooks_is_convolved_by_onednn(channels, space, taps, opti
     assert nothing is None
 
 
+@pytest.mark.parametrize("bias", [torch.arange(16.0)[::2], torch.ones(1).expand(8)])
+def test_a_bias_may_lie_anyhow(bias):
+    x, weight, _ = tensors((8, 8), (16, 16, 16))
+    assert "aten::mkldnn_convolution" in called(lambda: kernel()(x, weight, bias))
+    assert_equal([kernel()(x, weight, bias)], [kernel()(x.double(), weight.double(), bias.double())])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gradient_of_a_bias_keeps_its_digits(transposed):
+    x, weight, _ = tensors((8, 8), (32, 32, 40))
+    convolve = kernel(transposed=transposed)
+    dy = torch.full((1, 8, 32, 32, 40), 1.37)
+    assert "aten::to_mkldnn" in called(lambda: convolve.backward(dy, x, weight, (True, True, True)))
+    assert_equal(convolve.backward(dy, x, weight, (True, True, True))[2:], [dy.double().sum((0, 2, 3, 4))], 1e-6)
+
+
 @pytest.mark.parametrize("dilation", [(2, 2, 2), (1, 2, 1)])
 def test_dilated_transposed_ones_are_left_to_torch(dilation):
     x, weight, _ = tensors((8, 8), (16, 16, 16))

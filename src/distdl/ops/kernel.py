@@ -71,6 +71,7 @@ class Kernel:
             if dim:
                 return self._without(dim)(x.squeeze(dim), weight.squeeze(dim), bias).unsqueeze(dim)
             if self._runs_elsewhere(x, weight):
+                bias = None if bias is None else bias.contiguous()  # (it reads one as if it were)
                 y: torch.Tensor = _ONEDNN(x, weight, bias, self.padding, self.stride, self.dilation, self.groups)
                 return y
         return self._by_torch(x, weight, bias)
@@ -114,8 +115,10 @@ class Kernel:
                 dx, dw, db = flat.backward(dy.squeeze(dim), x.squeeze(dim), weight.squeeze(dim), needed)
                 return dx if dx is None else dx.unsqueeze(dim), dw if dw is None else dw.unsqueeze(dim), db
             if self._comes_back_elsewhere(x, weight):
-                dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, needed)
-                return _dense(dx), _dense(dw), _dense(db)
+                dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, (*needed[:2], False))
+                if needed[2]:  # (oneDNN adds one number after the other: of 65,536, three digits are lost)
+                    db = dy.sum((0, *range(_FIRST, _OF_3D)))
+                return _dense(dx), _dense(dw), db
         return self._backward(dy, x, weight, needed)
 
     def _backward(

@@ -85,7 +85,7 @@ class Whereabouts(NamedTuple):
         ]
         positions = list(self.positions.values())
         listed = self.worker, self.generation, self.where, self.wait, own, self.awaited, groups, positions, histories
-        return json.dumps(listed, separators=(",", ":"))  # (MPI sends what is short at once)
+        return json.dumps(listed, separators=(",", ":"), default=int)  # (MPI sends what is short at once)
 
     @classmethod
     def decode(cls, message: str | bytes) -> Whereabouts:

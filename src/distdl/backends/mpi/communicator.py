@@ -23,6 +23,7 @@ from distdl.backends.mpi.leaving import Leaving
 from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
 from distdl.backends.mpi.questions import Questions
+from distdl.transport.calls import Meeting
 from distdl.transport.communicator import (
     SMALL_SUM,
     Addressed,
@@ -107,14 +108,14 @@ class MPICommunicator(Communicator):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
-        world, requests = self._world, []
+        world, requests, workers = self._world, [], []
         buffers = [(source, tensor if has_datatype(tensor) else self._landing(tensor)) for source, tensor in receives]
         ready = [(target, tensor if has_datatype(tensor) else self._readable(tensor)) for target, tensor in sends]
-        for source, buffer in buffers:
-            requests += [world.Irecv(piece, source, tag) for piece in pieces(buffer)]
-        for target, tensor in ready:
-            requests += [world.Isend(piece, target, tag) for piece in pieces(tensor)]
-        workers = [worker for worker, _ in (*buffers, *ready)]
+        for begin, ends in ((world.Irecv, buffers), (world.Isend, ready)):
+            for worker, tensor in ends:
+                found = [begin(piece, worker, tag) for piece in pieces(tensor)]
+                requests += found
+                workers += [worker] * len(found)
         deliveries = [(tensor, buffer) for (_, tensor), (_, buffer) in zip(receives, buffers, strict=True)]
         return Requests(self, requests, workers, (buffers, ready), deliveries)
 
@@ -171,7 +172,7 @@ class MPICommunicator(Communicator):
         memory = [MPI.buffer.fromaddress(one.data_ptr(), one.nbytes) for one in (ready, gathered)]
         count = [tensor.nbytes, MPI.BYTE]
         requests = [comm.Iallgather([memory[0], *count], [memory[1], *count])]
-        self.finish(requests, group, ready, gathered, needs=group)
+        self._come_together(group, requests, ready, gathered)
         ascending = np.sort(group)  # that is the order of the MPI communicator
         places = np.searchsorted(ascending, group)
         return gathered if (ascending == group).all() else gathered[torch.from_numpy(places)]
@@ -184,8 +185,12 @@ class MPICommunicator(Communicator):
         highest = values.copy()
         comm, _ = self._handle(group)
         requests = [comm.Iallreduce(MPI.IN_PLACE, [highest, len(values), MPI.INT64_T], MPI.MAX)]
-        self.finish(requests, group, needs=group)
+        self._come_together(group, requests)
         return highest
+
+    def _come_together(self, group: Group, requests: Sequence[MPI.Request], *memory: object) -> None:
+        # (of a user's own call, ``where`` names an earlier one, in which nobody needs the others)
+        self.finish(requests, group, *memory, needs=group if isinstance(self.where, Meeting) else ())
 
     def _higher(self, other: int, values: IntArray) -> IntArray:
         """The maximum with the values of one other worker: a message each way."""
@@ -230,7 +235,7 @@ class MPICommunicator(Communicator):
         known = self._handles.get(group)
         if known is None:
             self._check_released()
-            workers = tuple(sorted(group))
+            workers = tuple(sorted(map(int, group)))  # (the integers may be NumPy's)
             if workers not in self._groups:
                 self._groups[workers] = self._create(workers)
             handle = self._groups[workers], workers.index(group[0])
@@ -287,9 +292,10 @@ class MPICommunicator(Communicator):
     def finish(
         self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object, needs: Group | None = None
     ) -> None:
-        """Wait until all requests, which are to or from the given workers, are through with the memory.
+        """Wait until all requests are through with the memory.
 
         Args:
+            workers: the other end of each message; of one of MPI's own calls, the group.
             needs: of one of MPI's own calls, the workers that have to come to it before this one can go on, if that is
                 known; None of messages.
         """
@@ -346,18 +352,14 @@ class MPICommunicator(Communicator):
             if waited > _PATIENCE:
                 self._questions.missing = self._unfinished(requests, workers) if needs is None else needs
                 self._questions.answer()
-                asked = workers if len(requests) == len(workers) else self._next(workers)
-                self._questions.compare(asked, waited, workers)
-                self._check_left(requests, workers)
-            if waited > self.timeout:
-                if len(requests) == len(workers):
-                    workers = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
-                raise self._missing(workers)
+                self._questions.compare(workers if needs is None else self._next(workers), waited, workers)
+                self._check_left(requests, workers, needs is None)
+            late = waited > self.timeout and (self._unfinished(requests, workers) if needs is None else workers)
+            if late:
+                raise self._missing(late)
 
     def _unfinished(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
-        """The workers of messages that are not through; none where some go in pieces, which nobody counts."""
-        if len(requests) != len(workers):
-            return ()
+        """The workers of messages that are not through."""
         return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]
 
     def _next(self, group: Sequence[int]) -> Sequence[int]:
@@ -366,17 +368,14 @@ class MPICommunicator(Communicator):
             return ()
         return (group[(group.index(self.rank) + 1) % len(group)],)
 
-    def _check_left(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> None:
+    def _check_left(self, requests: Sequence[MPI.Request], workers: Sequence[int], are_messages: bool) -> None:
         """Raise if the requests can never be through, because a worker that they need has come to its end."""
         if not self._leaving.look():
             return
-        if self.rank in workers:  # a group, whose members call together
+        if are_messages:
+            gone = self._leaving.among(self._unfinished(requests, workers))
+        else:  # a group, whose members call together
             gone = self._leaving.before_last_call(tuple(sorted(workers)))
-        elif len(requests) == len(workers):
-            missing = [w for w, request in zip(workers, requests, strict=True) if not request.Test()]
-            gone = self._leaving.among(missing)
-        else:
-            return
         if gone:
             raise CommunicationError(
                 f"worker {self.rank} waits in {self.place} for {name_workers(gone)}, which had come to the end of the "

@@ -116,7 +116,7 @@ class Questions:
         key = worker, group
         if key not in self._answers and key not in self._asked:
             self._asked.add(key)
-            self._send(json.dumps(group).encode(), worker, _ASK_CALLS)
+            self._send(json.dumps(group, default=int).encode(), worker, _ASK_CALLS)
         return self._answers.get(key)
 
     def tell(self, failure: CommunicationError) -> None:
