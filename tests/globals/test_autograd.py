@@ -9,6 +9,7 @@ import pytest
 import torch
 from launched import assert_close, assert_told_apart, on_workers, split
 from same import Global, assert_same, noise
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -427,8 +428,15 @@ def test_second_derivatives_of_what_runs_on_one_worker():
 @on_workers
 def test_nothing_passes_by_the_table():
     x = split(x35)
-    with pytest.raises(RuntimeError, match="without passing through its table"):
+    with (
+        pytest.raises(RuntimeError, match="without passing through its table"),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
+        x * 2
+    with pytest.raises(RuntimeError, match=r"transforms of torch\.func do"):
         torch.func.grad(lambda a: (a * 2).sum())(x)
+    with pytest.raises(RuntimeError, match=r"torch\.vmap and .* do not work"), TransformGetItemToIndex():
+        torch.vmap(lambda place: x[place, place])(torch.arange(3))  # (as masks of language models are made)
     for memory in (torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.storage_type):
         with pytest.raises(TypeError, match="memory"):
             memory(x)

@@ -183,6 +183,15 @@ ALGEBRA = {
 OF_INTEGERS = {
     "unravel_index": lambda x: (*torch.unravel_index(x + 9, (3, 10)), *torch.unravel_index(x[0] + 9, 40)),
     "cumsum_": lambda x: (x.int().cumsum_(0), (x + 1).cumsum_(1)),
+    "cumsum of a dtype": lambda x: [
+        torch.cumsum(100 + x, dim, dtype=dtype) for dim in (0, 1) for dtype in (torch.int32, torch.uint8, torch.float32)
+    ],
+    "cumprod of a dtype": lambda x: (x.cumprod(0, dtype=torch.int8), x.cumprod(1, dtype=torch.int16)),
+    "trapezoid of bytes": lambda x: [
+        torch.trapezoid((x + 9).mul(9).to(dtype), dim=dim, dx=3)
+        for dtype in (torch.uint8, torch.int8)
+        for dim in (0, 1)
+    ],
     "tril_": lambda x: (x + 1).tril_(),
     "kron": lambda x: torch.kron(x, torch.tensor([1, 2.5])),
     "put": lambda x: torch.put(x, x[0, :2] + 9, torch.tensor([5, 6])),
@@ -334,6 +343,7 @@ REFUSED = {
     "diagonal_scatter of another": lambda x: x.diagonal_scatter(torch.ones(4).double()),
     "take": lambda x: torch.take(x, torch.tensor([0, 3], dtype=torch.int32)),
     "take of a mask": lambda x: torch.take(x, x > 0),
+    "cumsum of truth": lambda x: x.cumsum(0, dtype=torch.bool),
     "trapezoid of other points": lambda x: torch.trapezoid(x, x[0, :2]),
     "cumulative trapezoid of other points": lambda x: torch.cumulative_trapezoid(x, x[0, :2]),
     "gradient of third order": lambda x: torch.gradient(x, edge_order=3),

@@ -415,6 +415,9 @@ USES = {
     "weights alone": lambda m, x: x * Swish.apply(m.w),
     "checkpoint": lambda m, x: checkpoint(lambda x: Swish.apply(x * m.w), x, use_reentrant=False),
     "reentrant checkpoint": lambda m, x: checkpoint(lambda x: (x * m.w).sin() * m.v, x * m.w, use_reentrant=True),
+    "reentrant checkpoint that gives a copy": lambda m, x: torch.mul(
+        *checkpoint(lambda x: (x.sin() * m.v, m.w * 2), x, use_reentrant=True)
+    ),
     "without gradients": lambda m, x: x * m.w + _without(Swish.apply, x),
 }
 

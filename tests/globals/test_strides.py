@@ -115,6 +115,42 @@ def test_what_torch_copies_may_be_written(shape):
     distdl.run_workers(work, 4)
 
 
+STEPS = {
+    "linear": lambda u, w: F.linear(u, w, w[0]), "linear without a bias": F.linear, "matmul": lambda u, w: u @ w,
+    "einsum": lambda u, w: torch.einsum("bij,kj->bik", u, w), "tensordot": lambda u, w: torch.tensordot(u, w, 1),
+    "bilinear": lambda u, w: F.bilinear(u, u, w.expand(6, 6, 6)),
+    "products": lambda u, w: (u @ w) @ (u @ w).mT @ (u @ w),
+    "linear of rows": lambda u, w: F.linear(u.transpose(0, 1), w).transpose(0, 1), "sine": lambda u, w: u.sin(),
+    "group norm": lambda u, w: F.group_norm(u, 2, w[0, :4]), "instance norm": lambda u, w: F.instance_norm(u * 1) @ w,
+    "instance norm of it": lambda u, w: F.instance_norm(u, weight=w[0, :4]),
+    "layer norm": lambda u, w: F.rms_norm(u, (6,), w[1]),
+    "attention": lambda u, w: F.multi_head_attention_forward(
+        u, u, u, 6, 2, w.repeat(3, 1), None, None, None, False, 0.0, w, None
+    )[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_are_written_beside_each_other(name, samples):
+    """Rollouts: where torch computes with a copy of a step, what is written later is no error, on any worker."""
+
+    def rollout(x, weight):
+        u = x.new_zeros(x.shape[0], 3, *x.shape[1:])
+        u[:, 0] = x
+        for t in range(2):
+            u[:, t + 1] = STEPS[name](u[:, t], weight)
+        return u
+
+    weight = noise(6, 6, seed=3) / 3
+    try:
+        rollout(noise(samples, 4, 6).requires_grad_(), weight.clone().requires_grad_()).sum().backward()
+    except RuntimeError as error:  # (torch computes with the step itself)
+        assert name in ("sine", "layer norm") and "modified by an inplace operation" in str(error)
+        return
+    assert_same(rollout, Global(noise(samples, 4, 6)), weight, grids=[(2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1)])
+
+
 def test_functions_of_elements_keep_the_order_of_memory():
     whole = noise(2, 3, 5)
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import distdl
 from distdl import GlobalTensor
+from distdl.globals.models import copies
 
 x35 = noise(3, 5)
 
@@ -474,6 +475,28 @@ class Masked(nn.Linear):
         return super().forward(x)
 
 
+class Listed(nn.Linear):
+    """A layer that sets its weights where nobody reads them by name."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__(5, 5)
+        self.style = style
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.style == "vector":
+            vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+            nn.utils.vector_to_parameters(vector.clamp(-0.2, 0.2), self.parameters())
+        elif self.style == "without gradients":
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.data = p.clamp(-0.2, 0.2)
+        elif self.style == "applied":
+            self._apply(lambda p: p.clamp(-0.2, 0.2))
+        else:
+            return self.to(torch.float32)(x.float()).double() if x.dtype is torch.float64 else super().forward(x)
+        return super().forward(x)
+
+
 def _two_steps(model, x):
     optimiser = torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.1)
     for _ in range(2):
@@ -488,6 +511,23 @@ def _two_steps(model, x):
 def test_weights_that_are_masked_in_each_forward(style, weights):
     torch.manual_seed(0)
     model = nn.Sequential(Masked(style), nn.Tanh(), Masked(style)).double()
+    wanted = _two_steps(deepcopy(model), x35)
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("style", ["vector", "without gradients", "applied", "of another dtype"])
+def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):
+    monkeypatch.setattr(copies, "_BUCKET", 200)  # (several buckets, of which some are read later)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), Listed(style), nn.Tanh(), Listed(style)).double()
     wanted = _two_steps(deepcopy(model), x35)
 
     def work() -> None:

@@ -9,6 +9,7 @@ elements make has the strides that torch says they make of such tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -212,6 +213,43 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
         return False
 
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
+
+
+def copied_to_merge(x: Any, groups: Sequence[Sequence[int]]) -> Any:
+    """A copy of x where torch copies it to merge dims, and so saves no view of what may be written afterwards; else x.
+
+    Where a block has to be copied for that, it will be, so only one that need not is copied here.
+
+    Args:
+        groups: of dims that are merged, in the order in which torch puts them.
+    """
+    if type(x) is not GlobalTensor or "_strides" not in x.__dict__:
+        return x
+    order = [dim for group in groups for dim in group]
+
+    def merges(whole: torch.Tensor) -> bool:
+        try:
+            whole.permute(order).view([prod(whole.shape[dim] for dim in group) for group in groups])
+        except RuntimeError:
+            return False
+        return True
+
+    key = ("merges", x.shape, x._strides, tuple(map(tuple, groups)))
+    if x._context.keep(key, lambda: merges(_whole(x))) or not merges(x._block):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def copied_if_apart(x: GlobalTensor) -> Any:
+    """The same where torch copies what lies neither contiguous nor as channels_last."""
+
+    def lies_dense() -> bool:
+        whole = _whole(x)
+        return whole.is_contiguous(memory_format=torch._prims_common.suggest_memory_format(whole))
+
+    if not strides_of(x) or x._context.keep(("dense", x.shape, x._strides), lies_dense):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -157,8 +157,8 @@ class GlobalTensor(torch.Tensor):
             )
         raise RuntimeError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
-            "functions, and C++ code, do); a block would be taken for the whole tensor. Call it on x.to_local() or "
-            "x.full_tensor(), or through distdl.local_map"
+            "functions, C++ code, and transforms of torch.func do); a block would be taken for the whole tensor. Call "
+            "it on x.to_local() or x.full_tensor(), or through distdl.local_map"
         )
 
     # -- what is known without a message (torch's stubs let all of it be written)

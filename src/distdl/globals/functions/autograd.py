@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from distdl.globals.entry import NO_TANGENTS
+from distdl.globals.entry import NO_TANGENTS, full_tensor
 from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, moved, part_of
@@ -176,7 +176,8 @@ def _output(y: Any) -> Any:
 def _seed(y: Any, dy: Any) -> torch.Tensor | None:
     """This worker's part of the gradient with which a backward begins."""
     if type(y) is not GlobalTensor:
-        return None if dy is None else variable_of(dy)
+        # (a checkpoint with re-entry gives the copies that it has made as global tensors, and gets such gradients)
+        return None if dy is None else variable_of(full_tensor(dy) if type(dy) is GlobalTensor else dy)
     if dy is None:
         if y.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")

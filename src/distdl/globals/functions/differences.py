@@ -44,8 +44,10 @@ def trapezoid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         judged(func, args, kwargs)
         if not y.shape[dim]:
             return fall_back(func, args, kwargs)
-        first, second = _sides(y, dim)
         added = torch.cumsum if func is torch.cumulative_trapezoid else torch.sum
+        if x is None and added is torch.sum:  # (torch's own formula, which adds up bytes as larger integers)
+            return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
+        first, second = _sides(y, dim)
         if x is None:
             return added(first + second, dim) * (dx / 2)
         return added(_widths(x, y, dim) * (first + second), dim) / 2

@@ -15,6 +15,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
 from distdl.globals.operands import block_of
+from distdl.globals.strides import copied_if_apart
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op
@@ -156,7 +157,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=use_input_stats)
         running = _running(running_mean, running_var)
         key = (momentum, eps, bool(running), bool(use_input_stats))
-        channels = input.shape[1]
+        channels, input = input.shape[1], copied_if_apart(input)
         return _normalised(
             lambda: InstanceNorm(channels, eps, momentum, bool(running), bool(use_input_stats), everywhere=True),
             key, input, "instance_norm", weight, bias, running,
@@ -189,7 +190,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made.check("group_norm")
             return made
 
-        return _normalised(op, (num_groups, eps), input, "group_norm", weight, bias)
+        return _normalised(op, (num_groups, eps), copied_if_apart(input), "group_norm", weight, bias)
 
     return run_(*args, **kwargs)
 

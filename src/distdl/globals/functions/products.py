@@ -14,6 +14,7 @@ from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
+from distdl.globals.strides import copied_to_merge
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local, zeros_on
@@ -40,7 +41,17 @@ def contract(
         product.__name__ = name
         y: GlobalTensor = fall_back(product, tuple(operands), {})
         return y
+    if len(operands) > 1 and torch.is_grad_enabled():
+        operands = [copied_to_merge(one, _merged(place, labels, out)) for place, one in enumerate(operands)]
     return work_on(operands, labels, out)(func, operands, name)
+
+
+def _merged(place: int, labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> list[list[int]]:
+    """The dims of an operand that torch merges for a product: those of labels which the same others have."""
+    groups: dict[Hashable, list[int]] = {}
+    for dim, label in enumerate(labels[place]):
+        groups.setdefault((*(label in own for own in labels), label in out), []).append(dim)
+    return list(groups.values())
 
 
 @handles("linear", "functional")
@@ -59,6 +70,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     ("linear", layout, weight.shape[0]),
                     lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
                 )
+                if torch.is_grad_enabled():
+                    input = copied_to_merge(input, [range(input.dim() - 1), [input.dim() - 1]])
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,28 +30,31 @@ def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
         if not dims:
             return GlobalTensor._of(block.clone(), layout)
-        judge_dtype(lambda one: func(one, 0), x)
+        judge_dtype(lambda one: func(one, 0, dtype=wanted), x)
+        if wanted is torch.bool:
+            func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # (for torch's error)
         (along,) = dims
-        y = getattr(torch, name)(block, along)
+        y = getattr(torch, name)(block, along, dtype=wanted)  # (else torch adds up small integers as larger ones)
         y = y if name == "cumsum" else always_curved(y, block)
         if not split_along(layout, dims):
             return GlobalTensor._of(y, layout)
-        reduce: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else _product
+        total: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else _product
+        reduce = partial(total, dim=along, keepdim=True, dtype=wanted)
         shape, least = reduced_shape(layout, dims), (1,) * x.dim()
         if layout.active and block.numel() == 0 and 0 not in shape:
-            whole = reduce(block, along, keepdim=True)  # (0 or 1)
+            whole = reduce(block)  # (0 or 1)
         else:
-            whole = local(lambda one: reduce(one, along, keepdim=True), shape, (block, least))
+            whole = local(reduce, shape, (block, least))
         owned, needed = layout.context.keep(("in front", layout, along), lambda: _in_front(layout, along))
         before = moved_block(whole, owned, needed, name)
-        before = reduce(before, along, keepdim=True) if layout.active else before.reshape(layout.local)
+        before = reduce(before) if layout.active else before.reshape(layout.local)
         return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 
     return run(*args, **kwargs)
 
 
-def _product(x: torch.Tensor, dim: int, keepdim: bool) -> torch.Tensor:
-    return always_curved(torch.prod(x, dim, keepdim), x)
+def _product(x: torch.Tensor, dim: int, keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    return always_curved(torch.prod(x, dim, keepdim, dtype=dtype), x)
 
 
 def _in_front(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:

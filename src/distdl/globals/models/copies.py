@@ -247,12 +247,21 @@ class Replicas:
         if self._plain and self.running:
             return parameter
         copy = self._copies.get(id(parameter))
-        if copy is not None:
-            return copy
-        bucket = self._entering.get(id(parameter))
-        if bucket is None:
-            return parameter
-        self._read(bucket.context, bucket.parameters, bucket.entering.use())
+        if copy is None:
+            bucket = self._entering.get(id(parameter))
+            if bucket is None:
+                return parameter
+            self._read(bucket.context, bucket.parameters, bucket.entering.use())
+            copy = self._copies[id(parameter)]
+        plain = copy._plain
+        if plain.data_ptr() != parameter.data_ptr() or plain.dtype is not parameter.dtype:
+            copy = self._read_again(copy._context, parameter)
+        return copy
+
+    def _read_again(self, context: Context, parameter: torch.Tensor) -> Replica:
+        """Let a parameter enter by itself whose ``data`` the forward has set since it has entered."""
+        with torch.enable_grad():
+            self._read(context, [parameter], enter(context, [parameter]))
         return self._copies[id(parameter)]
 
     def settled(self, value: Any) -> Any:
