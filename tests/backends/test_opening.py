@@ -136,7 +136,11 @@ def listener(answer):
                     return
 
         threading.Thread(target=serve, daemon=True).start()
-        yield listening.getsockname()[1]
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            for one in kept:
+                one.close()
 
 
 @contextmanager

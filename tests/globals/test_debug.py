@@ -57,6 +57,16 @@ UNHEARD = {
     "numbers": (lambda x: x * 2.5, lambda x: x * 2.25, "; 2.5)", "; 2.25)"),
     "named numbers": (lambda x: x.clamp(min=0), lambda x: x.clamp(max=0), "min=0)", "max=0)"),
     "plain tensors": (lambda x: x + noise(5), lambda x: x + noise(5, seed=1), "a plain 5 torch.float64 with checksum"),
+    "weights": (
+        lambda x: x + torch.nn.Parameter(noise(5), False),
+        lambda x: x + torch.nn.Parameter(noise(5, seed=1), False),
+        "a plain 5 torch.float64 with checksum",
+    ),
+    "numbers of a sum": (
+        lambda x: x + x.sum() * 2,
+        lambda x: x + x.sum() * 3,
+        "mul(a number, torch.float64, on worker",
+    ),
     "places": (lambda x: x[torch.tensor([0, 2])], lambda x: x[torch.tensor([2, 0])], "2 torch.int64 with checksum"),
     "inputs": (lambda x: fed(0), lambda x: fed(1), "called a distributed model with a plain 3x5 torch.float64 with"),
     "inside": (lambda x: model(False, False), lambda x: model(False, True), "in module 1", "nothing more"),

@@ -1,6 +1,7 @@
 """Weights that every worker has whole, and that are written otherwise on some: an error, and the same on all."""
 
 import copy
+import functools
 import gc
 import subprocess
 import sys
@@ -357,6 +358,33 @@ def test_plain_inputs_of_their_own_are_found_before_anything_is_computed(what, w
 
     run(work)
     assert len(texts) == 4 and len(set(texts.values())) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Conv1d(3, 6, 3), lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 2))])
+def test_weights_of_a_model_that_nobody_has_distributed(make):
+    """Workers may build them otherwise, and then each computes its block with weights of its own."""
+    told = []
+
+    def work(differs):
+        P = distdl.world()[:2].reshape(2, 1, 1)
+        model = make().double()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.copy_(noise(*one.shape, seed=int(differs and distdl.world().rank == 1)))
+        x = distdl.distribute_tensor(noise(4, 3, 4), P)
+        for _ in range(2):
+            try:
+                model(x).square().sum().backward()
+            except ValueError as error:
+                told.append(str(error))
+                return None
+        return model(x).square().sum().item()
+
+    alike = distdl.run_workers(functools.partial(work, False), 3)
+    assert len(set(alike)) == 1 and not told
+    distdl.run_workers(functools.partial(work, True), 3)
+    assert len(told) == 3 and len(set(told)) == 1
+    assert "of no distributed model" in told[0] and "on worker 0 differs by" in told[0] and "on worker 1" in told[0]
 
 
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():

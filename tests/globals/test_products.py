@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from same import GRIDS, Global, assert_same, noise
+from same import GRIDS, Global, assert_raises_the_same, assert_same, noise
 from torch import nn
 from torch.nn import functional as F
 
@@ -241,3 +241,21 @@ def test_many_samples_are_split_where_features_were(samples, split):
         return y.layout.partition.workers.shape, z.layout.partition.workers.shape
 
     assert distdl.run_workers(work, 2) == [(split, split)] * 2
+
+
+@pytest.mark.parametrize("ends", [[4, 5, 12], [0, 12, 12], [1, 2, 12]])
+def test_rows_that_are_sorted_by_groups(ends):
+    """As mixtures of experts compute; in float32, which torch asks for."""
+    x, weight = noise(12, 16, dtype=torch.float32), noise(3, 16, 8, dtype=torch.float32)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    grids = [(2, 1), (5, 1), (1, 2), (2, 2)]
+    for offs in (ends, Global(ends, (2,))):
+        assert_same(
+            lambda x, w, offs: F.grouped_mm(x, w, offs=offs), Global(x), weight, offs, grids=grids, tolerance=1e-5
+        )
+
+
+def test_what_torch_refuses_of_groups_is_refused_on_every_worker():
+    x, weight, ends = noise(12, 16), noise(3, 16, 8), torch.tensor([4, 5, 12], dtype=torch.int32)
+    assert_raises_the_same(lambda x: F.grouped_mm(x, weight, offs=ends), x)
+    assert_raises_the_same(lambda x: F.grouped_mm(x.float(), weight.float(), offs=ends.long()), x)

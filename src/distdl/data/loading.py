@@ -45,7 +45,7 @@ class DataLoader(data.DataLoader[Any]):
     """torch's loader, of batches that are global tensors.
 
     Every worker makes one with the same arguments and goes through it. Samples come in the same order on every worker;
-    at the begin of each epoch the workers compare, by two small messages, what it follows from.
+    at the start of each epoch the workers compare, by two small messages, what it follows from.
 
     Args:
         dataset: a :class:`BlockDataset`; or what ``torch.utils.data`` makes of some: a ``Subset``, as ``random_split``

@@ -10,6 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl import environment
 from distdl.environment.arguments import known
@@ -132,6 +133,7 @@ class Context:
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
+        compared: the parameters of no distributed model that have been the same on all workers.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
@@ -148,6 +150,7 @@ class Context:
         self.draws = Draws()
         self.draws_plain = False
         self.samples = Samples()
+        self.compared = WeakIdKeyDictionary()
         self.models: WeakSet[torch.nn.Module] = WeakSet()
         self.under_way: dict[Any, Any] = {}
 

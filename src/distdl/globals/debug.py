@@ -20,6 +20,7 @@ from distdl.globals.nested import tensors_in
 from distdl.globals.paths import current_path
 from distdl.partition import dims
 from distdl.transport import Communicator
+from distdl.transport.communicator import name_workers
 
 
 class _Here(threading.local):
@@ -31,6 +32,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _PAST = 1000  # calls that are remembered
+_SAME = (torch.Tensor, torch.nn.Parameter)  # (of a distributed model, a forward reads copies)
 _SHOWN = 80  # characters of the numbers of a call
 # (what one worker may ask by itself, in a line that it prints)
 _ASKED_ALONE = frozenset(
@@ -124,7 +126,7 @@ def _checksum(cells: Any) -> str:
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
-    if not whole or type(x) is not torch.Tensor or x.is_nested or x.layout is not torch.strided or x.is_meta:
+    if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
     with torch._C.DisableTorchFunction():
         x = x.detach().clone(memory_format=torch.contiguous_format)  # (an array over its own memory would mark that)
@@ -135,4 +137,6 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
 def _split(x: Any, layout: Any) -> str:
     sizes = ", ".join("+".join(str(stop - start) for start, stop in along) for along in layout.intervals)
     gradient = " with gradient" if x._block.requires_grad else ""
+    if not sizes:
+        return f"a number, {x.dtype}, on {name_workers(layout.partition.workers.ravel().tolist())}{gradient}"
     return f"{dims(layout.extents)} {x.dtype} over {layout.partition} in blocks {sizes}{gradient}"

@@ -179,7 +179,15 @@ def _align(
     context: Context, described: Sequence[Any], lead: int | None
 ) -> tuple[KnownLayout, tuple[KnownLayout | None, ...]]:
     shapes = [one.size if isinstance(one, KnownLayout) else one for one in described]
-    extents = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+    try:
+        extents = torch.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+    except RuntimeError as error:
+        if all(isinstance(one, KnownLayout) or not one for one in described):
+            raise
+        raise RuntimeError(
+            f"{error} (a plain tensor beside a global one is a whole one, the same on every worker; of blocks, as "
+            "to_local() gives them, GlobalTensor.from_local makes a global tensor)"
+        ) from None
     target = _target(extents, described, lead)
     needs: list[KnownLayout | None] = []
     for one in described:

@@ -17,8 +17,11 @@ from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
+from distdl.globals.samples import Sample, how_apart
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
+from distdl.partition import dims
+from distdl.partition.sharing import gather_values
 
 
 def complex_part(name: str) -> Any:
@@ -207,7 +210,31 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
         return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor, strict):
         return tensor
+    if strict and type(tensor) is torch.nn.Parameter and not is_on_blocks():
+        _compare(context, tensor)
     return enter(context, [tensor])[0]
+
+
+def _compare(context: Context, parameter: torch.nn.Parameter) -> None:
+    """Check that workers have the same parameter, of no distributed model, where it enters first. Collective.
+
+    Raises: ValueError, the same on every worker.
+    """
+    if parameter in context.compared or context.comm.imagined or len(context.everyone) == 1:
+        return
+    context.compared[parameter] = True
+    context.comm.where = what = "comparing a parameter that stands beside global tensors"
+    first, *others = [
+        Sample(*one) for one in gather_values(context.comm, context.everyone, what, tuple(Sample.of(parameter)))
+    ]
+    for worker, theirs in enumerate(others, 1):
+        how = how_apart(first, theirs)
+        if how:
+            raise ValueError(
+                f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every "
+                f"worker; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. "
+                "distdl.distribute(model, P) gives all workers the weights of worker 0"
+            )
 
 
 def mark(tensor: torch.Tensor, context: Context) -> None:

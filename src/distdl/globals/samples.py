@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
+from distdl.partition import dims
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.modes import unobserved
 
@@ -134,6 +135,16 @@ def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:
     except TypeError:  # (NumPy has not all dtypes)
         found = x.float().numpy()
     return found
+
+
+def how_apart(ours: Sample, theirs: Sample) -> str:
+    """How a tensor of another worker differs from ours, beyond rounding; empty if it does not."""
+    if theirs.values.size != ours.values.size and theirs.shape == ours.shape:
+        return "is sparse, or has no values, there or"
+    if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+        return f"is {dims(theirs.shape)} {theirs.dtype}"
+    apart = difference(ours, theirs)
+    return f"differs by {apart:.3g}" if apart else ""
 
 
 def difference(ours: Sample, theirs: Sample) -> float:

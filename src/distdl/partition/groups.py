@@ -63,9 +63,11 @@ def topology(workers: IntArray, shape: ArrayLike, how_to_start: Callable[[int], 
     if not extents or min(extents) < 1 or prod(extents) != workers.size:
         places, fewest = max(prod(extents), 0), abs(prod(extents))
         there = "is 1 worker" if workers.size == 1 else f"are {workers.size} workers"
+        hint = f"; P[:{fewest}] has the first {fewest} of them" if 0 < fewest < workers.size else ""
+        hint = how_to_start(fewest) if fewest > workers.size else hint
         raise ValueError(
             f"a topology must have as many places as there are workers; {dims(extents)} has {places} "
-            f"places, and there {there} ({describe(workers)}){how_to_start(fewest) if fewest > workers.size else ''}"
+            f"places, and there {there} ({describe(workers)}){hint}"
         )
     return workers.reshape(extents)
 

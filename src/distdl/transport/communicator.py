@@ -359,7 +359,10 @@ class Communicator(ABC):
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a communicator belongs to its process and cannot be pickled; of a network, call distdl.save")
+        raise TypeError(
+            "partitions and layers, and what else has a communicator, belong to their process and cannot be pickled: "
+            "make a partition where it is used, and of a network, call distdl.save"
+        )
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:

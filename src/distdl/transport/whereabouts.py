@@ -118,7 +118,8 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
             return (
                 f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}: the calls of "
                 f"{name_workers(group)} differ since exchange {first}, which was {own} on worker "
-                f"{comm.rank}, and another one on worker {other.worker}"
+                f"{comm.rank}, and another one on worker {other.worker} "
+                "(DISTDL_DEBUG=1 says where they began to differ, of functions of global tensors)"
             )
         number, met, met_after = other.counts[group]
         past_each_other = (calls.number - number) * (calls.met - met) < 0

@@ -9,6 +9,7 @@ import torch
 
 from distdl.backends import chosen, find
 from distdl.partition.arguments import checks_arguments
+from distdl.partition.sharing import gather_values
 from distdl.tensors.failures import forget_failed
 from distdl.transport.communicator import Communicator
 from distdl.workers.processes import run_processes
@@ -73,6 +74,8 @@ def _run_here(function: Callable[[], Result], workers: int, backend: str) -> lis
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return P.allgather_data(function())
+        found = function()
+        P.comm.where = where = "the end of run_workers, where the results of all workers are gathered"
+        return gather_values(P.comm, tuple(range(P.size)), where, found)
     finally:
         torch.set_num_threads(threads)

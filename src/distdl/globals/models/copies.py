@@ -175,7 +175,7 @@ class Buffers(dict[str, Any]):
 
 
 class Replicas:
-    """Every worker has all parameters. They enter together at the begin of a forward, in buckets if they are many."""
+    """Every worker has all parameters. They enter together at the start of a forward, in buckets if they are many."""
 
     def __init__(self, module: torch.nn.Module, P: Partition) -> None:
         self.module, self.P = module, P

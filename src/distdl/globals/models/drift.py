@@ -25,7 +25,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.equality import bytes_of
-from distdl.globals.samples import Kept, Sample, difference
+from distdl.globals.samples import Kept, Sample, how_apart
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
@@ -201,9 +201,10 @@ class Drift:
             raise ValueError(
                 f"a distributed model needs the same weights on every worker; {name} of worker {worker} differs from "
                 f"that of worker 0 by {told[worker]:.3g}, where its largest value is {largest:.3g}. What writes into "
-                "weights and buffers after the first forward has to write the same everywhere: initial values that are "
-                "drawn again come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all of them before "
-                "each forward)"
+                "weights and buffers after the first forward has to write the same everywhere: optimisers take the "
+                "same steps with the same options (learning rate, clipping), gradients are the same, and initial "
+                "values that are drawn again come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all "
+                "of them before each forward)"
             )
 
 
@@ -237,15 +238,9 @@ def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
 
     Raises: ValueError.
     """
-    if theirs.values.size != first.values.size and theirs.shape == first.shape:
-        how = "is sparse, or has no values, there or"
-    elif (theirs.shape, theirs.dtype) == (first.shape, first.dtype):
-        apart = difference(first, theirs)
-        if not apart:
-            return
-        how = f"differs by {apart:.3g}"
-    else:
-        how = f"is {dims(theirs.shape)} {theirs.dtype}"
+    how = how_apart(first, theirs)
+    if not how:
+        return
     raise ValueError(
         f"a plain tensor beside a global one, or that a distributed model takes, is the same on every worker, and each "
         f"takes a part of it; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. Let all "

@@ -143,8 +143,9 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
             if (name, one) != (other, checksum):
                 raise ValueError(
                     f"a distributed model needs the same weights on every worker; {name} of worker 0 differs from "
-                    f"{other} of worker {worker}. What changes them has to do the same everywhere: make initial values "
-                    "before distribute, and let an optimiser that draws numbers draw by one seed"
+                    f"{other} of worker {worker}. What changes them has to do the same everywhere: optimisers take "
+                    "the same steps with the same options (learning rate, clipping), gradients are the same, initial "
+                    "values are made before distribute, and an optimiser that draws numbers draws by one seed"
                 )
 
 
