@@ -1,6 +1,7 @@
 import functools
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(config, items):
         cuda = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=cuda)
         items[:] = [item for item in items if item not in cuda]
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        reason = "torch's compiler ends the process where two threads call it without the interpreter's lock"
+        for item in items:
+            if item.get_closest_marker("compiles"):
+                item.add_marker(pytest.mark.skip(reason=reason))
     first = ("processes with limits", "processes")  # (the longest turns)
     items.sort(key=lambda item: first.index(turn) if (turn := turn_of(item.nodeid)) in first else len(first))
 

@@ -112,6 +112,8 @@ def padding(site: Site) -> LayerOf:
     mode = {"C": "constant", "R": "reflect"}[theirs[0]]
     mode = "replicate" if theirs.startswith("Repl") else "circular" if theirs.startswith("Circ") else mode
     value = (("value", 0.0),) if mode == "constant" else ()
+    if mode == "circular":  # (of cropped dims, torch's repeats memory that nobody wrote)
+        sizes = tuple(max(size, 0) for size in sizes)
     return LayerOf("DistributedPad", theirs, (site.any(),), (("padding", sizes), *value), (("mode", mode),))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import distdl
 
 pytestmark = [
+    pytest.mark.compiles,
     pytest.mark.timeout(120),  # the compiler alone takes seconds to import
     # the compiler looks at it, and hides what torch says of that in a way that a filter for errors comes before
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

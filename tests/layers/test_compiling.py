@@ -7,6 +7,7 @@ from helpers_layers import on_workers
 from distdl.nn import DistributedBatchNorm, DistributedConv1d, DistributedMSELoss, Module, Repartition
 
 pytestmark = [
+    pytest.mark.compiles,
     pytest.mark.timeout(120),  # the compiler alone takes seconds to import
     # the compiler looks at it, and hides what torch says of that in a way that a filter for errors comes before
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
