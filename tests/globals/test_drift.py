@@ -387,6 +387,24 @@ def test_weights_of_a_model_that_nobody_has_distributed(make):
     assert "of no distributed model" in told[0] and "on worker 0 differs by" in told[0] and "on worker 1" in told[0]
 
 
+def test_weights_of_such_a_model_may_be_set_anew_on_one_worker():
+    def work():
+        x = distdl.distribute_tensor(noise(4, 3), distdl.world()[:2].reshape(2, 1))
+        model = nn.Linear(3, 2).double()
+        state = {name: noise(*one.shape) for name, one in model.state_dict().items()}
+        found = []
+        for assign in (False, distdl.world().rank == 0, False):
+            model.load_state_dict(state, assign=assign)
+            model.requires_grad_()
+            y = model(x).square().sum()
+            y.backward()
+            found.append(y.item())
+        return found
+
+    for found in distdl.run_workers(work, 3):
+        assert len(set(found)) == 1
+
+
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))

@@ -250,9 +250,11 @@ def test_rows_that_are_sorted_by_groups(ends):
     ends = torch.tensor(ends, dtype=torch.int32)
     grids = [(2, 1), (5, 1), (1, 2), (2, 2)]
     for offs in (ends, Global(ends, (2,))):
-        assert_same(
-            lambda x, w, offs: F.grouped_mm(x, w, offs=offs), Global(x), weight, offs, grids=grids, tolerance=1e-5
-        )
+        for function in (
+            lambda x, w, e: F.grouped_mm(x, w, offs=e), lambda x, w, e: F.grouped_mm(x, w, offs=e).t().contiguous(),
+            lambda x, w, e: F.grouped_mm(x.t().contiguous().t(), w, offs=e).sin(),
+        ):  # fmt: skip
+            assert_same(function, Global(x), weight, offs, grids=grids, tolerance=1e-5)
 
 
 def test_what_torch_refuses_of_groups_is_refused_on_every_worker():

@@ -151,6 +151,24 @@ def test_steps_that_are_written_beside_each_other(name, samples):
     assert_same(rollout, Global(noise(samples, 4, 6)), weight, grids=[(2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1)])
 
 
+@pytest.mark.parametrize("equation", ["bij,jk->bik", "bij,ik->bkj", "bij,bk->jik", "bij,ik->jbk"])
+def test_what_an_equation_has_copied_may_be_written(equation):
+    """Of one sample, nothing has to be copied to put dims into another order."""
+
+    def written(x, weight):
+        y = x * 1
+        z = torch.einsum(equation, y, weight)
+        y *= 2
+        return z, y
+
+    x, weight = noise(3, 4, 4), noise(3 if ",b" in equation else 4, 5, seed=3)
+    try:
+        sum(one.sum() for one in written(x.clone().requires_grad_(), weight.clone().requires_grad_())).backward()
+    except RuntimeError:
+        return  # (torch has not copied it)
+    assert_same(written, Global(x), weight, grids=[(3, 1, 1), (1, 2, 2), (2, 2, 1)])
+
+
 def test_functions_of_elements_keep_the_order_of_memory():
     whole = noise(2, 3, 5)
 

@@ -8,6 +8,7 @@ from launched import assert_close, on_workers, split
 from same import noise
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
@@ -480,7 +481,7 @@ class Listed(nn.Linear):
 
     def __init__(self, style: str) -> None:
         super().__init__(5, 5)
-        self.style = style
+        self.style, self.halved = style, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.style == "vector":
@@ -492,8 +493,24 @@ class Listed(nn.Linear):
                     p.data = p.clamp(-0.2, 0.2)
         elif self.style == "applied":
             self._apply(lambda p: p.clamp(-0.2, 0.2))
+        elif self.style == "transposed":
+            for p in self.parameters():
+                p.data = p.data.t()
+        elif self.style == "before a checkpoint":
+            for p in self.parameters():
+                p.data = p.data / 2
+            return checkpoint(super().forward, x, use_reentrant=False)
+        elif self.style == "in a checkpoint":
+            return checkpoint(self._halved, x, use_reentrant=False)
         else:
             return self.to(torch.float32)(x.float()).double() if x.dtype is torch.float64 else super().forward(x)
+        return super().forward(x)
+
+    def _halved(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.halved:  # (and not when it is recomputed)
+            self.halved = True
+            for p in self.parameters():
+                p.data = p.data / 2
         return super().forward(x)
 
 
@@ -523,7 +540,10 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("style", ["vector", "without gradients", "applied", "of another dtype"])
+@pytest.mark.parametrize("style", [
+    "vector", "without gradients", "applied", "of another dtype", "transposed",
+    "before a checkpoint", "in a checkpoint",
+])  # fmt: skip
 def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):
     monkeypatch.setattr(copies, "_BUCKET", 200)  # (several buckets, of which some are read later)
     torch.manual_seed(0)

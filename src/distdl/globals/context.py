@@ -133,7 +133,7 @@ class Context:
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
-        compared: the parameters of no distributed model that have been the same on all workers.
+        looked_at: how many times, of each parameter of no distributed model.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
@@ -150,7 +150,7 @@ class Context:
         self.draws = Draws()
         self.draws_plain = False
         self.samples = Samples()
-        self.compared = WeakIdKeyDictionary()
+        self.looked_at = WeakIdKeyDictionary()
         self.models: WeakSet[torch.nn.Module] = WeakSet()
         self.under_way: dict[Any, Any] = {}
 

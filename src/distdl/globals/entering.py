@@ -59,7 +59,11 @@ class Compared(Protocol):
 
 
 def enter(
-    context: Context, tensors: Sequence[torch.Tensor], compared: Compared | None = None, which: tuple[int, ...] = ()
+    context: Context,
+    tensors: Sequence[torch.Tensor],
+    compared: Compared | None = None,
+    which: tuple[int, ...] = (),
+    recomputed: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
 
@@ -67,11 +71,14 @@ def enter(
         compared: of which bits go with the gradients.
         which: the places of these tensors among all of a model, growing. Where workers differ in which enter (as one
             does that has frozen another layer), their messages never meet.
+        recomputed: whether a checkpoint in which they enter makes that anew, too.
     """
     if len(context.everyone) == 1:
         return tuple(tensors)
     total = _Sum.of(context, tensors, compared, which)
-    copies: tuple[torch.Tensor, ...] = _Enter.apply(_Way(total, compared, tensors[0].device), *tensors)
+    way = _Way(total, compared, tensors[0].device)
+    way.recomputed = recomputed
+    copies: tuple[torch.Tensor, ...] = _Enter.apply(way, *tensors)
     return copies
 
 
@@ -254,12 +261,14 @@ class _Way:
         began: of which recorded node their message is the backward.
         device: of the tensors.
         tag: of their message, where that may be sent before it is waited for.
+        recomputed: whether a checkpoint in which they enter makes that anew, too.
     """
 
     def __init__(self, total: _Sum, compared: Compared | None, device: torch.device) -> None:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
+        self.recomputed = True
         self._own = object()  # (what stands for it where sums are under way, and does not keep the parameters)
 
     def sends(self, parts: Sequence[torch.Tensor | None]) -> bool:
@@ -301,7 +310,7 @@ class _Enter(Function):
     def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.way = way
         ctx.set_materialize_grads(False)
-        ctx.checkpointed = is_checkpointed()
+        ctx.checkpointed = way.recomputed and is_checkpointed()
         if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
             ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
         return tuple([tensor.detach() for tensor in tensors])

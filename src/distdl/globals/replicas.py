@@ -17,11 +17,13 @@ from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
-from distdl.globals.samples import Sample, how_apart
+from distdl.globals.samples import BITS, Sample, bits_of, how_apart
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
+
+_FIRST = 4  # uses of a parameter that are looked at
 
 
 def complex_part(name: str) -> Any:
@@ -210,31 +212,48 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
         return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor, strict):
         return tensor
-    if strict and type(tensor) is torch.nn.Parameter and not is_on_blocks():
-        _compare(context, tensor)
-    return enter(context, [tensor])[0]
+    look = _Look.at(tensor, context) if strict and type(tensor) is torch.nn.Parameter else None
+    return enter(context, [tensor], look)[0]
 
 
-def _compare(context: Context, parameter: torch.nn.Parameter) -> None:
-    """Check that workers have the same parameter, of no distributed model, where it enters first. Collective.
+class _Look:
+    """What travels with the gradient of a parameter of no distributed model, in its first uses.
 
-    Raises: ValueError, the same on every worker.
+    Workers that have made their model anew, or deep-copied it, may count otherwise. Then they compare once more.
+
+    Attributes:
+        bits: that follow from some of its values; later, zeros.
     """
-    if parameter in context.compared or context.comm.imagined or len(context.everyone) == 1:
-        return
-    context.compared[parameter] = True
-    context.comm.where = what = "comparing a parameter that stands beside global tensors"
-    first, *others = [
-        Sample(*one) for one in gather_values(context.comm, context.everyone, what, tuple(Sample.of(parameter)))
-    ]
-    for worker, theirs in enumerate(others, 1):
-        how = how_apart(first, theirs)
-        if how:
-            raise ValueError(
-                f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every "
-                f"worker; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. "
-                "distdl.distribute(model, P) gives all workers the weights of worker 0"
-            )
+
+    def __init__(self, parameter: torch.nn.Parameter, context: Context, bits: torch.Tensor) -> None:
+        self._parameter, self._context, self.bits = parameter, context, bits
+
+    @classmethod
+    def at(cls, parameter: torch.nn.Parameter, context: Context) -> _Look:
+        uses = context.looked_at.get(parameter, 0)
+        if uses < _FIRST and len(context.everyone) <= 1 / torch.finfo(parameter.dtype).eps and not parameter.is_meta:
+            context.looked_at[parameter] = uses + 1
+            return cls(parameter, context, torch.tensor(bits_of(Sample.of(parameter).number)))
+        return cls(parameter, context, torch.zeros(BITS, dtype=torch.int64))
+
+    def compare(self) -> None:
+        """Compare the parameter itself.
+
+        Raises: ValueError, the same on every worker.
+        """
+        self._context.comm.where = what = "comparing a parameter that stands beside global tensors"
+        mine = tuple(Sample.of(self._parameter))
+        told = gather_values(self._context.comm, self._context.everyone, what, mine)
+        first, *others = [Sample(*one) for one in told]
+        for worker, theirs in enumerate(others, 1):
+            how = how_apart(first, theirs)
+            if how:
+                self._context.looked_at.pop(self._parameter, None)
+                raise ValueError(
+                    f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on "
+                    f"every worker; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. "
+                    "distdl.distribute(model, P) gives all workers the weights of worker 0"
+                )
 
 
 def mark(tensor: torch.Tensor, context: Context) -> None:

@@ -20,6 +20,9 @@ from distdl.partition import dims
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.modes import unobserved
 
+BITS = 16  # that travel with gradients
+MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
+_HALF = 1 << 63
 _VALUES = 256  # of a tensor, about
 _KEPT = 4  # tensors of a step
 _ROUNDING = 1e-3  # what a difference is at most, beside the largest value, that is none (other data differ by about 1)
@@ -135,6 +138,17 @@ def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:
     except TypeError:  # (NumPy has not all dtypes)
         found = x.float().numpy()
     return found
+
+
+def bits_of(number: int) -> list[int]:
+    """Bits that follow from all of a number of 64."""
+    mixed = mixed_of(number)
+    return [(mixed >> place) & 1 for place in range(64 - BITS, 64)]
+
+
+def mixed_of(number: int) -> int:
+    """A number of 64 bits, of which the highest follow from all of another's."""
+    return (number * MIXING + _HALF) % (2 * _HALF) - _HALF
 
 
 def how_apart(ours: Sample, theirs: Sample) -> str:

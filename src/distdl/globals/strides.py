@@ -223,9 +223,9 @@ def copied_to_merge(x: Any, groups: Sequence[Sequence[int]]) -> Any:
     Args:
         groups: of dims that are merged, in the order in which torch puts them.
     """
-    if type(x) is not GlobalTensor or "_strides" not in x.__dict__:
-        return x
     order = [dim for group in groups for dim in group]
+    if type(x) is not GlobalTensor or (not strides_of(x) and order == sorted(order)):
+        return x
 
     def merges(whole: torch.Tensor) -> bool:
         try:
@@ -234,7 +234,7 @@ def copied_to_merge(x: Any, groups: Sequence[Sequence[int]]) -> Any:
             return False
         return True
 
-    key = ("merges", x.shape, x._strides, tuple(map(tuple, groups)))
+    key = ("merges", x.shape, strides_of(x), tuple(map(tuple, groups)))
     if x._context.keep(key, lambda: merges(_whole(x))) or not merges(x._block):
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -50,8 +50,9 @@ def contract(
 
 def _merged(place: int, labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> list[list[int]]:
     """The dims of an operand that torch merges for a product: those of labels which the same others have."""
-    groups: dict[Hashable, list[int]] = {}
-    for dim, label in enumerate(labels[place]):
+    own, behind, groups = labels[place], len(out), dict[Hashable, list[int]]()
+    for dim in sorted(range(len(own)), key=lambda dim: out.index(own[dim]) if own[dim] in out else behind):
+        label = own[dim]
         groups.setdefault((*(label in own for own in labels), label in out), []).append(dim)
     return list(groups.values())
 
@@ -432,7 +433,10 @@ def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)
         start, stop = layout.box[0]
         mine = (ends - start).clamp(0, stop - start).to(ends.dtype)
-        return GlobalTensor._of(func(block, weight, offs=mine, out_dtype=out_dtype), target)
+        y = func(block.contiguous(), weight, offs=mine, out_dtype=out_dtype)
+        if y.requires_grad:  # (torch refuses rows, and columns, that do not begin at multiples of 16 bytes)
+            y.register_hook(torch.Tensor.contiguous)
+        return GlobalTensor._of(y, target)
 
     return run(*args, **{_FORMER.get(name, name): value for name, value in kwargs.items()})
 

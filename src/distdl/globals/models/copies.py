@@ -253,15 +253,14 @@ class Replicas:
                 return parameter
             self._read(bucket.context, bucket.parameters, bucket.entering.use())
             copy = self._copies[id(parameter)]
-        plain = copy._plain
-        if plain.data_ptr() != parameter.data_ptr() or plain.dtype is not parameter.dtype:
+        if _memory(copy._plain) != _memory(parameter):
             copy = self._read_again(copy._context, parameter)
         return copy
 
     def _read_again(self, context: Context, parameter: torch.Tensor) -> Replica:
         """Let a parameter enter by itself whose ``data`` the forward has set since it has entered."""
         with torch.enable_grad():
-            self._read(context, [parameter], enter(context, [parameter]))
+            self._read(context, [parameter], enter(context, [parameter], recomputed=False))
         return self._copies[id(parameter)]
 
     def settled(self, value: Any) -> Any:
@@ -283,6 +282,11 @@ class Replicas:
             return self
         made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
         return made
+
+
+def _memory(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory, and how that is read."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 class _Bucket(NamedTuple):

@@ -25,14 +25,11 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.equality import bytes_of
-from distdl.globals.samples import Kept, Sample, how_apart
+from distdl.globals.samples import BITS, MIXING, Kept, Sample, bits_of, how_apart, mixed_of
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
-_BITS = 16
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
-_MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
-_HALF = 1 << 63
 _WRITES = 3  # for how many forwards it is not asked how often parameters have been written, at first
 _LONGEST = 1023
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -114,7 +111,7 @@ class Drift:
             self._most = int(2 / max([torch.finfo(dtype).eps for dtype in {one.dtype for one in counted}]))
         kept = context.samples.take()
         if len(context.everyone) > self._most or context.comm.imagined:
-            return Look(self, context, None, None, counted, torch.zeros(_BITS, dtype=torch.int64))
+            return Look(self, context, None, None, counted, torch.zeros(BITS, dtype=torch.int64))
         one: Any = self._next(parameters, buffers) if self._values.come() else None
         if kept.samples and not self._samples.come():
             kept = Kept()
@@ -122,7 +119,7 @@ class Drift:
         seen = Seen(kept, writes)
         number = seen.number if kept.samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
-            return Look(self, context, None, seen, counted, torch.tensor(_bits(number)))
+            return Look(self, context, None, seen, counted, torch.tensor(bits_of(number)))
         return Look(self, context, one, seen, counted, _bits_of(one.detach(), self._turn, number))
 
     def _next(self, parameters: Sequence[torch.Tensor], buffers: Callable[[], Places]) -> torch.Tensor | None:
@@ -275,16 +272,6 @@ class Look:
             self._drift.compare(self._context, self._one, seen, self._counted)
 
 
-def _bits(number: int) -> list[int]:
-    mixed = _mixed(number)
-    return [(mixed >> place) & 1 for place in range(64 - _BITS, 64)]
-
-
-def _mixed(number: int) -> int:
-    """A number of 64 bits, of which the highest follow from all of another's."""
-    return (number * _MIXING + _HALF) % (2 * _HALF) - _HALF
-
-
 def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
     """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
 
@@ -306,7 +293,7 @@ def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
     if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
         numbers = numbers ^ (numbers >> 32)
     total = (numbers.to(torch.int64) * factors).sum()
-    return ((total + _mixed(number) if number else total) >> shifts) & 1
+    return ((total + mixed_of(number) if number else total) >> shifts) & 1
 
 
 def _in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -319,7 +306,7 @@ def _in_memory(x: torch.Tensor) -> torch.Tensor:
 @lru_cache(256)
 def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd factors, and by how much the highest bits are shifted."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_MIXING)
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(MIXING)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
-    shifts = torch.arange(64 - _BITS, 64, device=device)
+    shifts = torch.arange(64 - BITS, 64, device=device)
     return torch.from_numpy(mixed.view(np.int64)).to(device), shifts
