@@ -9,7 +9,7 @@ elements make has the strides that torch says they make of such tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from math import prod
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -215,29 +215,32 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
 
 
-def copied_to_merge(x: Any, groups: Sequence[Sequence[int]]) -> Any:
+def copied_to_merge(x: Any, groups: tuple[tuple[int, ...], ...], follow: bool = True) -> Any:
     """A copy of x where torch copies it to merge dims, and so saves no view of what may be written afterwards; else x.
 
     Where a block has to be copied for that, it will be, so only one that need not is copied here.
 
     Args:
         groups: of dims that are merged, in the order in which torch puts them.
+        follow: whether the dims of each follow each other in x, so that they can be merged if x is contiguous.
     """
-    order = [dim for group in groups for dim in group]
-    if type(x) is not GlobalTensor or (not strides_of(x) and order == sorted(order)):
+    if type(x) is not GlobalTensor or (follow and not x.__dict__.get("_strides")):
         return x
 
-    def merges(whole: torch.Tensor) -> bool:
-        try:
-            whole.permute(order).view([prod(whole.shape[dim] for dim in group) for group in groups])
-        except RuntimeError:
-            return False
-        return True
-
-    key = ("merges", x.shape, strides_of(x), tuple(map(tuple, groups)))
-    if x._context.keep(key, lambda: merges(_whole(x))) or not merges(x._block):
+    key = ("merges", x.shape, strides_of(x), groups)
+    if not _merge(x._block, groups) or x._context.keep(key, lambda: _merge(_whole(x), groups)):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _merge(x: torch.Tensor, groups: tuple[tuple[int, ...], ...]) -> bool:
+    """Whether each group of dims can be merged without a copy."""
+    shape, strides = x.shape, x.stride()
+    for group in groups:
+        dims = [dim for dim in group if shape[dim] != 1]
+        if any(strides[one] != strides[two] * shape[two] for one, two in pairwise(dims)):
+            return 0 in shape
+    return True
 
 
 def copied_if_apart(x: GlobalTensor) -> Any:

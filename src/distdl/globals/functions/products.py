@@ -43,18 +43,30 @@ def contract(
         product.__name__ = name
         y: GlobalTensor = fall_back(product, tuple(operands), {})
         return y
-    if len(operands) > 1 and torch.is_grad_enabled():
-        operands = [copied_to_merge(one, _merged(place, labels, out)) for place, one in enumerate(operands)]
+    apart = any(type(one) is GlobalTensor and "_strides" in one.__dict__ for one in operands)
+    if (apart or name in _REORDERING) and len(operands) > 1 and torch.is_grad_enabled():
+        named = tuple(map(tuple, labels)), tuple(out)
+        operands = [copied_to_merge(one, *_merged(place, *named)) for place, one in enumerate(operands)]
     return work_on(operands, labels, out)(func, operands, name)
 
 
-def _merged(place: int, labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> list[list[int]]:
-    """The dims of an operand that torch merges for a product: those of labels which the same others have."""
+_REORDERING = ("einsum", "tensordot")  # which torch computes by matrices of dims in another order
+
+
+@lru_cache(1024)
+def _merged(
+    place: int, labels: tuple[tuple[Hashable, ...], ...], out: tuple[Hashable, ...]
+) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """The dims of an operand that torch merges for a product, and whether they follow each other in it.
+
+    They are those of labels that the same other operands have, in the order of the result.
+    """
     own, behind, groups = labels[place], len(out), dict[Hashable, list[int]]()
     for dim in sorted(range(len(own)), key=lambda dim: out.index(own[dim]) if own[dim] in out else behind):
         label = own[dim]
         groups.setdefault((*(label in own for own in labels), label in out), []).append(dim)
-    return list(groups.values())
+    follow = all(dims == list(range(dims[0], dims[0] + len(dims))) for dims in groups.values())
+    return tuple(map(tuple, groups.values())), follow
 
 
 @handles("linear", "functional")
@@ -74,7 +86,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
                 )
                 if torch.is_grad_enabled():
-                    input = copied_to_merge(input, [range(input.dim() - 1), [input.dim() - 1]])
+                    input = copied_to_merge(input, (tuple(range(input.dim() - 1)), (input.dim() - 1,)))
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)
