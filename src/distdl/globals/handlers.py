@@ -16,6 +16,7 @@ from distdl.globals.functions import (
     extremes,
     foreach,
     fourier,
+    grouped,
     indexing,
     initial,
     joining,

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import autocast_dtype
-from distdl.globals.functions.spreading import pencils
 from distdl.globals.functions.work import checked, work_on
-from distdl.globals.operands import block_of, moved
-from distdl.globals.replicas import Replica, entered, plain_of
+from distdl.globals.operands import block_of
+from distdl.globals.replicas import Replica, entered
 from distdl.globals.strides import copied_to_merge
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -414,43 +412,3 @@ def grid_sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     names = ("input", "grid", "mode", "padding_mode", "align_corners")
     return run(**dict(zip(names, args, strict=False)), **kwargs)
-
-
-@handles("grouped_mm _grouped_mm", "functional torch")
-def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows that are sorted by groups, each times the matrix of its group: workers know where groups end, and keep rows.
-
-    Other forms, in which a group is a part of what is summed over, fall back.
-    """
-
-    def run(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        whole = offs is not None and type(a) is GlobalTensor and type(b) is not GlobalTensor and bias is None
-        if not whole or (a.dim(), b.dim()) != (2, 3):
-            return fall_back(func, args, kwargs)
-        layout = pencils(a._layout, [1])
-        rows, context = layout.intervals[0], layout.context
-
-        def check() -> bool:  # (without memory, torch knows bfloat16 alone)
-            few = (torch.zeros(one.shape, dtype=one.dtype, device=a.device) for one in (a[:0], b, offs))
-            func(next(few), next(few), offs=next(few), out_dtype=out_dtype)
-            return True
-
-        shapes = [None if one is None else (one.shape, one.dtype) for one in (a, b, offs)]
-        context.keep((func, *shapes, out_dtype), check)
-        target = context.layout(layout.partition.workers, [rows, ((0, b.shape[2]),)])
-        block, weight = moved(a, layout, "grouped_mm"), entered(b, context)
-        ends = full_tensor(offs) if type(offs) is GlobalTensor else plain_of(offs)
-        if 0 in target.local:
-            y = zeros_on(block, target.local) + zeros_on(weight, ())
-            return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)
-        start, stop = layout.box[0]
-        mine = (ends - start).clamp(0, stop - start).to(ends.dtype)
-        y = func(block.contiguous(), weight, offs=mine, out_dtype=out_dtype)
-        if y.requires_grad:  # (torch refuses rows, and columns, that do not begin at multiples of 16 bytes)
-            y.register_hook(torch.Tensor.contiguous)
-        return GlobalTensor._of(y, target)
-
-    return run(*args, **{_FORMER.get(name, name): value for name, value in kwargs.items()})
-
-
-_FORMER = {"mat_a": "a", "mat_b": "b", "input": "a", "mat2": "b"}
