@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from inspect import Parameter, signature
@@ -209,6 +211,8 @@ def _optimiser() -> Any:
 def _folder(P: Partition) -> str:
     """A folder for all workers, with a checkpoint in it."""
     folder = P.broadcast_data(tempfile.mkdtemp() if P.rank == 0 else None)
+    if P.rank == 0:
+        atexit.register(shutil.rmtree, folder)
     distdl.save(f"{folder}/0", _plain())
     return folder
 
