@@ -438,6 +438,21 @@ def test_shares_take_another_dtype_where_they_are():
         assert all(type(one) is distdl.GlobalTensor for one in model.parameters())
 
 
+def test_gradients_take_another_dtype_along_with_their_shares():
+    def work():
+        model = distdl.distribute(network().double(), partition((2, 1)), weights="sharded")
+        model(batch(0)[0].double()).sum().backward()
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        before = [parameter.grad.full_tensor() for parameter in trained]
+        model.float()
+        for parameter, gradient in zip(trained, before, strict=True):
+            assert torch.equal(parameter.grad.full_tensor(), gradient.float())
+            parameter.grad.data = gradient.float() + 1
+            assert torch.equal(parameter.grad.full_tensor(), gradient.float() + 1)
+
+    distdl.run_workers(work, 3)
+
+
 def test_what_is_written_into_a_state_dict_reaches_the_parameters():
     """In torch they share memory; averages of weights are often kept so."""
 

@@ -120,7 +120,7 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
     """Let x have the cells of a tensor: those of a global one themselves, as in torch, and a copy of a plain one's.
 
-    A tensor that has a gradient stays where it is: if the cells have to move there, it is a copy, too.
+    A tensor that has a gradient, or is one, stays where it is: if the cells have to move there, it is a copy, too.
     """
     if type(value) is not GlobalTensor:
         x._block.data = part_of(value, x._layout, "data").detach().clone()
@@ -128,7 +128,7 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         lies_alone(x)
         return
     moves = value._layout is not x._layout
-    stays = x._block.requires_grad or x._block.grad is not None
+    stays = x._block.requires_grad or x._block.grad is not None or x.__dict__.get("_is_gradient", False)
     if not stays:
         x._block, x._layout = block_of(value).data, value._layout
     else:

@@ -246,7 +246,11 @@ def _detach(x: Any, block: torch.Tensor) -> None:
 def read_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
     x = args[0]
     found = x._block.grad
-    return None if found is None else GlobalTensor._of(found, x._layout)
+    if found is None:
+        return None
+    y = GlobalTensor._of(found, x._layout)
+    y.__dict__["_is_gradient"] = True
+    return y
 
 
 def write_gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
