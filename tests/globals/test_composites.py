@@ -179,6 +179,7 @@ ALGEBRA = {
     "diagflat": lambda x, w: (torch.diagflat(x[0]), x[:2].diagflat(-2), x.sum().diagflat()),
     "diagonal_scatter": lambda x, w: (x.diagonal_scatter(w[0, :5]), torch.diagonal_scatter(w, x[:, 0] * 2, 0, 1, 0)),
     "frexp": lambda x, w: (x * 37).frexp(),
+    "vander": lambda x, *_: (torch.linalg.vander(x), torch.linalg.vander(x[0], N=2), torch.linalg.vander(x.int(), N=3)),
 }
 OF_INTEGERS = {
     "unravel_index": lambda x: (*torch.unravel_index(x + 9, (3, 10)), *torch.unravel_index(x[0] + 9, 40)),
@@ -331,6 +332,8 @@ REFUSED = {
     "sum_to_size of another": lambda x: x.sum_to_size(2, 6),
     "pdist of a vector": lambda x: torch.pdist(x[0]),
     "pdist of a negative norm": lambda x: torch.pdist(x, -1.0),
+    "vander of a number": lambda x: torch.linalg.vander(x.sum()),
+    "vander of no powers": lambda x: torch.linalg.vander(x, N=0),
     "multi_dot of one": lambda x: torch.linalg.multi_dot([x]),
     "multi_dot of other shapes": lambda x: torch.linalg.multi_dot([x, x, x]),
     "multi_dot of two dtypes": lambda x: torch.linalg.multi_dot([x, x.T.float()]),

@@ -26,6 +26,7 @@ OF_EACH = {
         torch.norm(a, "nuc", (2, 0)),
         torch.linalg.matrix_norm(a.float(), -2, (3, 0), True, dtype=torch.float64),
     ],
+    "ldl": lambda a: (*torch.linalg.ldl_factor(a.detach() + a.detach().mT)[:2], *torch.geqrf(a.detach()[..., :2])),
     "matrix_exp": lambda a: (torch.matrix_exp(a / 4), torch.matrix_power(a, 3), torch.linalg.matrix_power(a, -1)),
 }
 
@@ -33,6 +34,43 @@ OF_EACH = {
 @pytest.mark.parametrize("function", OF_EACH)
 def test_of_each(function):
     assert_same(OF_EACH[function], Global(A), grids=GRIDS, tolerance=1e-10)
+
+
+_lu = torch.linalg.lu_factor
+
+
+def _factors(a):
+    return [one.detach() for one in torch.linalg.ldl_factor(a + a.mT)[:2]]
+
+
+B = noise(5, 7, 3, 2)
+OF_SEVERAL = {
+    "lstsq": lambda a, b: torch.linalg.lstsq(a[..., :2], b)[:3],
+    "lstsq of vectors": lambda a, b: torch.linalg.lstsq(a[..., :2], b[..., 0]).solution,
+    "lstsq with residuals": lambda a, b: torch.linalg.lstsq(a.detach()[..., :2], b=b.detach(), driver="gels"),
+    "lu_solve": lambda a, b: (torch.linalg.lu_solve(*_lu(a), b), b.lu_solve(*_lu(a))),
+    "lu_solve on the right": lambda a, b: torch.linalg.lu_solve(*_lu(a), B=b.mT, left=False, adjoint=True),
+    "lu_unpack": lambda a, b: (*torch.lu_unpack(*_lu(a)), *torch.lu_unpack(*_lu(a), unpack_pivots=False)),
+    "ldl_solve": lambda a, b: torch.linalg.ldl_solve(*_factors(a), b.detach()),
+    "solve_ex": lambda a, b: (*torch.linalg.solve_ex(a, b), *torch.linalg.solve_ex(a, b[..., 1], check_errors=True)),
+    "householder": lambda a, b: torch.linalg.householder_product(a[..., :2], torch.sin(b[..., 0, :])),
+    "orgqr": lambda a, b: (torch.orgqr(a, b[..., 0]), a.orgqr(b[..., 0, :])),
+    "ormqr": lambda a, b: (torch.ormqr(a, b[..., 0], b), a.ormqr(b[..., 0], b.mT, False, True)),
+}
+
+
+@pytest.mark.parametrize("function", OF_SEVERAL)
+@pytest.mark.filterwarnings("ignore:torch.lu_solve is deprecated")
+def test_of_each_and_what_belongs_to_it(function):
+    for others in (Global(B), B):
+        assert_same(OF_SEVERAL[function], Global(A), others, grids=GRIDS, tolerance=1e-10)
+
+
+def test_of_several_with_other_dims_in_front():
+    def function(a, b):
+        return torch.linalg.lu_solve(*_lu(a), b)
+
+    assert_same(function, Global(A), Global(B[0]), falls_back=True, grids=GRIDS[:2], tolerance=1e-10)
 
 
 def test_nothing_is_nan_where_no_matrix_is():
@@ -154,7 +192,13 @@ def test_a_matrix_that_torch_refuses_is_an_error_on_every_worker():
 
 @pytest.mark.parametrize(
     ("function", "number"),
-    [(torch.cholesky_inverse, 0), (torch.linalg.lu_factor, 0), (torch.linalg.eig, torch.nan)],
+    [
+        (torch.cholesky_inverse, 0),
+        (torch.linalg.lu_factor, 0),
+        (torch.linalg.eig, torch.nan),
+        (lambda x: torch.linalg.lstsq(x + torch.eye(2, 1) * torch.eye(1, 2), x, driver="gels"), 0),
+        (lambda x: torch.lu_unpack(x, x[:, 0].int()), 0),
+    ],
 )
 def test_a_matrix_that_torch_refuses_is_an_error_of_its_kind(function, number):
     """Not of each of these is it a LinAlgError, and the other workers have matrices that torch takes."""

@@ -149,6 +149,20 @@ def _cheapest(sizes: tuple[int, ...]) -> tuple[int, int]:
     return min(ways, default=(0, 0))
 
 
+@handles("vander", "linalg")
+def powers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Rows of powers of each element, from the zeroth on."""
+
+    def run(x: Any, N: int | None = None) -> Any:
+        judged(func, args, kwargs)
+        count = x.shape[-1] if N is None else N
+        x = (x if x.is_floating_point() or x.is_complex() else x.long()).unsqueeze(-1)
+        others = x.expand(*x.shape[:-1], count - 1).cumprod(-1)
+        return torch.cat([torch.ones_like(x), others], -1)
+
+    return run(*args, **kwargs)
+
+
 @handles("pdist", "torch functional")
 def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The distances of rows from the rows behind them."""

@@ -23,50 +23,102 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
+_TAILS = {  # of functions of more than a matrix: their tensors, and how many of the last dims of these one matrix has
+    "linalg_householder_product": {"input": 2, "tau": 1},
+    "linalg_ldl_solve": {"LD": 2, "pivots": 1, "B": 2},
+    "linalg_lstsq": {"input": 2, "b": 2},
+    "linalg_lu_solve": {"LU": 2, "pivots": 1, "B": 2},
+    "linalg_solve_ex": {"A": 2, "B": 2},
+    "lu_solve": {"input": 2, "LU_data": 2, "LU_pivots": 1},
+    "lu_unpack": {"LU_data": 2, "LU_pivots": 1},
+    "orgqr": {"input": 2, "input2": 1},
+    "ormqr": {"input": 2, "input2": 1, "input3": 2},
+}
+_ONE = {"A": 2}
+
 
 @handles(
     "det logdet slogdet inv inverse cholesky eigh eigvalsh eig eigvals svd svdvals qr pinv pinverse matrix_exp "
-    "matrix_power matrix_rank cond inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex",
+    "matrix_power matrix_rank cond inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor "
+    "ldl_factor_ex geqrf orgqr ormqr lu_unpack lu_solve",
     "torch Tensor linalg",
 )
+@handles("lstsq ldl_solve householder_product solve_ex", "linalg")
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of each matrix by itself; these are whole, and the dims in front of them are split. A single one falls back."""
-    x, *rest = args if args else (None,)
-    if type(x) is not GlobalTensor or x.dim() < 3 or not x.numel() or tensors_in((rest, kwargs)):
+    """Of each matrix, and of what belongs to it, by itself: these are whole, and the dims in front of them are split.
+
+    A single one falls back, and so does what is broadcast in front.
+    """
+    name = func.__name__
+    tails = _TAILS.get(name, _ONE)
+    operands, rest, options = list(args[: len(tails)]), args[len(tails) :], dict(kwargs)
+    if operands:
+        operands += [options.pop(one, None) for one in list(tails)[len(operands) :]]
+    lead = _lead(operands, list(tails.values()))
+    given = (*rest, *options.values())
+    if lead is None or tensors_in(given) or any(one in given for one in _OF_ALL.get(func, ())):
         return fall_back(func, args, kwargs)
-    if func is torch.linalg.qr and "r" in (*rest, *kwargs.values()):
-        return fall_back(func, args, kwargs)  # (of which Q has no dims in front)
-    layout = pencils(x._layout, [x.dim() - 2, x.dim() - 1])
-    context, name = layout.context, func.__name__
-    rows, columns = x.shape[-2:]
+    layout = pencils(lead._layout, [lead.dim() - 2, lead.dim() - 1])
+    context, front = layout.context, lead.dim() - 2
+    kinds = [(tuple(one.shape[front:]), one.dtype) for one in operands]
 
-    def run(one: torch.Tensor) -> Any:
-        return func(one, *rest, **kwargs)
+    def run(operands: Sequence[torch.Tensor]) -> Any:
+        return func(*operands, *rest, **options)
 
-    def describe() -> tuple[Any, list[Shape]]:
-        """The type of the result, and for each tensor of it the shape that it has for one matrix."""
+    def describe() -> tuple[Any, list[Shape | None]]:
+        """The type of the result, and for each tensor of it the shape that it has for one matrix; None: it is empty."""
         with torch.no_grad():
-            y = run(_simple(rows, columns, x.dtype)[None])
+            y = run([_simple(*one)[None] for one in kinds])
         kind = None if isinstance(y, torch.Tensor) else type(y)
-        return kind, [tuple(one.shape[1:]) for one in ([y] if kind is None else y)]
+        return kind, [tuple(one.shape[1:]) if one.numel() else None for one in ([y] if kind is None else y)]
 
-    key = ("of each matrix", func, rows, columns, x.dtype, frozen(rest), frozen(kwargs))
+    key = ("of each matrix", func, *kinds, frozen(rest), frozen(options))
     kind, shapes = context.keep(key, describe)
-    block, targets = moved(x, layout, name), [_of_matrices(layout, shape) for shape in shapes]
-    if block.numel():
-        y = _alike(context, name, lambda: run(block))
-        found = [y] if kind is None else list(y)
-    else:
-        least = zeros_on(block, (1, rows, columns)) + _simple(rows, columns, block.dtype).to(block.device)
-        y = _alike(context, name, lambda: run(least))
-        found = [zeros_on(one, target.local) for one, target in zip([y] if kind is None else y, targets, strict=True)]
-    made = [GlobalTensor._of(one, target) for one, target in zip(found, targets, strict=True)]
+    alike = [one if type(one) is GlobalTensor else split_beside(one, lead) for one in operands]
+    blocks = [moved(one, _of_matrices(layout, shape), name) for one, (shape, _) in zip(alike, kinds, strict=True)]
+    active = all(block.numel() for block in blocks)
+    if not active:
+        least = [_simple(*one).to(lead.device) for one in kinds]
+        blocks = [zeros_on(block, (1, *one.shape)) + one for block, one in zip(blocks, least, strict=True)]
+    y = _alike(context, name, lambda: run(blocks))
+    found, made = [y] if kind is None else list(y), []
+    for one, shape in zip(found, shapes, strict=True):
+        if shape is None:
+            made.append(split_beside(one.detach(), lead))
+            continue
+        target = _of_matrices(layout, shape)
+        made.append(GlobalTensor._of(one if active else zeros_on(one, target.local), target))
     return made[0] if kind is None else kind(tuple(made))
 
 
-def _simple(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix of which every function has a derivative: its eigenvalues and singular values differ from each other."""
-    return (torch.eye(rows, columns) * torch.arange(1, columns + 1)).to(dtype)
+_OF_ALL = {  # by which options a result is not of each matrix: a Q of nothing, residuals if all ranks are full
+    torch.linalg.qr: ("r",),
+    torch.linalg.lstsq: ("gelsd", "gelss"),
+}
+
+
+def _lead(operands: Sequence[Any], tails: Sequence[int]) -> GlobalTensor | None:
+    """The matrices by which the others are split; None if there are none, or if others have not the same in front."""
+    if not operands or not all(isinstance(one, torch.Tensor) and one.numel() for one in operands):
+        return None
+    lead = next(
+        (one for one, tail in zip(operands, tails, strict=True) if tail == 2 and type(one) is GlobalTensor), None
+    )
+    if lead is None or lead.dim() < 3:
+        return None
+    front = lead.dim() - 2
+    alike = all(
+        one.shape[:front] == lead.shape[:front] and one.dim() - front in (1, tail)
+        for one, tail in zip(operands, tails, strict=True)
+    )
+    return lead if alike else None
+
+
+def _simple(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """One of which every function has a derivative: eigenvalues and singular values of matrices differ. Or pivots."""
+    if len(shape) == 1:
+        return torch.arange(1, shape[0] + 1).to(dtype)
+    return (torch.eye(*shape) * torch.arange(1, shape[1] + 1)).to(dtype)
 
 
 def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
@@ -94,7 +146,7 @@ def _alike(context: Context, name: str, compute: Callable[[], Any]) -> Any:
 _REFUSING = {
     "inv", "inverse", "cholesky", "eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pinv", "pinverse",
     "matrix_power", "matrix_rank", "cond", "solve", "inv_ex", "cholesky_ex", "cholesky_inverse", "lu_factor",
-    "lu_factor_ex",
+    "lu_factor_ex", "ldl_factor", "lstsq", "lu_unpack", "solve_ex",
 }  # fmt: skip
 
 
