@@ -151,22 +151,50 @@ def test_steps_that_are_written_beside_each_other(name, samples):
     assert_same(rollout, Global(noise(samples, 4, 6)), weight, grids=[(2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 1)])
 
 
-@pytest.mark.parametrize("equation", ["bij,jk->bik", "bij,ik->bkj", "bij,bk->jik", "bij,ik->jbk"])
-def test_what_an_equation_has_copied_may_be_written(equation):
+def _equation(equation):
+    return lambda x, w: torch.einsum(equation, x, w)
+
+
+COPYING = {
+    **{equation: (_equation(equation), (4, 5)) for equation in ("bij,ik->bkj", "bij,ik->jbk", "bij,ik->jk")},
+    "bij,bk->jik": (_equation("bij,bk->jik"), (3, 5)),
+    "bij,b->": (_equation("bij,b->"), (3,)),
+    "a matrix times matrices": (lambda x, w: w.T @ x, (4, 5)),
+    "one matrix times matrices": (lambda x, w: w.T[None] @ x, (4, 5)),
+    "a vector times matrices": (lambda x, w: w @ x, (4,)),
+}
+
+
+@pytest.mark.parametrize("function", COPYING)
+def test_what_a_product_has_copied_may_be_written(function):
     """Of one sample, nothing has to be copied to put dims into another order."""
+    product, shape = COPYING[function]
 
     def written(x, weight):
         y = x * 1
-        z = torch.einsum(equation, y, weight)
+        z = product(y, weight)
         y *= 2
         return z, y
 
-    x, weight = noise(3, 4, 4), noise(3 if ",b" in equation else 4, 5, seed=3)
-    try:
-        sum(one.sum() for one in written(x.clone().requires_grad_(), weight.clone().requires_grad_())).backward()
-    except RuntimeError:
-        return  # (torch has not copied it)
-    assert_same(written, Global(x), weight, grids=[(3, 1, 1), (1, 2, 2), (2, 2, 1)])
+    assert_same(written, Global(noise(3, 4, 4)), noise(*shape, seed=3), grids=[(3, 1, 1), (1, 2, 2), (2, 2, 1)])
+
+
+def test_a_product_of_what_lies_in_another_order():
+    def written(x, w):
+        y = torch.einsum("bij,jk->bki", x, w)
+        z = F.linear(y, w)
+        y += 1
+        return z, y
+
+    assert_same(written, Global(noise(3, 5, 4)), noise(4, 5), grids=[(3, 1, 1), (1, 2, 2), (2, 2, 1)])
+
+
+def test_results_of_equations_lie_as_in_torch():
+    def function(x, w):
+        y, z = torch.einsum("bij,jk->bki", x, w), torch.tensordot(x, w, ([1], [1]))
+        return y.stride(), y.is_contiguous(), y.as_strided((4,), (1,), 3), z.stride(), F.linear(y, w).stride()
+
+    assert_same(function, Global(noise(3, 4, 5)), noise(5, 4), grids=[(3, 1, 1), (1, 2, 2), (2, 2, 1)], falls_back=True)
 
 
 def test_functions_of_elements_keep_the_order_of_memory():

@@ -9,7 +9,6 @@ elements make has the strides that torch says they make of such tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +50,8 @@ def note_strides(x: GlobalTensor, y: GlobalTensor, view: View) -> None:
     before: Shape = x.__dict__.get("_strides", ())
 
     def after() -> tuple[Shape, int]:
-        seen = view.of(_without_memory(x.shape, before))
-        return _strides_if(seen), int(seen.storage_offset())
+        seen = view.of(blank(x.shape, before))
+        return strides_if(seen), int(seen.storage_offset())
 
     strides, offset = x._context.keep(("strides", x.shape, before, view.key), after)
     if strides:
@@ -81,7 +80,7 @@ def keep_strides(x: GlobalTensor, y: Any, function: Callable[..., Any]) -> None:
     """Take note of those of a new tensor that a function of torch's makes as x is, but without gaps; or of several."""
     if y is x or "_strides" not in x.__dict__ or getattr(function, "__name__", "") in _CONTIGUOUS:
         return
-    like = x._context.keep(("like", x._layout.size, x._strides), lambda: _strides_if(torch.empty_like(_whole(x))))
+    like = x._context.keep(("like", x._layout.size, x._strides), lambda: strides_if(torch.empty_like(_whole(x))))
     if like:
         made: Any = (y,) if isinstance(y, torch.Tensor) else y
         for one in made:
@@ -130,11 +129,11 @@ def note_result(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         given, named = map_tensors((tuple(args), kwargs), _whole)
         try:
             if getattr(function, "__name__", "").strip("_") in _ESTIMATED:
-                return [_strides_if(torch.add(*(one for one in given if isinstance(one, torch.Tensor))))]
+                return [strides_if(torch.add(*(one for one in given if isinstance(one, torch.Tensor))))]
             results = function(*given, **named)
         except Exception:  # (torch does not know without values)
             return []
-        return [_strides_if(one) for one in ([results] if isinstance(results, torch.Tensor) else results)]
+        return [strides_if(one) for one in ([results] if isinstance(results, torch.Tensor) else results)]
 
     found = context.keep(tuple(key), ask)
     for place, one in enumerate((y,) if isinstance(y, torch.Tensor) else y):
@@ -165,7 +164,7 @@ def note_picked(x: GlobalTensor, y: GlobalTensor, cells: Sequence[tuple[Shape, S
 
     def ask() -> Shape:
         index = [None if one is None else torch.empty_strided(*one, dtype=torch.int64, device="meta") for one in cells]
-        return _strides_if(_whole(x)[tuple(slice(None) if one is None else one for one in index)])
+        return strides_if(_whole(x)[tuple(slice(None) if one is None else one for one in index)])
 
     y._strides = x._context.keep(("picked", x.shape, strides_of(x), tuple(cells)), ask)
 
@@ -183,7 +182,7 @@ def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -
     if wanted is not torch.contiguous_format:
         y._strides = x._context.keep(
             ("format", x.shape, strides_of(x), wanted),
-            lambda: _strides_if(torch.empty_like(_whole(x), memory_format=wanted)),
+            lambda: strides_if(torch.empty_like(_whole(x), memory_format=wanted)),
         )
 
 
@@ -193,7 +192,7 @@ def lies_in(x: GlobalTensor, wanted: torch.memory_format, function: Callable[...
     name = "contiguous" if function.__name__ == "contiguous" else "to"
 
     def try_it() -> bool:
-        whole = _without_memory(x.shape, strides)
+        whole = blank(x.shape, strides)
         return getattr(whole, name)(memory_format=wanted) is whole
 
     if not strides and wanted is torch.contiguous_format:
@@ -207,7 +206,7 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
 
     def try_it() -> bool:
         try:
-            _without_memory(x.shape, strides).view(shape)
+            blank(x.shape, strides).view(shape)
         except RuntimeError:
             return True
         return False
@@ -215,36 +214,8 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
 
 
-def copied_to_merge(x: Any, groups: tuple[tuple[int, ...], ...], follow: bool = True) -> Any:
-    """A copy of x where torch copies it to merge dims, and so saves no view of what may be written afterwards; else x.
-
-    Where a block has to be copied for that, it will be, so only one that need not is copied here.
-
-    Args:
-        groups: of dims that are merged, in the order in which torch puts them.
-        follow: whether the dims of each follow each other in x, so that they can be merged if x is contiguous.
-    """
-    if type(x) is not GlobalTensor or (follow and not x.__dict__.get("_strides")):
-        return x
-
-    key = ("merges", x.shape, strides_of(x), groups)
-    if not _merge(x._block, groups) or x._context.keep(key, lambda: _merge(_whole(x), groups)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _merge(x: torch.Tensor, groups: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether each group of dims can be merged without a copy."""
-    shape, strides = x.shape, x.stride()
-    for group in groups:
-        dims = [dim for dim in group if shape[dim] != 1]
-        if any(strides[one] != strides[two] * shape[two] for one, two in pairwise(dims)):
-            return 0 in shape
-    return True
-
-
 def copied_if_apart(x: GlobalTensor) -> Any:
-    """The same where torch copies what lies neither contiguous nor as channels_last."""
+    """A copy of x where torch copies what lies neither contiguous nor as channels_last, and so saves no view of it."""
 
     def lies_dense() -> bool:
         whole = _whole(x)
@@ -268,18 +239,18 @@ def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
 def _whole(x: torch.Tensor) -> torch.Tensor:
     """A tensor without memory in the place of one."""
     if type(x) is GlobalTensor:
-        return _without_memory(x.shape, strides_of(x), x.dtype)
+        return blank(x.shape, strides_of(x), x.dtype)
     plain = plain_of(x)
     return torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device="meta")
 
 
-def _without_memory(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
+def blank(shape: Shape, strides: Shape, dtype: torch.dtype | None = None) -> torch.Tensor:
     if not strides:
         return torch.empty(shape, dtype=dtype, device="meta")
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def _strides_if(whole: torch.Tensor) -> Shape:
+def strides_if(whole: torch.Tensor) -> Shape:
     """Those of a tensor; none if it is contiguous. (What torch says of dims of extent 1 is then not known.)"""
     return () if whole.is_contiguous() else whole.stride()
 

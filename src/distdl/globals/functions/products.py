@@ -14,9 +14,9 @@ from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
-from distdl.globals.strides import copied_to_merge
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, zeros_on
 from distdl.tensors.dtypes import can_be_added, without_autocast
 from distdl.tensors.memory import without_memory
@@ -41,30 +41,24 @@ def contract(
         product.__name__ = name
         y: GlobalTensor = fall_back(product, tuple(operands), {})
         return y
-    apart = any(type(one) is GlobalTensor and "_strides" in one.__dict__ for one in operands)
-    if (apart or name in _REORDERING) and len(operands) > 1 and torch.is_grad_enabled():
-        named = tuple(map(tuple, labels)), tuple(out)
-        operands = [copied_to_merge(one, *_merged(place, *named)) for place, one in enumerate(operands)]
-    return work_on(operands, labels, out)(func, operands, name)
+    work = work_on(operands, labels, out)
+    apart = name in _REORDERING or any(type(one) is GlobalTensor and "_strides" in one.__dict__ for one in operands)
+    if not (apart or any(_is_thin(one) for one in operands)):
+        return work(func, operands, name)
+    key = name, tuple(map(tuple, labels)), tuple(out)
+    tried = try_out(func, key, operands, [need.local for need in work.needs])
+    y = work(func, tried.copied(operands), name)
+    if tried.strides:
+        y._strides = tried.strides
+    return y
 
 
 _REORDERING = ("einsum", "tensordot")  # which torch computes by matrices of dims in another order
 
 
-@lru_cache(1024)
-def _merged(
-    place: int, labels: tuple[tuple[Hashable, ...], ...], out: tuple[Hashable, ...]
-) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """The dims of an operand that torch merges for a product, and whether they follow each other in it.
-
-    They are those of labels that the same other operands have, in the order of the result.
-    """
-    own, behind, groups = labels[place], len(out), dict[Hashable, list[int]]()
-    for dim in sorted(range(len(own)), key=lambda dim: out.index(own[dim]) if own[dim] in out else behind):
-        label = own[dim]
-        groups.setdefault((*(label in own for own in labels), label in out), []).append(dim)
-    follow = all(dims == list(range(dims[0], dims[0] + len(dims))) for dims in groups.values())
-    return tuple(map(tuple, groups.values())), follow
+def _is_thin(x: Any) -> bool:
+    """Whether a worker's block is so thin that dims of it may lie as in torch nothing does."""
+    return type(x) is GlobalTensor and 1 in x._layout.local and torch.is_grad_enabled()
 
 
 @handles("linear", "functional")
@@ -83,8 +77,9 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     ("linear", layout, weight.shape[0]),
                     lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
                 )
-                if torch.is_grad_enabled():
-                    input = copied_to_merge(input, (tuple(range(input.dim() - 1)), (input.dim() - 1,)))
+                if torch.is_grad_enabled() and (_is_thin(input) or "_strides" in input.__dict__):
+                    tried = try_out(func, "linear", [input, weight], [layout.local, tuple(weight.shape)])
+                    input = tried.copied([input])[0]
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)
