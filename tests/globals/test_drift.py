@@ -14,8 +14,9 @@ from same import noise
 from torch import nn
 
 import distdl
+from distdl.globals.comparing import bits_of_all
 from distdl.globals.models import copies
-from distdl.globals.models.drift import Drift, Seen, _bits_of
+from distdl.globals.models.drift import Drift, Seen
 from distdl.globals.models.equality import _parts
 from distdl.globals.samples import Kept, Samples, difference
 
@@ -176,7 +177,9 @@ def test_plain_tensors_that_differ(loss):
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
         for _ in range(2):
             loss(model, 0).backward()
-        with pytest.raises(ValueError, match=r"a plain tensor .* is the same on every worker.*on worker 1") as raised:
+        with pytest.raises(
+            ValueError, match=r"a plain tensor .* is the same on every worker.*on worker [1-3]"
+        ) as raised:
             for _ in range(8):
                 loss(model, distdl.world().rank).backward()
         texts[distdl.world().rank] = str(raised.value)
@@ -405,6 +408,70 @@ def test_weights_of_such_a_model_may_be_set_anew_on_one_worker():
         assert len(set(found)) == 1
 
 
+def _after_forwards_alone(model, x):
+    for _ in range(5):
+        model(x)
+    model(x).square().sum().backward()
+
+
+def _after_gradients_of_the_input(model, x):
+    for _ in range(5):
+        torch.autograd.grad(model(x).square().sum(), x)
+    model(x).square().sum().backward()
+
+
+def _twice(model, x):
+    torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("use", [_after_forwards_alone, _after_gradients_of_the_input, _twice])
+@pytest.mark.parametrize("share", [1.0, 1e-4])
+def test_such_a_model_is_looked_at_in_its_first_backwards(use, share):
+    """One number of many, and the last one, differs on a worker, and not by much."""
+
+    def work():
+        model = nn.Linear(400, 3).double()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.copy_(noise(*one.shape))
+            model.weight[2, 398] *= 1 + share * (distdl.world().rank == 1)
+        x = distdl.distribute_tensor(noise(4, 400), distdl.world()[:2].reshape(2, 1)).requires_grad_()
+        with pytest.raises(ValueError, match=r"of no distributed model.*of 3x400 torch.float64 on worker 0 differs"):
+            use(model, x)
+
+    distdl.run_workers(work, 3)
+
+
+def test_what_is_a_parameter_on_one_worker_only():
+    def work():
+        x = distdl.distribute_tensor(noise(5, 4), distdl.world()[:2].reshape(2, 1))
+        w = noise(4).requires_grad_()
+        w = nn.Parameter(w.detach()) if distdl.world().rank else w
+        (x * w).sum().backward()
+        torch.testing.assert_close(w.grad, noise(5, 4).sum(0))
+
+    distdl.run_workers(work, 3)
+
+
+def test_a_parameter_of_no_distributed_model_may_be_swapped():
+    def work():
+        model = nn.Linear(4, 3).double()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.copy_(noise(*one.shape))
+        x = distdl.distribute_tensor(noise(5, 4), distdl.world()[:2].reshape(2, 1))
+        model(x).sum().backward()
+        model.zero_grad()
+        return model.float().weight.dtype
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        assert distdl.run_workers(work, 2) == [torch.float32] * 2
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))
@@ -571,10 +638,10 @@ def test_bits_follow_from_all_of_a_tensor(dtype):
     one = torch.arange(-3, 3).reshape(2, 3).to(dtype)
     other = one.clone()
     other[1, 0] = 7 if dtype is not torch.bool else ~other[1, 0]
-    assert torch.equal(_bits_of(one), _bits_of(one.clone())) and _bits_of(one).numel() == 16
-    assert not torch.equal(_bits_of(one), _bits_of(other))
-    assert torch.equal(_bits_of(one.T), _bits_of(one))
-    assert not torch.equal(_bits_of(one, number=1), _bits_of(one))
+    assert torch.equal(bits_of_all(one), bits_of_all(one.clone())) and bits_of_all(one).numel() == 16
+    assert not torch.equal(bits_of_all(one), bits_of_all(other))
+    assert torch.equal(bits_of_all(one.T), bits_of_all(one))
+    assert not torch.equal(bits_of_all(one, number=1), bits_of_all(one))
 
 
 @pytest.mark.parametrize("count", [512, 5000, 2**16, 2**18 + 3])
@@ -585,7 +652,7 @@ def test_bits_follow_from_places_signs_and_exponents(count, dtype):
     parts[-1][-1] += 1
     parts[-2][:2] = parts[-2][:2] * 4
     for other in parts:
-        assert any(not torch.equal(_bits_of(one, turn), _bits_of(other, turn)) for turn in range(2))
+        assert any(not torch.equal(bits_of_all(one, turn), bits_of_all(other, turn)) for turn in range(2))
 
 
 def test_bits_follow_from_nothing_that_differs_between_processes():

@@ -700,7 +700,7 @@ _BY_HOOKS = [{}, *({"respect_saved_tensors_hooks": by} for by in (False, True) i
 
 
 @pytest.mark.parametrize("by_hooks", _BY_HOOKS)
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("weights", ["replicated", "sharded", "plain"])
 @pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
 def test_selective_checkpoints(kept, weights, by_hooks):
     """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
@@ -711,7 +711,9 @@ def test_selective_checkpoints(kept, weights, by_hooks):
             self.wide, self.narrow = torch.nn.Linear(5, 7).double(), torch.nn.Linear(7, 5).double()
 
         def body(self, x):
-            return x + self.narrow(torch.nn.functional.gelu(self.wide(x)))
+            for _ in range(3):  # (what is looked at in the first uses of a weight ends in a region)
+                x = x + self.narrow(torch.nn.functional.gelu(self.wide(x)))
+            return x
 
         def forward(self, x):
             made = _keeping(kept)
@@ -722,11 +724,12 @@ def test_selective_checkpoints(kept, weights, by_hooks):
     def work():
         for grid in ((2, 1), (1, 3)):
             P = distdl.world().create_partition_inclusive(range(max(grid))).reshape(*grid)
-            model = distdl.distribute(torch.nn.Sequential(Layer(), Layer()), P, weights=weights)
+            model = torch.nn.Sequential(Layer(), Layer())
+            model = model if weights == "plain" else distdl.distribute(model, P, weights=weights)
             ours = _gradients(model, distdl.distribute_tensor(noise(6, 5), P))
             for one, other in zip(ours, theirs, strict=True):
                 whole = one.full_tensor() if type(one) is GlobalTensor else one
-                torch.testing.assert_close(whole, other, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(whole, other, rtol=1e-9, atol=1e-9)
 
     distdl.run_workers(work, 4)
 

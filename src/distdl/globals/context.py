@@ -10,13 +10,13 @@ from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl import environment
 from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Interval, Intervals, Shape, balanced, shape
 from distdl.globals import debug
+from distdl.globals.comparing import Looks
 from distdl.globals.samples import Samples
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout
@@ -133,7 +133,7 @@ class Context:
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
-        looked_at: how many times, of each parameter of no distributed model.
+        looks: at parameters of no distributed model.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
@@ -150,7 +150,7 @@ class Context:
         self.draws = Draws()
         self.draws_plain = False
         self.samples = Samples()
-        self.looked_at = WeakIdKeyDictionary()
+        self.looks = Looks()
         self.models: WeakSet[torch.nn.Module] = WeakSet()
         self.under_way: dict[Any, Any] = {}
 

@@ -33,6 +33,7 @@ from torch.profiler import record_function
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
+from distdl.globals.samples import BITS
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
@@ -49,10 +50,11 @@ class Compared(Protocol):
     """What has to be the same on all workers.
 
     Attributes:
-        bits: that follow from it, 0 or 1 each.
+        bits: that follow from it, 0 or 1 each; none if it is not compared this time. Asked for when gradients leave.
     """
 
-    bits: torch.Tensor
+    @property
+    def bits(self) -> torch.Tensor | None: ...
 
     def compare(self) -> None:
         """Raise an error if it differs. Collective; called where the bits are not the same on all workers."""
@@ -86,7 +88,7 @@ def leave(
     context: Context, tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:
     """The sums over all workers of parts of gradients by tensors of one dtype; none of which nobody has a part."""
-    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), tensors[0].device, *parts)
+    totals: tuple[torch.Tensor | None, ...] = _Leave.apply(_Sum.of(context, tensors), None, tensors[0].device, *parts)
     return totals
 
 
@@ -172,7 +174,7 @@ class _Sum:
         which: tuple[int, ...] = (),
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        bits = 0 if compared is None else compared.bits.numel()
+        bits = 0 if compared is None else BITS
         key = (shapes, dtype, bits, which)
         return context.keep((cls, *key), lambda: cls(context, *key))
 
@@ -220,8 +222,9 @@ class _Sum:
         if missing:
             owned = owned.clone()
             owned[missing] = 0
-        if compared is not None:
-            return self._packing.pack((*full, owned, compared.bits.to(device, dtype)))
+        bits = None if compared is None else compared.bits
+        if bits is not None:
+            return self._packing.pack((*full, owned, bits.to(device, dtype)))
         bits = self._no_bits.get(device)
         if bits is None:
             bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
@@ -321,7 +324,7 @@ class _Enter(Function):
         way: _Way = ctx.way
         if torch.is_grad_enabled():
             way.total.operator.derive(way.began)
-            return None, *_Leave.apply(way.total, way.device, *parts)
+            return None, *_Leave.apply(way.total, way.compared, way.device, *parts)
         return None, *way.totals(parts)
 
 
@@ -353,19 +356,19 @@ class _Leave(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, total: _Sum, device: torch.device, *parts: torch.Tensor | None
+        ctx: Any, total: _Sum, compared: Compared | None, device: torch.device, *parts: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.total = total
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(_NOTHING)
-        return tuple(None if one is None else one.clone() for one in total(parts, device))
+        return tuple(None if one is None else one.clone() for one in total(parts, device, compared))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         there = [one for one in cotangents if one is not None]
         copies = iter(enter(ctx.total.context, there) if there and torch.is_grad_enabled() else there)
-        return None, None, *(None if one is None else next(copies) for one in cotangents)
+        return None, None, None, *(None if one is None else next(copies) for one in cotangents)
 
 
 _NOTHING = torch.empty(0)

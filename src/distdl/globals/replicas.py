@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from distdl.globals.comparing import bits_of_all, farthest
 from distdl.globals.context import Context
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
-from distdl.globals.samples import BITS, Sample, bits_of, how_apart
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
-
-_FIRST = 4  # uses of a parameter that are looked at
+from distdl.tensors.modes import unobserved
 
 
 def complex_part(name: str) -> Any:
@@ -212,48 +211,51 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
         return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor, strict):
         return tensor
-    look = _Look.at(tensor, context) if strict and type(tensor) is torch.nn.Parameter else None
-    return enter(context, [tensor], look)[0]
+    return enter(context, [tensor], _Look(tensor, context) if strict else None)[0]
 
 
 class _Look:
-    """What travels with the gradient of a parameter of no distributed model, in its first uses.
+    """What travels with the gradient of a plain tensor of no distributed model: of a parameter, in its first backwards.
 
-    Workers that have made their model anew, or deep-copied it, may count otherwise. Then they compare once more.
-
-    Attributes:
-        bits: that follow from some of its values; later, zeros.
+    Workers that have made their model anew, or deep-copied it, may count otherwise, and what is a parameter on one may
+    be another tensor elsewhere. Then they compare once more, or do not.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, context: Context, bits: torch.Tensor) -> None:
-        self._parameter, self._context, self.bits = parameter, context, bits
+    def __init__(self, tensor: torch.Tensor, context: Context) -> None:
+        # (others may be large, and free before their graph is)
+        self._parameter = tensor if type(tensor) is torch.nn.Parameter else None
+        self._context = context
 
-    @classmethod
-    def at(cls, parameter: torch.nn.Parameter, context: Context) -> _Look:
-        uses = context.looked_at.get(parameter, 0)
-        if uses < _FIRST and len(context.everyone) <= 1 / torch.finfo(parameter.dtype).eps and not parameter.is_meta:
-            context.looked_at[parameter] = uses + 1
-            return cls(parameter, context, torch.tensor(bits_of(Sample.of(parameter).number)))
-        return cls(parameter, context, torch.zeros(BITS, dtype=torch.int64))
+    @property
+    def bits(self) -> torch.Tensor | None:
+        """Some that follow from all of it; none later on."""
+        one, context = self._parameter, self._context
+        if one is None or one.layout is not torch.strided or one.is_meta or not one.numel():
+            return None
+        if len(context.everyone) > 1 / torch.finfo(one.dtype).eps or not context.looks.comes(one):
+            return None
+        with unobserved():
+            return bits_of_all(one.detach())
 
     def compare(self) -> None:
         """Compare the parameter itself.
 
         Raises: ValueError, the same on every worker.
         """
-        self._context.comm.where = what = "comparing a parameter that stands beside global tensors"
-        mine = tuple(Sample.of(self._parameter))
-        told = gather_values(self._context.comm, self._context.everyone, what, mine)
-        first, *others = [Sample(*one) for one in told]
-        for worker, theirs in enumerate(others, 1):
-            how = how_apart(first, theirs)
-            if how:
-                self._context.looked_at.pop(self._parameter, None)
-                raise ValueError(
-                    f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on "
-                    f"every worker; one of {dims(first.shape)} {first.dtype} on worker 0 {how} on worker {worker}. "
-                    "distdl.distribute(model, P) gives all workers the weights of worker 0"
-                )
+        one, context = self._parameter, self._context
+        context.comm.where = what = "comparing a parameter that stands beside global tensors"
+        mine = None if one is None else (tuple(one.shape), str(one.dtype))
+        told = gather_values(context.comm, context.everyone, what, mine)
+        if one is None or any(theirs != mine for theirs in told):
+            return
+        worker, apart, _ = farthest(context.comm, context.everyone, one, what)
+        if worker:
+            context.looks.forget(one)
+            raise ValueError(
+                f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every "
+                f"worker; one of {dims(one.shape) or 'no dims'} {one.dtype} on worker 0 differs by {apart:.3g} on "
+                f"worker {worker}. distdl.distribute(model, P) gives all workers the weights of worker 0"
+            )
 
 
 def mark(tensor: torch.Tensor, context: Context) -> None:

@@ -16,25 +16,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from operator import sub
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
+from distdl.globals.comparing import bits_of_all, farthest
 from distdl.globals.context import Context
-from distdl.globals.models.equality import bytes_of
-from distdl.globals.samples import BITS, MIXING, Kept, Sample, bits_of, how_apart, mixed_of
+from distdl.globals.samples import BITS, Kept, Sample, bits_of, how_apart
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
 _WRITES = 3  # for how many forwards it is not asked how often parameters have been written, at first
 _LONGEST = 1023
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROWS = 4096  # numbers that have a factor each
-_SHORTEST = 1021  # of a tensor with more numbers: how many are added up first, at least
 
 
 Places = list[tuple[weakref.ref[torch.nn.Module], str]]  # modules, and the names that their buffers have there
@@ -120,7 +115,7 @@ class Drift:
         number = seen.number if kept.samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
             return Look(self, context, None, seen, counted, torch.tensor(bits_of(number)))
-        return Look(self, context, one, seen, counted, _bits_of(one.detach(), self._turn, number))
+        return Look(self, context, one, seen, counted, bits_of_all(one.detach(), self._turn, number))
 
     def _next(self, parameters: Sequence[torch.Tensor], buffers: Callable[[], Places]) -> torch.Tensor | None:
         self._turn += 1
@@ -184,20 +179,11 @@ class Drift:
         Raises: ValueError, the same on every worker, if they differ by more than rounding.
         """
         name = self._listed().get(one, "a parameter")
-        cells = bytes_of(one)
-        context.comm.through.broadcast(context.everyone, cells).wait()
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        mine, first = one.detach().cpu().to(wide), cells.view(one.dtype).reshape(one.shape).to(wide)
-        same = (mine == first) | (mine.isnan() & first.isnan())
-        apart = (mine - first).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()
-        told = gather_values(context.comm, context.everyone, "comparing weights", float(apart))
-        largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())
-        worker = max(range(len(told)), key=told.__getitem__)
-        rounding = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() or one.is_complex() else 0.0
-        if told[worker] > rounding * largest:
+        worker, apart, largest = farthest(context.comm, context.everyone, one, "comparing weights")
+        if worker:
             raise ValueError(
                 f"a distributed model needs the same weights on every worker; {name} of worker {worker} differs from "
-                f"that of worker 0 by {told[worker]:.3g}, where its largest value is {largest:.3g}. What writes into "
+                f"that of worker 0 by {apart:.3g}, where its largest value is {largest:.3g}. What writes into "
                 "weights and buffers after the first forward has to write the same everywhere: optimisers take the "
                 "same steps with the same options (learning rate, clipping), gradients are the same, and initial "
                 "values that are drawn again come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all "
@@ -270,43 +256,3 @@ class Look:
         seen, self._seen = self._seen, None
         if seen is not None:
             self._drift.compare(self._context, self._one, seen, self._counted)
-
-
-def _bits_of(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
-    """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
-
-    Each number of the tensor counts by its place: one factor for each, or for rows of them, whose lengths follow from
-    the turn. They are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
-    """
-    one = one.resolve_conj().resolve_neg()
-    cells = torch.view_as_real(one) if one.is_complex() else one
-    numbers = _in_memory(cells.view(_WHOLE_NUMBERS[cells.element_size()]))
-    count = numbers.numel()
-    if count > _ROWS:
-        length = (max(_SHORTEST, -(-count // _ROWS)) + 2 * (turn % 16)) | 1
-        rows = count // length
-        first = (count - rows * length) * (turn % 2)  # (the last ones, that fill no row, are in every second turn)
-        # (added up in a wider kind, it takes ten times longer)
-        kind = None if numbers.dtype is torch.int8 else numbers.dtype
-        numbers = numbers[first : first + rows * length].view(rows, length).sum(1, dtype=kind)
-    factors, shifts = _constants(numbers.numel(), one.device)
-    if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
-        numbers = numbers ^ (numbers >> 32)
-    total = (numbers.to(torch.int64) * factors).sum()
-    return ((total + mixed_of(number) if number else total) >> shifts) & 1
-
-
-def _in_memory(x: torch.Tensor) -> torch.Tensor:
-    """All elements of a tensor along one dim, in the order in which they lie in memory."""
-    if not x.is_contiguous():
-        x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
-    return x.reshape(-1)
-
-
-@lru_cache(256)
-def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd factors, and by how much the highest bits are shifted."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(MIXING)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
-    shifts = torch.arange(64 - BITS, 64, device=device)
-    return torch.from_numpy(mixed.view(np.int64)).to(device), shifts

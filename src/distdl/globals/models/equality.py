@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 
+from distdl.globals.comparing import bytes_of
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.module import Module
@@ -155,11 +156,6 @@ def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
     listed = [*module.named_parameters(), *module.named_buffers()]
     return [(name, one) for name, one in listed if id(one) not in apart and type(one) is not GlobalTensor]
-
-
-def bytes_of(one: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, as a tensor of bytes by itself."""
-    return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _difference(one: _Weights, other: _Weights) -> str:
