@@ -496,6 +496,12 @@ class Listed(nn.Linear):
         elif self.style == "transposed":
             for p in self.parameters():
                 p.data = p.data.t()
+        elif self.style == "transposed by name":
+            self.weight.data = self.weight.data.t()
+        elif self.style == "between two uses":
+            y = super().forward(x)
+            self.weight.data = self.weight.data / 2
+            return y + super().forward(x)
         elif self.style == "before a checkpoint":
             for p in self.parameters():
                 p.data = p.data / 2
@@ -546,7 +552,7 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("style", [
     "vector", "without gradients", "applied", "of another dtype", "transposed",
-    "before a checkpoint", "in a checkpoint",
+    "transposed by name", "between two uses", "before a checkpoint", "in a checkpoint",
 ])  # fmt: skip
 def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):
     monkeypatch.setattr(copies, "_BUCKET", 200)  # (several buckets, of which some are read later)

@@ -96,13 +96,14 @@ class Gathered:
 
     Attributes:
         recorded: whether what they have come together to depends on them.
+        stays: whether that stays as long as the graph does, as a weight may have been given other data since.
     """
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
         self.gathering, self._parameters, self._keep = gathering, parameters, keep
         self._versions = [one._block._version for one in parameters]
         self._wholes: tuple[torch.Tensor, ...] | None = None
-        self.recorded = False
+        self.recorded, self.stays = False, False
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors, which depend on the shares."""
@@ -122,7 +123,11 @@ class Gathered:
         """Let the whole tensors go."""
         for one in self._wholes or ():
             self._keep.held.pop(one.untyped_storage()._cdata, None)
-        self._wholes = None
+        if not self.stays:
+            self._wholes = None
+
+    def has(self, parameter: GlobalTensor) -> bool:
+        return any(one is parameter for one in self._parameters)
 
     def is_outdated(self) -> bool:
         """Whether parameters have been written since."""

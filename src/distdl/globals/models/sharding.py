@@ -203,6 +203,9 @@ class _Frame:
             self.written[key] = now
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
+            if key[1] and not counted:  # (other data, perhaps: what was computed before has saved the former)
+                for gathered in self.gathered:
+                    gathered.stays = gathered.stays or gathered.has(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
