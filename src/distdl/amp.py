@@ -36,4 +36,4 @@ class GradScaler(torch.amp.GradScaler):
         overflow = float((self._P or world()).allreduce_data(int(own), "max"))
         # (a worker without gradients has found nothing, and its torch would refuse to go on)
         devices = list(found) or [torch.device(self._device)]
-        return {device: torch.full((), overflow, device=device) for device in devices}
+        return {device: torch.full((), overflow, dtype=torch.float32, device=device) for device in devices}

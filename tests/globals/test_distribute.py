@@ -482,3 +482,48 @@ def test_a_distributed_model_is_copied_whatever_its_forward_has_as_defaults():
         assert copied(torch.ones(6, 3)).shape == (6, 2)
 
     distdl.run_workers(work, 2, "threads")
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_a_gradient_that_is_made_of_activations(make, options, weights):
+    """It is a global tensor, also where the parameter is a plain one; a backward adds to it."""
+    sequential = nn.Linear(5, 3).double()
+
+    def steps(model, x):
+        optimiser = make(model.parameters(), 0.1, **options)
+        for _ in range(2):
+            with torch.no_grad():
+                model.bias.grad = model(x).sum(0)
+            optimiser.step()
+            model(x).square().sum().backward()
+        return list(model.state_dict().values()), [one.grad for one in model.parameters()]
+
+    state, gradients = steps(copy.deepcopy(sequential), noise(4, 5))
+
+    def work():
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(copy.deepcopy(sequential), P, weights=weights)
+        ours, theirs = steps(model, distdl.distribute_tensor(noise(4, 5), P))
+        for one, other in zip([*ours, *theirs], [*state, *gradients], strict=True):
+            assert_close(one, other)
+
+    distdl.run_workers(work, 3)
+
+
+def test_the_scaler_of_a_program_in_double_precision():
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(nn.Linear(3, 2), P)
+        scaler, optimiser = distdl.amp.GradScaler("cpu", init_scale=8.0), torch.optim.SGD(model.parameters(), 0.1)
+        scaler.scale(model(distdl.distribute_tensor(torch.ones(4, 3), P)).sum()).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        return scaler.get_scale()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert distdl.run_workers(work, 2, "threads") == [8.0, 8.0]
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -131,3 +131,21 @@ def test_second_derivatives_of_functions_of_blocks():
         (dx,) = torch.autograd.grad(distdl.local_map(lambda a: a**4)(x).sum(), x, create_graph=True)
         found.append(torch.autograd.grad((dx**2).sum(), x)[0])
     assert_close(*found)
+
+
+class Doubled:
+    """What is called in the place of a function, as tools put it there that count what is computed."""
+
+    def __call__(self, x):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(self, (x,), x)
+        return 2 * x
+
+
+@pytest.mark.filterwarnings("ignore:.*Doubled")
+def test_an_object_that_is_called_has_the_same_name_on_all_workers():
+    def work():
+        x = distdl.distribute_tensor(noise(4, 3), distdl.world().reshape(2, 1))
+        assert torch.equal(Doubled()(x).full_tensor(), 2 * noise(4, 3))
+
+    distdl.run_workers(work, 2)

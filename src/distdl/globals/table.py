@@ -66,7 +66,8 @@ def handles_property(*names: str) -> Callable[[Handler], Handler]:
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
+    """The name of a function, the same on every worker; of another object that is called, that of its class."""
+    return getattr(func, "__name__", type(func).__name__)
 
 
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

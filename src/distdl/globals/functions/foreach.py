@@ -10,6 +10,7 @@ import torch
 from distdl.globals.adopting import adopt
 from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
+from distdl.globals.standing import is_of_model
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
@@ -33,6 +34,8 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = [one for one in own if type(one) is GlobalTensor]
         if writes and type(own[0]) is GlobalTensor:
             check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
+        elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
+            own, whole = [entire(one) for one in own], []
         found: Any = own
         if whole:
             lead = 0 if writes else None
@@ -173,6 +176,8 @@ def fused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not tensors:  # (moments that this optimiser does not keep)
                 continue
             one = tensors[place]
+            if order == 1 and type(x) is not GlobalTensor:  # (a gradient may have been made of activations)
+                one = blocks[place] = entire(one)
             _check_fused(name, x, one)
             if type(one) is GlobalTensor:
                 blocks[place] = moved(one, x._layout, name).contiguous()

@@ -203,6 +203,9 @@ class Replicas:
         every = [p for held in self._held for p in held.values() if p is not None]
         every = [p for p in every if not is_copy(p)]  # (functional_call sets what another model has computed)
         listed = [p for p in every if p.requires_grad]
+        for p in listed:
+            if p.is_leaf and type(p.grad) is GlobalTensor:  # (made by hand, of activations: torch adds to it)
+                p.grad = p.grad.full_tensor()
         described = [(id(p), p.shape, p.dtype, p.device) for p in listed]
         if described != self._described:
             self._described, self._listed = described, listed
