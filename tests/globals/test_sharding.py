@@ -396,6 +396,38 @@ def test_the_state_of_an_optimiser_can_be_saved_and_loaded(name):
     run(work)
 
 
+@pytest.mark.parametrize("make", [
+    lambda given: torch.optim.LBFGS(given, 0.1, max_iter=3), lambda given: torch.optim.AdamW(given, 0.1, foreach=True),
+], ids=["lbfgs", "adamw"])  # fmt: skip
+def test_an_optimiser_of_shares_and_of_an_unknown_coefficient(make):
+    """One that every worker has whole, as where an equation is fitted along with a network."""
+
+    def steps(model, x):
+        coefficient = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+        optimiser = make([*model.parameters(), coefficient])
+
+        def loss():
+            optimiser.zero_grad()
+            value = (model(x) * coefficient - 1).square().mean()
+            value.backward()
+            return value
+
+        for _ in range(3):
+            optimiser.step(loss)
+        return coefficient.detach(), *model.state_dict().values()
+
+    sequential = torch.nn.Linear(5, 2).double()
+    expected = steps(copy.deepcopy(sequential), noise(6, 5))
+
+    def work():
+        P = partition((2, 1))
+        model = distdl.distribute(copy.deepcopy(sequential), P, weights="sharded")
+        for ours, theirs in zip(steps(model, distdl.distribute_tensor(noise(6, 5), P)), expected, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
 def test_copies_of_an_optimiser():
     def work():
         model = sharded(network(), (2, 1, 2))

@@ -79,7 +79,7 @@ def test_what_a_fused_step_refuses():
     with pytest.raises(TypeError, match=r"got a plain one beside a global parameter"):
         _fused_sgd(x, split(x35), x35.clone())
     with pytest.raises(TypeError, match=r"got a global one beside a plain parameter"):
-        _fused_sgd(x35.clone(), split(x35), x35.clone())
+        _fused_sgd(x35.clone(), split(x35), split(x35))
     with pytest.raises(RuntimeError, match=r"of the parameter's shape \(3, 5\); got \(5, 3\)"):
         _fused_sgd(x, split(x35.t().contiguous()), split(x35))
     with pytest.raises(RuntimeError, match=r"requires a gradient; call it in torch\.no_grad"):

@@ -19,7 +19,9 @@ from distdl.tensors.memory import parts_of
 
 
 def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
-    """Whether a plain tensor is a parameter or a buffer of a distributed model, or shares memory with one."""
+    """Whether a plain tensor is a parameter, or a buffer of a distributed model, or shares memory with one of its."""
+    if type(tensor) is torch.nn.Parameter:  # (an optimiser may have some of no model beside those in shares)
+        return True
     models = list(context.models)
     if not models:
         return False
