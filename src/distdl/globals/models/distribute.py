@@ -29,6 +29,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.derivatives import is_recomputed
+from distdl.tensors.function import NO_TRANSFORMS
 from distdl.tensors.modes import unobserved
 
 WEIGHTS = ("replicated", "sharded")
@@ -159,6 +160,8 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(_NOT_TRACED)
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(NO_TRANSFORMS)
         copies = self.copies
         if self._checked < _FIRST and not (copies.running or is_recomputed()) and self.P.comm.watch is None:
             self._check_plain(args, kwargs)
