@@ -66,6 +66,10 @@ def test_lookups():
         assert_same(F.prelu, Global(x), weight)
         assert_same(F.prelu, x, Global(weight))
         assert_same(torch.Tensor.prelu, Global(x), Global(weight))
+    assert_same(F.prelu, Global(x), w, twice=True)
+    for input in (noise(1, 7), noise(7), noise(), noise(2, 7, 1)):  # (some workers have no cell)
+        assert_same(F.prelu, Global(input), torch.tensor([0.3], dtype=torch.float64), twice=True)
+    assert_same(F.prelu, Global(noise(2, 7, 1)), noise(7))
 
 
 def test_variances_of_rows():

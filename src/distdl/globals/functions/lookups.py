@@ -179,6 +179,10 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """That of blocks, of which the weights broadcast to x: by torch's kernel, where it takes them."""
+    channels = weight.numel() == 1 or (x.dim() > 1 and weight.numel() == x.shape[1])
+    if x.dim() and x.numel() and channels and x.is_floating_point():
+        return functional.prelu(x, weight.reshape(-1))
     return torch.where(x > 0, x, weight * x)
 
 
