@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import distdl
+from distdl.transport.recording import Recording
 
 q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
 attend = F.scaled_dot_product_attention
@@ -125,3 +126,24 @@ def test_dropout_is_the_same_over_any_partition():
     assert not torch.allclose(found[0], attend(q, k, v, is_causal=True))
     for one in found[1:]:
         torch.testing.assert_close(one, found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_what_moves_is_under_way_at_the_same_time():
+    """Keys and values, and the pieces of a tensor that is rolled: one wait for all of them, forward and backward."""
+
+    def work():
+        P = distdl.world()[:2].reshape(1, 1, 2, 1)
+        x = distdl.distribute_tensor(noise(2, 3, 6, 4), P).requires_grad_()
+        found = []
+        for function in (lambda x: attend(x, x * 2, x * 3), lambda x: x.roll(2, 2), lambda x: torch.cat([x, x], 2)):
+            events = []
+            P.comm.recorder = Recording(P.comm, lambda _, to=events: to.append(-1), lambda _, to=events: to.append(1))
+            y = function(x)
+            torch.autograd.grad(y, x, torch.ones_like(y))
+            P.comm.recorder = None
+            found.append(events)
+        return found
+
+    for worker in distdl.run_workers(work, 2):
+        for events in worker:
+            assert events == [1, 1, -1, -1] * 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.exchange import move_all
 from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.replicas import entered, plain_of
@@ -16,6 +17,9 @@ from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import NONE, Derivatives, is_differentiated_forward
 
 GRADIENT = Derivatives(gradient=True)
+
+Move = tuple[torch.Tensor, KnownLayout, KnownLayout]
+"""A block, and the layouts in which it is and in which it is needed."""
 
 
 def derivatives_of(block: torch.Tensor) -> Derivatives:
@@ -53,6 +57,23 @@ def moved_block(block: torch.Tensor, owned: KnownLayout, needed: KnownLayout, na
     operator = owned.context.moving(owned, needed, block.dtype, derivatives_of(block), name)
     y: torch.Tensor = operator(block)
     return y
+
+
+def moved_blocks(moves: Sequence[Move], name: str) -> list[torch.Tensor]:
+    """The same for several blocks. Their messages are under way at the same time, in one autograd node."""
+    found = [block for block, _, _ in moves]
+    moving = [place for place, (_, owned, needed) in enumerate(moves) if owned is not needed]
+    if len(moving) < 2:
+        for place in moving:
+            found[place] = moved_block(*moves[place], name)
+        return found
+    operators = [
+        owned.context.moving(owned, needed, block.dtype, derivatives_of(block), name)
+        for block, owned, needed in (moves[place] for place in moving)
+    ]
+    for place, (y,) in zip(moving, move_all(operators, [(found[place],) for place in moving]), strict=True):
+        found[place] = y
+    return found
 
 
 def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:

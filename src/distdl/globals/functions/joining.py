@@ -15,7 +15,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
-from distdl.globals.functions.lines import brought
+from distdl.globals.functions.lines import brought_together
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
@@ -50,8 +50,7 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
         return target, needs
 
     target, needs = context.keep(("side by side", layout, dim, along, shapes), make)
-    parts = [brought(one, need, name) for one, need in zip(tensors, needs, strict=True)]
-    return GlobalTensor._of(_joined(parts, dim, target.local), target)
+    return GlobalTensor._of(_joined(brought_together(tensors, needs, name), dim, target.local), target)
 
 
 def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:

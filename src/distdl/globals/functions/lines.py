@@ -14,7 +14,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
-from distdl.globals.operands import block_of, entire, moved, taken
+from distdl.globals.operands import block_of, entire, moved, moved_blocks, taken
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -64,6 +64,14 @@ def brought(value: Any, needed: KnownLayout, name: str) -> torch.Tensor:
     if not needed.active:
         return zeros_on(entered(value, needed.context), needed.local)
     return taken(value, needed)
+
+
+def brought_together(values: Sequence[Any], needs: Sequence[KnownLayout], name: str) -> list[torch.Tensor]:
+    """The same of several tensors of one dim or more. What moves is under way at the same time."""
+    split = [place for place, one in enumerate(values) if type(one) is GlobalTensor]
+    blocks = moved_blocks([(block_of(values[at]), values[at]._layout, needs[at]) for at in split], name)
+    found = dict(zip(split, blocks, strict=True))
+    return [found[at] if at in found else brought(values[at], need, name) for at, need in enumerate(needs)]
 
 
 def _first_cells(x: Any, shape: Sequence[int]) -> Any:

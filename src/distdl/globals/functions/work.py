@@ -18,7 +18,7 @@ from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.spreading import SPACIOUS, Labels, Spread, spread_of
-from distdl.globals.operands import block_of, check_dense, moved_block
+from distdl.globals.operands import block_of, check_dense, moved_block, moved_blocks
 from distdl.globals.replicas import entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
@@ -30,6 +30,7 @@ class Need:
 
     Attributes:
         moves: from and to which layout, if it moves.
+        arrives: shape of this worker's part, if it moves.
         cells: how many come to one worker then, at most.
     """
 
@@ -50,6 +51,7 @@ class Need:
         box = needed.box[behind:]
         self.index = tuple(slice(*one) for one in box)
         self.local: Shape = tuple(stop - start for start, stop in box)
+        self.arrives = self.local if needed.active else (0,) * max(len(self.local), 1)
         self.whole = self.local == shape
         self.least = (1,) * len(shape)
         self.moves: tuple[KnownLayout, KnownLayout] | None = None
@@ -66,18 +68,17 @@ class Need:
             self.moves = (owned, needed) if order else (owned.lifted(1), needed.lifted(1))
 
     def __call__(self, operand: Any, context: Context, name: str) -> torch.Tensor:
+        block = self.given(operand, context)
+        return block if self.moves is None else moved_block(block, *self.moves, name).reshape(self.arrives)
+
+    def given(self, operand: Any, context: Context) -> torch.Tensor:
+        """This worker's part of an operand, or the block of it that moves."""
         if type(operand) is not GlobalTensor:
             plain = entered(operand, context)
             check_dense(plain)
             return plain if self.whole else plain[self.index]
         block = block_of(operand)
-        if self.moves is None:
-            return block
-        owned, needed = self.moves
-        block = moved_block(block.reshape(owned.local), owned, needed, name)
-        if not needed.active:
-            return block.reshape((0,) * max(len(self.local), 1))
-        return block.reshape(self.local)
+        return block if self.moves is None else block.reshape(self.moves[0].local)
 
 
 def _length(interval: Interval) -> int:
@@ -157,8 +158,13 @@ class Work:
         return self.entries.box[self.summed + self.out.index(label)]
 
     def parts(self, operands: Sequence[Any], name: str) -> list[torch.Tensor]:
-        """What this worker needs of each operand."""
-        return [need(one, self.context, name) for need, one in zip(self.needs, operands, strict=True)]
+        """What this worker needs of each operand. What moves is under way at the same time."""
+        found = [need.given(one, self.context) for need, one in zip(self.needs, operands, strict=True)]
+        moving = [(place, need.moves) for place, need in enumerate(self.needs) if need.moves is not None]
+        blocks = moved_blocks([(found[place], *moves) for place, moves in moving], name)
+        for (place, _), block in zip(moving, blocks, strict=True):
+            found[place] = block.reshape(self.needs[place].arrives)
+        return found
 
     def __call__(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
         """Apply a function to the parts of its operands."""
