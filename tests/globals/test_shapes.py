@@ -85,6 +85,26 @@ def test_windows_of_a_swin_transformer():
     assert_same(partition, Global(noise(2, 6, 6, 3)), grids=[*GRIDS[4], (1, 2, 2, 1), (1, 4, 1, 1), (1, 1, 3, 1)])
 
 
+def test_uneven_windows_stay_where_they_are():
+    """Of 7 rows of windows in each of two samples, two workers have 4 and 3: so many windows, and not half of them."""
+
+    def windows(x):
+        y = x.reshape(98, 3)
+        y = (y * y).view(2, 49, 3) + noise(49, 1)
+        return y.reshape(98, 3).view(2, 7, 7, 3)
+
+    assert_same(windows, Global(noise(2, 7, 7, 3)), grids=[(2, 2, 1, 1), (1, 2, 1, 1), (2, 1, 2, 1), (1, 4, 1, 1)])
+
+    def work():
+        x = distdl.distribute_tensor(noise(2, 7, 7, 3), distdl.world().reshape(2, 2, 1, 1))
+        with distdl.ledger() as book:
+            y = windows(x)
+        assert not book.entries
+        assert y.layout is x.layout
+
+    distdl.run_workers(work, 4)
+
+
 def test_heads_of_attention():
     def heads(x):
         q = x.reshape(2, 7, 2, 6).permute(0, 2, 1, 3)

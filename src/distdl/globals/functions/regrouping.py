@@ -129,12 +129,27 @@ def _whole(extents: Sequence[int]) -> list[Intervals]:
 
 
 def _as_it_is(before: Sequence[int], after: Sequence[int], intervals: Sequence[Intervals]) -> _Fit | None:
-    """The splits as they are, if only the outermost dim is split, and so that the others stay whole."""
+    """The splits as they are, if each worker's box is a box of the other shape.
+
+    So it is if only the outermost dim is split, where the cells of both shapes end; or if there are single cells of the
+    outermost dim of one side, and this is so for the cells in each of them.
+    """
     units = gcd(before[0], after[0])
     unit = before[0] // units
-    if any(len(along) > 1 for along in intervals[1:]) or any(stop % unit for _, stop in intervals[0]):
+    if all(len(along) == 1 for along in intervals[1:]) and all(stop % unit == 0 for _, stop in intervals[0]):
+        return _Fit(list(intervals), [_scaled(intervals[0], after[0] // units, unit), *_whole(after[1:])])
+    if units == 1 or len(intervals[0]) % units:
         return None
-    return _Fit(list(intervals), [_scaled(intervals[0], after[0] // units, unit), *_whole(after[1:])])
+    if before[0] == units and intervals[0] == balanced(units, units):
+        inner = _as_it_is(before[1:], [after[0] // units, *after[1:]], intervals[1:])
+        return inner and _Fit(list(intervals), _repeated(inner.after, units))
+    if after[0] == units:
+        first = intervals[0][: len(intervals[0]) // units]
+        if intervals[0] != _repeated([first], units)[0]:
+            return None
+        inner = _as_it_is([unit, *before[1:]], after[1:], [first, *intervals[1:]])
+        return inner and _Fit(list(intervals), [balanced(units, units), *inner.after])
+    return None
 
 
 def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | None:
