@@ -137,6 +137,32 @@ def test_weights_come_together_once_for_each_module_and_once_more_in_backward():
     run(work)
 
 
+def test_a_table_comes_together_once():
+    """The gradient of a lookup reads no row. What else a module does may, and then the table comes again."""
+    indices = torch.tensor([[1, 2, 0, 2], [8, 3, 3, 1]])
+
+    def model(own):
+        made = network(lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=2), nn.Linear(4, 3)).double())
+        if own:
+            made[0].forward = lambda x: nn.functional.embedding(x, made[0].weight) @ made[0].weight.mT @ made[0].weight
+        return made
+
+    def work():
+        for own in (False, True):
+            alone, ours = model(own), distdl.distribute(model(own), partition((2, 2)), weights="sharded")
+            with distdl.ledger() as book:
+                y = ours(distdl.distribute_tensor(indices, partition((2, 2))))
+            assert sum(one.calls for one in weights_in(book)) == 2, str(book)
+            with distdl.ledger() as book:
+                y.square().sum().backward()
+            assert sum(one.calls for one in weights_in(book)) == 3 + own, str(book)
+            alone(indices).square().sum().backward()
+            for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12)
+
+    run(work)
+
+
 def test_autograd_keeps_no_whole_weight(monkeypatch):
     """There is no whole weight between modules, and in backward those of one module at a time."""
     made = threading.local()

@@ -88,7 +88,7 @@ class Shares:
             try:
                 frame.settle_writes()
             finally:
-                if frame.gathered:
+                if frame.gathered and not _forgets_weights(module):
                     _gather_before(result, frame.gathered, frame.first)
                 for one in frame.gathered:
                     one.release()
@@ -265,6 +265,14 @@ class _End:
 def _hooks_now() -> Any:
     hooks = saved_tensors_hooks()
     return None if hooks is None else hooks[0]
+
+
+def _forgets_weights(module: torch.nn.Module) -> bool:
+    """Whether a module's backward reads no weight, on any worker: that of a lookup does not, which is all it does."""
+    looks_up = type(module) is torch.nn.Embedding and not (module.scale_grad_by_freq or module.sparse)
+    as_it_is = "forward" not in module.__dict__ and list(module._parameters) == ["weight"]
+    hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
+    return looks_up and as_it_is and hooks == (1, 1)  # (ours)
 
 
 def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
