@@ -93,6 +93,89 @@ def test_multi_head_attention(weights):
     assert_same(function, Global(noise(2, 5, 6)), noise(18, 6), noise(18), grids=[(2, 2, 1), (1, 3, 1), (1, 1, 2)])
 
 
+_PADDED = torch.arange(6) > torch.tensor([3, 5, 4])[:, None]
+_BIASES = noise(6, 5, 6, seed=7)
+OPTIONS = {
+    "self": ({}, {}),
+    "weights": ({}, {"need_weights": True, "average_attn_weights": False}),
+    "padding": ({}, {"key_padding_mask": _PADDED, "attn_mask": torch.ones(5, 6).triu(4) > 0, "need_weights": True}),
+    "padding that is split": ({}, {"key_padding_mask": Global(_PADDED, (3, 1))}),
+    "a mask for each head": ({}, {"attn_mask": _BIASES}),
+    "other keys": ({"kdim": 4, "vdim": 3}, {"need_weights": True}),
+    "more keys": ({"add_bias_kv": True, "add_zero_attn": True}, {"need_weights": True}),
+    "no bias": ({"bias": False, "batch_first": False}, {}),
+    "dropout": ({"dropout": 0.5}, {}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_multi_head_attention_of_samples(case, workers):
+    """Where samples alone are split, a forward sends nothing, and idle workers go the same way."""
+    layers, options = OPTIONS[case]
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(6, 2, **{"batch_first": True, **layers}, dtype=torch.float64)
+    layer.eval() if "dropout" in layers else layer.train()
+    first = layer.batch_first
+
+    def of(model, given, enter):
+        x = enter(given[0]).requires_grad_()
+        others = [x, x] if case == "self" else [enter(one).requires_grad_() for one in given[1:]]
+        y, weights = model(x, *others, **{"need_weights": False, **{name: enter(one) for name, one in options.items()}})
+        found = [y] if weights is None else [y, weights]
+        loss = sum((one * one.detach().cos()).sum() for one in found)
+        inputs = list({id(one): one for one in (x, *others)}.values())
+        gradients = torch.autograd.grad(loss, [*inputs, *model.parameters()], create_graph=len(found) > 1)
+        if weights is not None:  # (else torch's kernel has no second derivative)
+            sum(one.square().sum() for one in gradients).backward()
+        return [*found, *gradients, *(one.grad for one in (*inputs, *model.parameters()))]
+
+    shapes = [(3, 5, 6), (3, 6, layers.get("kdim", 6)), (3, 6, layers.get("vdim", 6))]
+    inputs = [
+        noise(*shape, seed=at) if first else noise(*shape, seed=at).transpose(0, 1) for at, shape in enumerate(shapes)
+    ]
+    plain = of(
+        deepcopy(layer),
+        inputs,
+        lambda one: one.tensor if type(one) is Global else one.clone() if type(one) is torch.Tensor else one,
+    )
+
+    def work():
+        P = distdl.world()[:workers].reshape((workers, 1, 1) if first else (1, workers, 1))
+
+        def enter(one):
+            if type(one) is Global:
+                return distdl.distribute_tensor(one.tensor, distdl.world()[:3].reshape(3, 1))
+            if type(one) is not torch.Tensor or one.dtype is torch.bool or one is _BIASES:
+                return one
+            return distdl.distribute_tensor(one, P)
+
+        model = distdl.distribute(deepcopy(layer), P, fallback="error")
+        for ours, theirs in zip(of(model, inputs, enter), plain, strict=True):
+            whole = ours.full_tensor() if type(ours) is distdl.GlobalTensor else ours
+            assert (whole is None) == (theirs is None)
+            if whole is not None:
+                torch.testing.assert_close(whole, theirs, rtol=1e-10, atol=1e-10)
+
+    distdl.run_workers(work, 4)
+
+
+def test_samples_of_attention_stay_where_they_are():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+
+    def work():
+        P = distdl.world().reshape(2, 1, 1)
+        x = distdl.distribute_tensor(noise(4, 5, 6), P)
+        model, sent = distdl.distribute(deepcopy(layer), P), []
+        P.comm.recorder = Recording(P.comm, lambda _: sent.append(1), lambda _: None)
+        model(x)
+        P.comm.recorder = None
+        return len(sent)
+
+    assert distdl.run_workers(work, 2) == [0, 0]
+
+
 def test_multi_head_attention_of_plain_queries_beside_a_mask_that_is_split():
     """Torch tells nobody of the mask: it counts queries, keys, values and weights as tensors only."""
     torch.manual_seed(0)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
-from distdl.geometry.boxes import Interval
+from distdl.geometry.boxes import Interval, Intervals, Shape
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.applying import autocast_dtype
+from distdl.globals.functions.judging import judged
 from distdl.globals.functions.products import batch_labels
 from distdl.globals.functions.work import Work, checked, work_on
+from distdl.globals.operands import block_of, part_of, sample, taken
+from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
+from distdl.tensors.connection import local, no_view, zeros_on
 
 
 @handles("scaled_dot_product_attention", "functional")
@@ -136,5 +143,73 @@ _multi_head_attention = composite(functional.multi_head_attention_forward)
 
 @handles("multi_head_attention_forward", "functional")
 def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch does in Python, of which each function is one of global tensors."""
-    return _multi_head_attention(*args, **kwargs)
+    """What torch does in Python, of which each function is one of global tensors.
+
+    Where samples alone are split, each worker does all of it on its own: torch makes one dim of positions and samples
+    before the last linear map, and samples, which do not follow each other there, would have to move.
+    """
+    found = _of_samples(func, args, kwargs)
+    return _multi_head_attention(*args, **kwargs) if found is None else found
+
+
+_SIGNATURE = signature(functional.multi_head_attention_forward)
+_INPUTS = ("query", "key", "value")
+_WEIGHTS = (
+    "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v",
+    "out_proj_weight", "out_proj_bias",
+)  # fmt: skip
+
+
+def _of_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Attention of (positions, samples, features) of which samples alone are split, in one way; None for others.
+
+    With dropout, too, it is for others: that draws alike over all partitions.
+    """
+    named = _SIGNATURE.bind(*args, **kwargs).arguments
+    query, *_ = inputs = [named[name] for name in _INPUTS]
+    if any(type(one) is not GlobalTensor or one.dim() != 3 for one in inputs):
+        return None
+    layout, context = query._layout, query._context
+    workers, samples = layout.partition.workers, layout.intervals[1]
+    for one in inputs:
+        if one._layout.intervals[1] != samples or not np.array_equal(one._layout.partition.workers, workers):
+            return None
+    masks = {name: named[name] for name in ("attn_mask", "key_padding_mask") if named.get(name) is not None}
+    whole = [named.get(name) for name in (*_WEIGHTS, "attn_mask")]
+    static = any(named.get(name) is not None for name in ("static_k", "static_v"))
+    draws = named.get("training", True) and named["dropout_p"] > 0
+    if workers.shape != (1, workers.size, 1) or draws or static or any(type(one) is GlobalTensor for one in whole):
+        return None
+    if any(one.requires_grad for one in masks.values()) or autocast_dtype(query) is not None:
+        return None
+    judged(func, args, kwargs)
+
+    def split(shape: Shape, along: Intervals) -> KnownLayout:
+        """The layout of what has samples, or several entries of each, as its first dim."""
+        whole = [((0, n),) for n in shape[1:]]
+        made: KnownLayout = context.layout(workers.reshape(-1, *[1] * len(whole)), [along, *whole])
+        return made
+
+    heads = named["num_heads"]
+    for name, mask in masks.items():
+        if type(mask) is not GlobalTensor:
+            sample(plain_of(mask), context)
+        if name == "key_padding_mask":
+            masks[name] = part_of(mask, split(tuple(mask.shape), samples), name)
+        elif mask.dim() == 3:
+            along = tuple((start * heads, stop * heads) for start, stop in samples)
+            masks[name] = taken(mask, split(tuple(mask.shape), along))
+    weights = {name: entered(named[name], context) for name in _WEIGHTS if named.get(name) is not None}
+    blocks = {id(one): block_of(one) for one in inputs}  # (torch asks whether they are one tensor)
+    if 0 in layout.local:  # (what is differentiated goes the same way there: with a sample of zeros)
+        blocks = {id(one): zeros_on(block_of(one), (one.shape[0], 1, one.shape[2])) for one in inputs}
+        masks = dict.fromkeys(masks)
+    y, attended = func(**{**named, **weights, **masks, **{name: blocks[id(named[name])] for name in _INPUTS}})
+    target = context.layout(workers, [layout.intervals[0], samples, ((0, y.shape[2]),)])
+    y = no_view(y, *blocks.values()) if target.local == tuple(y.shape) else zeros_on(y, target.local)
+    found = GlobalTensor._of(y, target)
+    if attended is None:
+        return found, None
+    target = split(tuple(attended.shape), samples)
+    attended = attended if target.local == tuple(attended.shape) else zeros_on(attended, target.local)
+    return found, GlobalTensor._of(attended, target)
