@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import GRIDS, WORKERS, Global, assert_same, noise
+from same import GRIDS, WORKERS, Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -133,3 +133,41 @@ def test_means_that_are_large_beside_deviations(mean, shape, seed):
 
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
     distdl.run_workers(work, 3)
+
+
+def _ones(*shape):
+    return torch.ones(shape, dtype=torch.float64)
+
+
+def _assert_refused(function, x, *rest, **given):
+    assert_raises_the_same(lambda x: function(x, *rest, **given), x, text=True)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_wrong_sizes_are_torchs_errors(name, n):
+    x, given = noise(2, 4, 3, 6), {name: _ones(n)}
+    known = {"running_mean": _ones(4), "running_var": _ones(4), **given}
+    for training in (True, False):
+        _assert_refused(F.batch_norm, x, **known, training=training)
+        _assert_refused(F.instance_norm, x, **known, use_input_stats=training)
+    if name not in ("weight", "bias"):
+        return
+    _assert_refused(F.batch_norm, x, None, None, **given, training=True)
+    _assert_refused(F.instance_norm, x, **given)
+    _assert_refused(F.group_norm, x, 2, **given)
+    for shape in ((n,), (1, 6)):
+        _assert_refused(F.layer_norm, x, (6,), **{name: _ones(*shape)})
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_other_dtypes_are_torchs_errors(name):
+    x, single = noise(2, 4, 3, 6), torch.ones(4)
+    known = {"running_mean": _ones(4), "running_var": _ones(4), name: single}
+    for training in (True, False):
+        _assert_refused(F.batch_norm, x, **known, training=training)
+    if name in ("weight", "bias"):
+        _assert_refused(F.batch_norm, x, None, None, **{name: single}, training=True)
+        _assert_refused(F.instance_norm, x, **{name: single})
+        _assert_refused(F.group_norm, x, 2, **{name: single})
+        _assert_refused(F.layer_norm, x, (6,), **{name: torch.ones(6)})

@@ -59,6 +59,21 @@ def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
         func(torch.zeros([min(max(n, 1), 2) for n in x.shape] or [1], dtype=x.dtype, device=x.device))
 
 
+def judge_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
+    """Let torch check that it computes with the dtypes of whole tensors beside each other, which it does not without
+    memory.
+
+    Args:
+        func: gets zeros, one or two along each dim, on the tensors' device; None as it is. (Equal sizes stay equal.)
+    Raises: on every worker what torch raises.
+    """
+    func(*[one if one is None else _small(one) for one in tensors])
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros([min(max(n, 1), 2) for n in x.shape], dtype=x.dtype, device=x.device)
+
+
 def frozen(value: Any) -> Hashable:
     """A value of arguments as a key."""
     if isinstance(value, (list, tuple)):

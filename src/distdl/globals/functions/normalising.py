@@ -14,6 +14,7 @@ from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
+from distdl.globals.functions.judging import judge, judge_dtypes
 from distdl.globals.operands import block_of
 from distdl.globals.strides import copied_if_apart
 from distdl.globals.table import handles
@@ -61,6 +62,11 @@ def _with_plain(normalise: Callable[..., Any], statistics: Sequence[Any], *rest:
                 if type(one) is GlobalTensor:
                     one.copy_(new)
     return y
+
+
+def _sizes(*weights: Any) -> tuple[Any, ...]:
+    """Sizes and dtypes of tensors, some of which may be None, as a key."""
+    return tuple([one if one is None else (one.shape, one.dtype) for one in weights])
 
 
 def _running(mean: torch.Tensor | None, variance: torch.Tensor | None) -> list[torch.Tensor]:
@@ -114,21 +120,37 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rest = weight, bias, training, momentum, eps
             of_input = partial(functional.batch_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
+        layout, dtype, own = input._layout, input.dtype, training
+
+        def check() -> None:
+            """Let torch check sizes and dtypes. (Its kernels read as many cells of a weight as there are channels.)"""
+            judge(func, args, kwargs)
+            judge_dtypes(
+                lambda x, w, b, mean, var: torch.batch_norm(x, w, b, mean, var, own, 0.1, 1e-5, False),
+                input, weight, bias, running_mean, running_var,
+            )  # fmt: skip
+
+        def statistics_of() -> batch.BatchStatistics:
+            check()
+            return batch.BatchStatistics.of(layout, dtype)
+
         if training and momentum is not None and batch.fits(input._block, weight, bias):
-            statistics = batch.BatchStatistics.of(input._layout, input.dtype)
+            sizes = _sizes(running_mean, running_var, weight, bias)
+            statistics = layout.context.keep(("statistics", layout, dtype, *sizes), statistics_of)
             if statistics.shared:
                 kept = None if running_mean is None or running_var is None else (running_mean, running_var)
-                steps = partial(_in_steps, input._layout, eps)
+                steps = partial(_in_steps, layout, eps)
                 return _in_one(input, weight, bias, batch.Options(statistics, eps, kept, momentum, steps))
         running = _running(running_mean, running_var)
         if not training and not running:
             raise RuntimeError("Expected running_mean and running_var to be defined when training=False")
-        key = (momentum, eps, bool(running), training)
-        channels = input.shape[1]
-        return _normalised(
-            lambda: BatchNorm(channels, eps, momentum, bool(running), training, everywhere=True),
-            key, input, "batch_norm", weight, bias, running,
-        )  # fmt: skip
+
+        def op() -> BatchNorm:
+            check()
+            return BatchNorm(layout.extents[1], eps, momentum, bool(running), own, everywhere=True)
+
+        key = (momentum, eps, training, *_sizes(running_mean, running_var))
+        return _normalised(op, key, input, "batch_norm", weight, bias, running)
 
     if func is torch.batch_norm:
         x, weight, bias, mean, variance, training, momentum, eps, *_ = args
@@ -156,12 +178,18 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             of_input = partial(functional.instance_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=use_input_stats)
         running = _running(running_mean, running_var)
-        key = (momentum, eps, bool(running), bool(use_input_stats))
-        channels, input = input.shape[1], copied_if_apart(input)
-        return _normalised(
-            lambda: InstanceNorm(channels, eps, momentum, bool(running), bool(use_input_stats), everywhere=True),
-            key, input, "instance_norm", weight, bias, running,
-        )  # fmt: skip
+        own = bool(use_input_stats)
+
+        def op() -> InstanceNorm:
+            judge(func, args, kwargs)
+            judge_dtypes(
+                lambda x, w, b, mean, var: torch.instance_norm(x, w, b, mean, var, own, 0.1, 1e-5, False),
+                input, weight, bias, running_mean, running_var,
+            )  # fmt: skip
+            return InstanceNorm(input.shape[1], eps, momentum, bool(running), own, everywhere=True)
+
+        key = (momentum, eps, own, *_sizes(running_mean, running_var))
+        return _normalised(op, key, copied_if_apart(input), "instance_norm", weight, bias, running)
 
     if func is torch.instance_norm:
         x, weight, bias, mean, variance, stats, momentum, eps, *_ = args
@@ -186,6 +214,8 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         channels = input.shape[1]
 
         def op() -> GroupNorm:
+            judge(func, args, kwargs)
+            judge_dtypes(lambda x, *weights: torch.group_norm(x, 1, *weights), input, weight, bias)
             made = GroupNorm(num_groups, channels, eps)
             made.check("group_norm")
             return made
@@ -208,7 +238,14 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         last = _last(input, normalized_shape)
-        return _normalised(lambda: LayerNorm(last, eps), (last, eps), input, "layer_norm", weight, bias)
+
+        def op() -> LayerNorm:
+            _check_sizes(normalized_shape, weight=weight, bias=bias)
+            small = [min(max(extent, 1), 2) for _, extent in last]
+            judge_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
+            return LayerNorm(last, eps)
+
+        return _normalised(op, (last, eps), input, "layer_norm", weight, bias)
 
     return run_(*args, **kwargs)
 
@@ -221,14 +258,27 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         last = _last(input, normalized_shape)
-        if weight is not None and tuple(weight.shape) != tuple(normalized_shape):
-            raise RuntimeError(
-                f"Expected weight to be of same shape as normalized_shape, but got weight of shape "
-                f"{list(weight.shape)} and normalized_shape = {list(normalized_shape)}"
-            )
-        return _normalised(lambda: RMSNorm(last, eps), (last, eps), input, "rms_norm", weight, None)
+
+        def op() -> RMSNorm:
+            _check_sizes(normalized_shape, weight=weight)
+            return RMSNorm(last, eps)
+
+        return _normalised(op, (last, eps), input, "rms_norm", weight, None)
 
     return run_(*args, **kwargs)
+
+
+def _check_sizes(normalized_shape: Sequence[int], **weights: torch.Tensor | None) -> None:
+    """Check weights of the last dims. (Of tensors without memory, torch gives other texts.)
+
+    Raises: RuntimeError if one has other sizes.
+    """
+    for name, one in weights.items():
+        if one is not None and tuple(one.shape) != tuple(normalized_shape):
+            raise RuntimeError(
+                f"Expected {name} to be of same shape as normalized_shape, but got {name} of shape {list(one.shape)} "
+                f"and normalized_shape = {list(normalized_shape)}"
+            )
 
 
 def _last(x: GlobalTensor, normalized_shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
