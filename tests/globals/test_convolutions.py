@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
@@ -95,3 +95,15 @@ def test_second_derivatives_of_outputs_that_no_cell_reaches():
             assert torch.allclose(dx.full_tensor(), expected[0]) and torch.allclose(dw, expected[1])
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (7,), (6, 1), ()])
+def test_wrong_sizes_of_a_bias_are_torchs_errors(shape):
+    bias = torch.ones(shape, dtype=torch.float64)
+    for x, space in ((x3, 1), (x4, 2), (x5, 3)):
+        convolve, spread = getattr(F, f"conv{space}d"), getattr(F, f"conv_transpose{space}d")
+        point = [1] * space
+        for groups in (1, 2):
+            w, v = noise(6, 4 // groups, *point), noise(4, 6 // groups, *point)
+            assert_raises_the_same(lambda x, f=convolve, w=w, n=groups: f(x, w, bias, groups=n), x, text=True)
+            assert_raises_the_same(lambda x, f=spread, v=v, n=groups: f(x, v, bias, groups=n), x, text=True)

@@ -26,6 +26,18 @@ def work_of(layout: KnownLayout) -> Partition:
     return work
 
 
+def _check_bias(bias: torch.Tensor | None, produced: int, kernel: str) -> None:
+    """Check a bias as torch does, but not of tensors without memory.
+
+    Raises: RuntimeError if it has not one element for each channel that is produced.
+    """
+    if bias is not None and tuple(bias.shape) != (produced,):
+        raise RuntimeError(
+            f"Given {kernel}, expected bias to be 1-dimensional with {produced} elements, but got bias of size "
+            f"{list(bias.shape)} instead"
+        )
+
+
 @handles("conv1d conv2d conv3d", "torch functional")
 def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each worker computes its outputs, of the cells around its block."""
@@ -59,6 +71,7 @@ def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
         def op() -> Convolution:
             name = func.__name__
+            _check_bias(bias, produced, f"weight of size {list(weight.shape)}")
             sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
             channels = Channels(taken, produced, groups)
             made = Convolution(input._layout.partition, channels, sliding, autocast=autocast_dtype(input))
@@ -100,6 +113,7 @@ def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         def op() -> TransposedConvolution:
             geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
             channels = Channels(weight.shape[0], weight.shape[1] * groups, groups)
+            _check_bias(bias, channels.outputs, f"transposed=1, weight of size {list(weight.shape)}")
             made = TransposedConvolution(input._layout.partition, channels, geometry, autocast=autocast_dtype(input))
             made.check(func.__name__)
             return made
