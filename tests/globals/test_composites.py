@@ -366,6 +366,8 @@ REFUSED = {
     "rot90 in one dim": lambda x: torch.rot90(x, 1, (0,)),
     "rot90 in a dim twice": lambda x: torch.rot90(x, 1, (0, -2)),
     "negative order": lambda x: torch.diff(x, n=-1),
+    "triplets of other dims": lambda x: F.triplet_margin_loss(x, x[0], x),
+    "a triplet of a number": lambda x: F.triplet_margin_loss(x, x, x.sum(), swap=True),
     "diff along no dim": lambda x: torch.diff(x, dim=2),
 }
 

@@ -47,7 +47,7 @@ def test_linear_of_no_features_is_its_bias():
         (lambda a, b: torch.tensordot(a, b, dims=([2], [1])), x3, y3),
         (lambda a, b: torch.tensordot(a, b), noise(3, 5, 7), noise(5, 7, 2)),
         (lambda a, b: torch.baddbmm(a.sum(), a, b, beta=0.5, alpha=2.0), x3, y3),
-        (lambda a, b: torch.addbmm(a[0, 0, 0] if type(a) is torch.Tensor else torch.zeros(()), a, b, beta=0), x3, y3),
+        (lambda a, b: torch.addbmm(torch.zeros((), dtype=a.dtype), a, b, beta=0), x3, y3),
     ],
 )  # fmt: skip
 def test_two_factors(function, left, right):
@@ -261,3 +261,48 @@ def test_what_torch_refuses_of_groups_is_refused_on_every_worker():
     x, weight, ends = noise(12, 16), noise(3, 16, 8), torch.tensor([4, 5, 12], dtype=torch.int32)
     assert_raises_the_same(lambda x: F.grouped_mm(x, weight, offs=ends), x)
     assert_raises_the_same(lambda x: F.grouped_mm(x.float(), weight.float(), offs=ends.long()), x)
+
+
+def _ones(*shape, dtype=torch.float64):
+    return torch.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("bias", [_ones(2), _ones(5, 3), _ones(3, 1), _ones(3, dtype=torch.float32), _ones(2, 4, 3)])
+@pytest.mark.parametrize("x", [noise(4, 6), noise(4, 6, 1, 6)])
+def test_a_bias_of_a_linear_map_that_torch_refuses(x, bias):
+    assert_raises_the_same(lambda x: F.linear(x, _ones(3, 6), bias), x)
+    assert_raises_the_same(lambda x: F.linear(_ones(4, 6), _ones(3, 6), bias * x.sum().to(bias.dtype)), x)
+
+
+def test_a_bias_of_two_dims():
+    assert_same(F.linear, Global(noise(4, 6)), noise(3, 6), noise(4, 1), grids=[(2, 2), (1, 3), (4, 1)])
+    assert_same(F.linear, Global(noise(5, 4, 6)), noise(3, 6), noise(4, 3), grids=[(1, 2, 1), (2, 1, 1), (1, 1, 3)])
+
+
+@pytest.mark.parametrize("bias", [_ones(1), _ones(3), _ones(2, dtype=torch.float32)])
+def test_a_bias_of_a_bilinear_map_that_torch_refuses(bias):
+    x, w = noise(5, 6), _ones(2, 6, 6)
+    assert_raises_the_same(lambda x: F.bilinear(x, x, w, bias), x, text=True)
+    assert_raises_the_same(lambda x: F.bilinear(_ones(5, 6), _ones(5, 6), w, bias * x.sum().to(bias.dtype)), x)
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "shapes"),
+    [(torch.addmm, [(2, 1), (1, 3, 5), (2,)], [(3, 4), (4, 5)]), (torch.addmv, [(3, 3), (2,)], [(3, 4), (4,)]),
+     (torch.baddbmm, [(3, 3, 5), (1, 2, 3, 5), (2,)], [(2, 3, 4), (2, 4, 5)]),
+     (torch.addbmm, [(2, 3, 5), (2,)], [(2, 3, 4), (2, 4, 5)]), (torch.addr, [(2, 3, 5), (2,)], [(3,), (5,)])],
+)  # fmt: skip
+@pytest.mark.parametrize("beta", [1, 0])
+def test_what_is_added_to_a_product_is_not_larger(function, wrong, shapes, beta):
+    first, second = (_ones(*shape) for shape in shapes)
+    for shape in wrong:
+        added = _ones(*shape)
+        assert_raises_the_same(
+            lambda x, y=added: function(y * x.sum(), first, second, beta=beta), noise(4, 4), text=True
+        )
+        assert_raises_the_same(
+            lambda x, y=added: function(y, first * x.sum(), second, beta=beta), noise(4, 4), text=True
+        )
+    if function is not torch.addr:
+        single = torch.ones(1)
+        assert_raises_the_same(lambda x: function(single, first * x.sum(), second, beta=beta), noise(4, 4), text=True)

@@ -264,6 +264,11 @@ def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if margin <= 0:
             raise ValueError(f"margin must be greater than 0, got {margin}")
+        if not anchor.dim() == positive.dim() == negative.dim():
+            raise RuntimeError(
+                f"The anchor, positive, and negative tensors are expected to have the same number of dimensions, but "
+                f"got: anchor {anchor.dim()}D, positive {positive.dim()}D, and negative {negative.dim()}D inputs"
+            )
         near = functional.pairwise_distance(anchor, positive, p, eps)
         far = functional.pairwise_distance(anchor, negative, p, eps)
         if swap:

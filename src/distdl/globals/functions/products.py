@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import autocast_dtype
+from distdl.globals.functions.judging import judge_dtypes
 from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
@@ -70,7 +71,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
         ):
             layout, context = input._layout, input._context
-            whole = input.dim() and layout.partition.workers.shape[-1] == 1
+            whole = input.dim() and layout.partition.workers.shape[-1] == 1 and (bias is None or bias.dim() == 1)
             if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
                 checked(func, [input, weight] if bias is None else [input, weight, bias])
                 target = context.keep(
@@ -83,10 +84,12 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)
-        if _are_plain(input, weight):
-            return functional.linear(input, weight) + bias
         checked(func, [one for one in (input, weight, bias) if one is not None])
-        if weight.dim() == 1:
+        if bias is not None and bias.dtype is not weight.dtype:
+            judge_dtypes(func, input, weight, bias)
+        if _are_plain(input, weight):
+            y = functional.linear(input, weight)
+        elif weight.dim() == 1:
             y = contract(
                 functional.linear,
                 [input, weight],
@@ -97,6 +100,8 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             lead = batch_labels(input, 1)
             y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
+        if bias is not None and bias.dim() > 1:
+            _check_added(bias, y)
         return y if bias is None else y + _cast_like(bias, y)
 
     return run(*args, **kwargs)
@@ -204,6 +209,8 @@ def rmatmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, one: Any, other: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         name = func.__name__
+        if input.dtype is not one.dtype:
+            judge_dtypes(func, input, one, other)
         if name == "addbmm" and _are_plain(one, other):
             product = torch.bmm(one, other).sum(0)
         elif name == "addbmm":
@@ -215,6 +222,9 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         else:
             function: Any = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv, "addr": torch.outer}[name]
             product = function(one, other)
+        if name == "addmv":
+            _check_vector(input, one, other)
+        _check_added(input, product)
         if not (product.is_floating_point() or product.is_complex()):
             if name == "addr" and float in (type(alpha), type(beta)):
                 raise RuntimeError("For integral input tensors, alpha and beta must not be floating point numbers.")
@@ -229,6 +239,28 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
     first, second = _FACTORS[func.__name__]
     return run(*args, **{{first: "one", second: "other"}.get(name, name): value for name, value in kwargs.items()})
+
+
+def _check_added(x: Any, product: Any) -> None:
+    """Check that what is added to a product has its shape, or is expanded to it. (A product is not.)
+
+    Raises: what torch raises, on every worker, if not.
+    """
+    if x.shape != product.shape:
+        torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape).expand(product.shape)
+
+
+def _check_vector(x: Any, matrix: Any, vector: Any) -> None:
+    """Check, with torch's texts, what is added to a product of a matrix and a vector. (Of tensors without memory, torch
+    does not.)
+
+    Raises: RuntimeError if it is no vector of the product's length, or number.
+    """
+    rows, columns = matrix.shape
+    if x.dim() > 1:
+        raise RuntimeError(f"vector + matrix @ vector expected, got {x.dim()}, 2, 1")
+    if x.numel() not in (1, rows):
+        raise RuntimeError(f"size mismatch, got input ({x.numel()}), mat ({rows}x{columns}), vec ({len(vector)})")
 
 
 _FACTORS = {
@@ -247,9 +279,11 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTen
 @handles("bilinear", "functional torch")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+        checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None])
+        if bias is not None and bias.dtype is not weight.dtype:
+            judge_dtypes(func, input1, input2, weight, bias)
         if _are_plain(input1, input2, weight):
             return functional.bilinear(input1, input2, weight) + bias
-        checked(functional.bilinear, [input1, input2, weight])
         lead = batch_labels(input1, 1)
         y = contract(
             _bilinear, [input1, input2, weight],
