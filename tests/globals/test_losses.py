@@ -183,3 +183,14 @@ def test_targets_and_options_that_do_not_fit_are_torchs_errors():
     right = torch.tensor([0, 5, 2])
     assert_raises_the_same(lambda x: F.cross_entropy(x, right, label_smoothing=1.5), noise(3, 6), text=True)
     assert_same(lambda x: F.cross_entropy(x, right, label_smoothing=-0.5), Global(noise(3, 6)))
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean'")
+@pytest.mark.parametrize("target", [noise(2, 3, 5, 4), noise(5, 4), noise(1, 4)])
+@pytest.mark.parametrize("split", [(2, 2), (3, 1), (1, 3)])
+def test_batches_that_are_expanded_to_the_target(target, split):
+    def of(x, t):
+        return F.kl_div(x.log_softmax(-1), t.softmax(-1), reduction="batchmean")
+
+    assert_same(of, Global(noise(5, 4)), target, grids=[split])
+    assert_same(of, Global(noise(1, 4)), Global(target), grids=[split])

@@ -40,6 +40,8 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if reduction == "none":
         each = _named(func, lambda *own, **more: func(**dict(zip(tensors, own, strict=True)), **more, reduction="none"))
         return elementwise(each, tuple(given.pop(name) for name in tensors), given)
+    # (torch divides by the batch of the input, also where this is expanded to the target)
+    batch = (given["input"].shape[0] or 1) if reduction == "batchmean" else 1
     operands = [given.pop(name) for name in tensors]
     first = next(one for one in operands if type(one) is GlobalTensor)
     target, own = aligned(first._context, operands, None, func.__name__)
@@ -51,7 +53,7 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     weight = operands[tensors.index("weight")] if "weight" in tensors else None
     if weight is not None and reduction == "mean" and func in (functional.mse_loss, functional.l1_loss):
         return total / weight.sum()  # (torch's mean with these weights)
-    divisor = {"mean": prod(target.extents), "batchmean": target.extents[0] if target.extents else 1}.get(reduction, 1)
+    divisor = prod(target.extents) if reduction == "mean" else batch
     return total if divisor == 1 else total / divisor
 
 
