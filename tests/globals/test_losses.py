@@ -194,3 +194,19 @@ def test_batches_that_are_expanded_to_the_target(target, split):
 
     assert_same(of, Global(noise(5, 4)), target, grids=[split])
     assert_same(of, Global(noise(1, 4)), Global(target), grids=[split])
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_class_weights_of_another_dtype_are_torchs_errors(loss, reduction):
+    assert_raises_the_same(lambda x: loss(x, numbers, w.float(), reduction=reduction), x, text=True)
+    assert_raises_the_same(lambda x: loss(x, numbers[:, 0, 0], w.float(), reduction=reduction), x[..., 0, 0], text=True)
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy, F.binary_cross_entropy_with_logits])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weights_of_more_dims_are_torchs_errors(loss, reduction):
+    for more in (torch.ones(2, 3, 5, 4, 7, dtype=torch.float64), torch.ones(1, 1, 1, 1, 1, dtype=torch.float64)):
+        assert_raises_the_same(lambda x, w=more: loss(x.sigmoid(), t.sigmoid(), w, reduction=reduction), x, text=True)
+    row = t[:1].sigmoid()
+    assert_raises_the_same(lambda x: loss(x.sigmoid(), row, t.abs(), reduction=reduction), x[:1], text=True)

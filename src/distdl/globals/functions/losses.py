@@ -12,7 +12,7 @@ from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of
-from distdl.globals.functions.judging import judge
+from distdl.globals.functions.judging import judge, judge_dtypes
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.functions.shapes import whole_along
@@ -21,6 +21,7 @@ from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
+from distdl.partition import Partition
 from distdl.tensors.connection import local
 
 
@@ -79,6 +80,15 @@ def _check_shapes(func: Any, given: dict[str, Any]) -> None:
             f"Using a target size ({target.shape}) that is different to the input size ({x.shape}) is deprecated. "
             "Please ensure they have the same size."
         )
+    for weight in (given.get("weight"), given.get("pos_weight")):  # (into what these are multiplied, torch writes)
+        if isinstance(weight, torch.Tensor) and _is_larger(weight.shape, x.shape):
+            shape = torch.broadcast_shapes(x.shape, weight.shape)
+            raise RuntimeError(f"output with shape {list(x.shape)} doesn't match the broadcast shape {list(shape)}")
+
+
+def _is_larger(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether what broadcasts to a shape would have to be expanded for it."""
+    return len(shape) > len(other) or any(m == 1 != n for n, m in zip(reversed(shape), reversed(other), strict=False))
 
 
 _PLAIN = ("input", "target")
@@ -114,7 +124,7 @@ def nll_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return fall_back(func, args, kwargs)
         if not _fit(input, target):
             _refuse(func, args, kwargs)
-        return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func.__name__)
+        return _of_classes(NegativeLogLikelihood(ignore_index, reduction), input, target, weight, func)
 
     return run(*args, **kwargs)
 
@@ -138,7 +148,7 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if label_smoothing > 1 or not (probabilities or _fit(input, target)):
             _refuse(func, args, kwargs)
         op = CrossEntropy(ignore_index, reduction, max(label_smoothing, 0.0), probabilities)
-        return _of_classes(op, input, target, weight, func.__name__)
+        return _of_classes(op, input, target, weight, func)
 
     return run(*args, **kwargs)
 
@@ -171,10 +181,11 @@ def _fit(x: Any, target: Any) -> bool:
 
 
 def _of_classes(
-    op: NegativeLogLikelihood | CrossEntropy, x: Any, target: Any, weight: torch.Tensor | None, name: str
+    op: NegativeLogLikelihood | CrossEntropy, x: Any, target: Any, weight: torch.Tensor | None, func: Any
 ) -> Any:
+    name = func.__name__
     if x.dim() == 1:
-        y = _of_classes(op, x.unsqueeze(0), target.unsqueeze(0), weight, name)
+        y = _of_classes(op, x.unsqueeze(0), target.unsqueeze(0), weight, func)
         return y.squeeze(0) if y.dim() else y
     probabilities = isinstance(op, CrossEntropy) and op.probabilities
     if not probabilities and tuple(target.shape) != (x.shape[0], *x.shape[2:]):
@@ -200,7 +211,12 @@ def _of_classes(
     if weight is not None:
         own = weight_of(weight, context)
         known.append((None, own))
-    setup = ready(context, op, lambda: (op, layout.partition), name, *known).setup
+
+    def choose() -> tuple[Any, Partition]:
+        judge_dtypes(func, x, target, weight)
+        return op, layout.partition
+
+    setup = ready(context, op, choose, name, *known).setup
     y = setup.move_out(setup.local(*setup.move_in(block, given, own)))
     if op.reduction == "none":
         result = context.keep(("numbers", layout), lambda: _places(layout, False))[0]
