@@ -118,6 +118,39 @@ def test_hooks():
 
 
 @on_workers
+def test_hooks_that_give_plain_tensors():
+    """These are taken for whole ones, the same on every worker."""
+    x, n = split(x35).requires_grad_(), split(x35).sum().detach().requires_grad_()
+    x.register_hook(lambda dx: dx.full_tensor() + x35)
+    n.register_hook(lambda dn: torch.tensor(3.0, dtype=dn.dtype))
+    (x * n).sum().backward()
+    assert_close(x.grad, torch.full_like(x35, float(n)) + x35)
+    assert n.grad.item() == 3
+
+
+@on_workers
+@pytest.mark.parametrize("whole", [x35, x35.sum()])
+@pytest.mark.parametrize("plain", [True, False])
+def test_hooks_that_change_what_torch_keeps(whole, plain):
+    def outcome(x):
+        """What torch says of what hooks return."""
+        told = []
+        for change in (lambda g: g[None], lambda g: g.new_ones(2), lambda g: g.float(), lambda g: [g], lambda g: 3.0):
+            y = x.detach().requires_grad_() * 2
+
+            def hook(dy, change=change):
+                return change(dy.full_tensor() if plain and type(dy) is GlobalTensor else dy)
+
+            y.register_hook(hook)
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                y.sum().backward()
+            told.append((type(caught.value), str(caught.value)))
+        return told
+
+    assert outcome(split(x35).sum() if not whole.dim() else split(whole)) == outcome(whole)
+
+
+@on_workers
 def test_copies():
     x = split(x35).requires_grad_()
     (x * x).sum().backward()

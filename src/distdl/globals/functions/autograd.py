@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from distdl.globals.entry import NO_TANGENTS, full_tensor
 from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
-from distdl.globals.operands import block_of, moved, part_of
+from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
@@ -291,10 +291,15 @@ def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
     layout = x._layout
 
-    def on_block(gradient: torch.Tensor) -> torch.Tensor | None:
+    def on_block(gradient: torch.Tensor) -> Any:
         changed = hook(GlobalTensor._of(gradient, layout))
-        return None if changed is None else moved(changed, layout, "a hook")
+        if not isinstance(changed, torch.Tensor):
+            return changed  # (of what is not None, torch raises)
+        if changed.shape != layout.size:
+            raise RuntimeError(f"hook '{on_block.__name__}' has changed the size of value")
+        return part_of(changed, layout, "a hook")
 
+    on_block.__name__ = getattr(hook, "__name__", "<unknown>")  # (which is in torch's errors)
     return x._block.register_hook(on_block)
 
 
