@@ -74,17 +74,23 @@ def assert_same(
         distdl.run_workers(work, workers)
 
 
-def assert_raises_the_same(function: Callable[[Any], Any], whole: torch.Tensor, text: bool = False) -> None:
+def assert_raises_the_same(
+    function: Callable[[Any], Any],
+    whole: torch.Tensor,
+    text: bool = False,
+    kinds: Any = (RuntimeError, IndexError, ValueError),
+) -> None:
     """Run a function on a tensor whose dim 1 is split over two of three workers: it raises an error of torch's kind.
 
     Args:
+        kinds: what kind that may be.
         text: whether it has torch's text, too.
     """
 
     def work() -> None:
         root, grid = distdl.world(), (1, 2, *[1] * (whole.dim() - 2))
         x = distdl.distribute_tensor(whole, root[:2].reshape(grid))
-        with pytest.raises((RuntimeError, IndexError, ValueError)) as ours:
+        with pytest.raises(kinds) as ours:
             function(x)
         with pytest.raises(type(ours.value)) as theirs:
             function(whole)

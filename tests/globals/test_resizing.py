@@ -2,7 +2,7 @@
 
 import pytest
 from launched import on_workers, split
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 x3, x4, x5 = noise(2, 3, 11), noise(2, 3, 9, 7), noise(2, 3, 6, 5, 7)
@@ -56,3 +56,16 @@ def test_sizes_of_other_dims_are_refused():
     for options in ({"size": [3]}, {"size": (3, 9, 2)}, {"scale_factor": [0.5]}, {"size": (4, 4), "mode": "area"}):
         with pytest.raises(ValueError):
             F.interpolate(x, antialias=True, **{"mode": "bilinear", **options})
+
+
+@pytest.mark.parametrize(
+    ("x", "options"),
+    [(x4, {"mode": "linear"}), (x5, {"mode": "linear"}), (x3, {"mode": "bilinear"}), (x4, {"mode": "trilinear"}),
+     (x4, {"mode": "area", "align_corners": True}), (x4, {"mode": "nearest", "align_corners": False}),
+     (x4, {"mode": "area", "scale_factor": (1, 2, 3)}), (x4, {"mode": "cubic"}), (x4, {"scale_factor": "2"}),
+     (x4, {"scale_factor": "2", "mode": "bilinear"}),
+     (x4, {"scale_factor": None, "size": (3, 3), "recompute_scale_factor": True}),
+     (x4, {"scale_factor": None, "size": (3, 3), "recompute_scale_factor": True, "mode": "area"})],
+)  # fmt: skip
+def test_options_of_interpolation_that_torch_refuses(x, options):
+    assert_raises_the_same(lambda x: F.interpolate(x, **{"scale_factor": 2, **options}), x, kinds=Exception)

@@ -181,7 +181,14 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         recompute_scale_factor: bool | None = None,
         antialias: bool = False,
     ) -> Any:
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor)
+
+        def check() -> bool:
+            """Let torch check the options."""
+            return judge(lambda x: torch.nn.functional.interpolate(x, *options), (input,), {})
+
         if mode == "area" and not antialias:
+            input._context.keep(("area", input.shape, input.dtype, frozen(options)), check)
             return _area(input, size, scale_factor)
         if (size is None) == (scale_factor is None):
             return fall_back(func, args, kwargs)
@@ -196,15 +203,17 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if size is not None:
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
         elif recompute_scale_factor:
+            check()
             listed = factors if isinstance(factors, (list, tuple)) else [factors] * space
             size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
             factors = None
-        key = (size, hashable(factors), mode, align_corners)
 
         def op() -> Interpolation:
-            options = Mode.of("interpolate", space, mode, align_corners, factors)
-            return Interpolation(options, None if size is None else (*input.shape[:2], *size))
+            check()
+            chosen = Mode.of("interpolate", space, mode, align_corners, factors)
+            return Interpolation(chosen, None if size is None else (*input.shape[:2], *size))
 
+        key = (size, hashable(factors), mode, align_corners, recompute_scale_factor)
         return apply(op, (key, tuple(input.shape[:2])), input, "interpolate")
 
     if func.__name__ == "upsample_bilinear":
