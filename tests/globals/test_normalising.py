@@ -171,3 +171,24 @@ def test_other_dtypes_are_torchs_errors(name):
         _assert_refused(F.instance_norm, x, **{name: single})
         _assert_refused(F.group_norm, x, 2, **{name: single})
         _assert_refused(F.layer_norm, x, (6,), **{name: torch.ones(6)})
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype", "ignore:Casting complex")
+@pytest.mark.parametrize("own", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128, None])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128])
+def test_rms_norm_of_any_dtypes(dtype, own):
+    x, grids = noise(5, 3, 6, dtype=torch.complex128) / 4096, [(2, 1, 2), (1, 1, 4), (1, 3, 1)]
+    tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.complex64: 1e-5}.get(dtype, 1e-12)
+    given, weight = (x if dtype.is_complex else x.real).to(dtype), None if own is None else torch.arange(6).to(own)
+    for shape in ((6,), (3, 6)):
+        scale = None if weight is None else weight.expand(shape).clone()
+        for eps in (None, 1e-6):
+            assert_same(
+                lambda x, w=scale, n=shape, e=eps: F.rms_norm(x, n, w, e), Global(given), grids=grids,
+                tolerance=tolerance, curved=dtype.is_floating_point,
+            )  # fmt: skip
+
+
+def test_rms_norm_that_torch_refuses():
+    for x, weight in ((noise(4, 6).long(), None), (noise(4, 6), torch.ones(7)), (noise(4, 6), torch.ones(1, 6))):
+        _assert_refused(F.rms_norm, x, (6,), weight)

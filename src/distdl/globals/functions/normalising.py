@@ -14,7 +14,7 @@ from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
-from distdl.globals.functions.judging import judge, judge_dtypes
+from distdl.globals.functions.judging import judge, judge_dtypes, judged
 from distdl.globals.operands import block_of
 from distdl.globals.strides import copied_if_apart
 from distdl.globals.table import handles
@@ -258,6 +258,9 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         last = _last(input, normalized_shape)
+        if not _has_kernel(input.dtype, weight):
+            judged(func, args, kwargs)
+            return _by_squares(input, [dim for dim, _ in last], weight, eps)
 
         def op() -> RMSNorm:
             _check_sizes(normalized_shape, weight=weight)
@@ -266,6 +269,21 @@ def rms_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _normalised(op, (last, eps), input, "rms_norm", weight, None)
 
     return run_(*args, **kwargs)
+
+
+def _has_kernel(dtype: torch.dtype, weight: torch.Tensor | None) -> bool:
+    """Whether torch computes RMS norm of these dtypes by its kernel, and not in steps."""
+    return dtype.is_floating_point and (
+        weight is None or weight.dtype is dtype or (weight.dtype is torch.float32 and dtype.itemsize < 4)
+    )
+
+
+def _by_squares(x: Any, dims: list[int], weight: torch.Tensor | None, eps: float | None) -> Any:
+    """RMS norm in torch's steps. The result has the dtype of x, of which squares of complex numbers may be negative."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    means = (wide * wide).mean(dims, keepdim=True)
+    y = wide * (means + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
+    return (y if weight is None else y * weight).to(x.dtype)
 
 
 def _check_sizes(normalized_shape: Sequence[int], **weights: torch.Tensor | None) -> None:
