@@ -78,6 +78,30 @@ def test_linear_layers_and_other_partitions():
 
 
 @on_workers
+def test_linear_layers_of_more_dims_than_axes():
+    P_x, P_y, P_w = grid(1, 2), grid(2, 1).reshape(1, 2), grid(2, 1).reshape(2, 1)
+    layer = nn.DistributedLinear(P_x, grid(1, 1), grid(1, 2), 6, 5).double()
+    other = nn.DistributedLinear(grid(1, 1), P_y, P_w, 6, 5).double()
+    for made in (layer, other):
+        for parameter in made.parameters():
+            parameter.data.fill_(0.5)
+        for shape, ways in (((4, 3, 6), ((2, 1, 1), (1, 1, 2))), ((2, 3, 2, 6), ((1, 2, 1, 1),))):
+            for way in ways:
+                rows = noise(*shape)
+                ours, theirs = split(rows, *way).requires_grad_(), rows.clone().requires_grad_()
+                y, expected = (
+                    made(ours),
+                    F.linear(theirs, torch.full((5, 6), 0.5).double(), torch.full((5,), 0.5).double()),
+                )
+                assert_close(y, expected)
+                y.pow(2).sum().backward()
+                expected.pow(2).sum().backward()
+                assert_close(ours.grad, theirs.grad)
+        with pytest.raises(ValueError, match="at least as many dims as P_x has axes"):
+            made(split(noise(6), 2))
+
+
+@on_workers
 def test_repartition_is_a_redistribution():
     moved = nn.Repartition(grid(2, 1, 1, 1), grid(1, 1, 2, 1))(split(x, 1, 2, 1, 1))
     assert_close(moved, x)

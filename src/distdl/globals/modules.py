@@ -13,6 +13,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import part_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
+from distdl.partition.groups import IntArray
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
@@ -20,6 +21,7 @@ from distdl.tensors.connection import zeros_on
 _OF_BLOCKS = (
     nn.Broadcast, nn.SumReduce, nn.AllSumReduce, nn.AllGather, nn.ReduceScatter, nn.HaloExchange, nn.Interpolate,
 )  # fmt: skip
+_OF_ROWS = (nn.DistributedLinear,)  # (which may have more dims than P_x has axes, in front of the features)
 _OF_CLASSES = (nn.DistributedNLLLoss, nn.DistributedCrossEntropyLoss)
 
 
@@ -44,17 +46,25 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     context = first._context
     if Context.of(P_x.comm) is not context:
         raise ValueError(f"{kind} needs tensors of the world of its partitions; got one of another")
-    if P_x.workers.ndim != first.dim():
-        raise ValueError(f"{kind} needs a tensor with a dim for each axis of P_x ({P_x}); got {tuple(first.shape)}")
-    layout = first._layout
-    if layout.partition.workers.tolist() != P_x.workers.tolist():
-        layout = context.balanced(P_x.workers, first.shape)
+    axes, rows = P_x.workers.ndim, isinstance(module, _OF_ROWS)
+    if first.dim() < axes or (first.dim() > axes and not rows):
+        wanted = "at least as many dims as P_x has axes" if rows else "a dim for each axis of P_x"
+        raise ValueError(f"{kind} needs a tensor with {wanted} ({P_x}); got {tuple(first.shape)}")
+    workers, layout = _with_dims(P_x, first.dim()), first._layout
+    if layout.partition.workers.tolist() != workers.tolist():
+        layout = context.balanced(workers, first.shape)
     places = [
         None if not isinstance(one, torch.Tensor) else layout if one is first else _place(module, one, layout)
         for one in args
     ]
     blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
     return _global(context, module, tuple(places), call(*blocks, **kwargs))
+
+
+def _with_dims(P: Partition, dims: int) -> IntArray:
+    """The workers of a partition with an axis for each dim of rows: one more for each in front of the features."""
+    *batch, features = P.workers.shape
+    return P.workers.reshape(*batch, *[1] * (dims - len(batch) - 1), features)
 
 
 def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> KnownLayout:
@@ -87,5 +97,8 @@ def _result(context: Context, module: Any, shapes: list[Any]) -> KnownLayout:
     rank = len(shapes[worker])
     if not rank:
         return context.whole((), worker)
-    workers = P.workers[:, 0] if rank == P.workers.ndim - 1 and isinstance(module, _OF_CLASSES) else P.workers
+    if rank == P.workers.ndim - 1 and isinstance(module, _OF_CLASSES):
+        workers = P.workers[:, 0]
+    else:
+        workers = _with_dims(P, rank) if isinstance(module, _OF_ROWS) else P.workers
     return context.tiled(workers, shapes, "the result")
