@@ -192,6 +192,20 @@ def test_bad_input_is_a_value_error_that_names_the_rule(world, make, message):
         make(world(4))
 
 
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda P: P | 1, "other to be a Partition; got 1"),
+    (lambda P: P.create_partition_union("x"), "other to be a Partition; got 'x'"),
+    (lambda P: P.create_broadcast_partition_to(None), "P to be a Partition; got None"),
+    (lambda P: P.create_reduction_partition_to(None), "P to be a Partition; got None"),
+    (lambda P: P.create_broadcast_partition_to(P, transpose_src=2), "transpose_src to be True or False; got 2"),
+    (lambda P: P.broadcast_data(P_data=3), "P_data to be a Partition or None; got 3"),
+    (lambda P: P.broadcast_data(0, root="a"), "root to be a whole number; got 'a'"),
+])  # fmt: skip
+def test_what_is_no_partition_is_a_type_error_that_names_the_argument(world, make, message):
+    with pytest.raises(TypeError, match=message):
+        make(world(4))
+
+
 def test_partitions_of_two_worlds_do_not_mix(world):
     with pytest.raises(ValueError, match="different worlds"):
         world(4) | world(4)

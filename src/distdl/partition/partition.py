@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from distdl.environment.arguments import checks_arguments
 from distdl.partition.groups import (
     IntArray,
     check_axes,
@@ -161,6 +162,7 @@ class Partition:
         extents = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)) else shape
         return self.create_cartesian_topology_partition(extents)
 
+    @checks_arguments
     def __or__(self, other: Partition) -> Any:
         """The union: this partition's workers first, then those of the other that are not among them; unstructured."""
         self._check_world(other)
@@ -181,6 +183,7 @@ class Partition:
             raise ValueError(f"ranks must be from 0 to {self.workers.size - 1} in {self}; got {places.tolist()}{how}")
         return self._like(self.workers.ravel()[places])
 
+    @checks_arguments
     def create_partition_union(self, other: Partition) -> Any:
         """``self | other``: the workers of this partition first, none repeated."""
         return self | other
@@ -196,6 +199,7 @@ class Partition:
             return self._like(np.empty(0, dtype=np.int64))
         return self._like(line_of(self.workers, reduced, self.index_of(self.comm.rank)))
 
+    @checks_arguments
     def create_broadcast_partition_to(
         self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
@@ -209,6 +213,7 @@ class Partition:
         """
         return self._teams(self, P, transpose_src, transpose_dest, "Broadcast", ("P_x", "P_y"))
 
+    @checks_arguments
     def create_reduction_partition_to(
         self, P: Partition, transpose_src: bool = False, transpose_dest: bool = False
     ) -> tuple[Any, Any]:
@@ -233,6 +238,7 @@ class Partition:
 
     # -- messages between its members
 
+    @checks_arguments
     def broadcast_data(self, data: Any = None, root: int = 0, P_data: Partition | None = None) -> Any:
         """Copy a value from one member to all members. The receivers need not know its type, dtype or shape.
 
