@@ -153,12 +153,7 @@ def _array():
     return torch.from_numpy(array), torch.from_numpy(array)
 
 
-def _parameter():
-    parameter = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
-    return parameter, parameter.data
-
-
-@pytest.mark.parametrize("made", [_viewed, _seen, _array, _parameter])
+@pytest.mark.parametrize("made", [_viewed, _seen, _array])
 @pytest.mark.parametrize("write", ["copy_", "add_", "+=", "assignment", "scatter_", "index_add_", "out="])
 @on_workers
 def test_a_tensor_that_others_see_does_not_become_global(made, write):
@@ -166,6 +161,25 @@ def test_a_tensor_that_others_see_does_not_become_global(made, write):
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"plain tensor.*because"):
         WRITES[write](target, split(x35), split(CELLS))
     assert not other.any() and not target.any() and type(target) is not GlobalTensor
+
+
+@pytest.mark.parametrize("write", ["copy_", "add_", "+=", "assignment", "scatter_", "index_add_", "out="])
+@on_workers
+def test_a_parameter_of_no_model_is_written_on_every_worker(write):
+    """As an optimiser does that has one beside others in shares."""
+    found = []
+    for x, index in ((split(x35), split(CELLS)), (x35, CELLS)):
+        parameter = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.float64))
+        other = parameter.data
+        if write != "assignment":
+            with pytest.raises(RuntimeError):  # (it requires a gradient)
+                WRITES[write](parameter, x, index)
+        with torch.no_grad():
+            WRITES[write](parameter, x, index)
+        assert type(parameter) is torch.nn.Parameter and type(other) is torch.Tensor
+        found.append((parameter, other))
+    assert_close(*[parameter.detach() for parameter, _ in found])
+    assert_close(*[other for _, other in found])
 
 
 @on_workers
@@ -562,8 +576,8 @@ def test_plain_tensors_of_a_list_become_global_where_global_ones_are_written():
             torch._foreach_add_([refused], [x])
         assert type(refused) is torch.Tensor and not refused.any()
     model = distdl.distribute(_Written(), x.layout.partition)
-    with pytest.raises(TypeError, match="buffer of a model"):
-        torch._foreach_add_([model.mean], [x])
+    torch._foreach_add_([model.mean], [x])  # (of what a model has whole, each worker has all)
+    assert type(model.mean) is torch.Tensor and torch.equal(model.mean, x35)
 
 
 @on_workers

@@ -1,7 +1,6 @@
 """Operators: plans that workers execute, and the programs by which they do."""
 
 from distdl.exchange.composition import Chain, Together
-from distdl.exchange.nodes import move_all
 from distdl.exchange.operator import Operator
 
-__all__ = ["Chain", "Operator", "Together", "move_all"]
+__all__ = ["Chain", "Operator", "Together"]

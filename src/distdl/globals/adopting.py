@@ -26,7 +26,7 @@ def write(
 ) -> Any:
     """Call a function that writes global tensors into a plain tensor.
 
-    A parameter or a buffer of a model, or a part of it, is written on every worker. So is ``buffer.data``, which has
+    A parameter, a buffer of a model, or a part of these, is written on every worker. So is ``buffer.data``, which has
     the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, under all
     of its names, so that it can be written: it is the same on every worker, so each keeps its box of it, and it lies as
     the largest of the global tensors does. What was computed from parameters (``mask_token.repeat(...)``) keeps its
@@ -75,12 +75,11 @@ def write(
 
 
 def adopt(target: Any, beside: Any, name: str) -> None:
-    """Make a plain tensor global that is written beside global ones, as one of a list.
+    """Make a plain tensor global that is written beside global ones, as one of a list: none that :func:`is_of_model`.
 
     Raises: TypeError if it must not become global; see :func:`write`.
     """
-    model = is_of_model(target, _largest(beside)._context)
-    why = "it is a parameter or a buffer of a model" if model else _adopt(target, beside)
+    why = _adopt(target, beside)
     if why:
         raise TypeError(
             f"{name} would write a global tensor into a plain one, which is the same on every worker and cannot become "

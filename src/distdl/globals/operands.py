@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distdl.exchange import move_all
+from distdl.exchange.nodes import move_all
 from distdl.geometry.boxes import slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.replicas import entered, plain_of
