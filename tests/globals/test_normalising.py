@@ -192,3 +192,14 @@ def test_rms_norm_of_any_dtypes(dtype, own):
 def test_rms_norm_that_torch_refuses():
     for x, weight in ((noise(4, 6).long(), None), (noise(4, 6), torch.ones(7)), (noise(4, 6), torch.ones(1, 6))):
         _assert_refused(F.rms_norm, x, (6,), weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(1, 6), (2, 3), (6, 1)])
+def test_batch_norm_counts_the_elements_of_weights(training, shape):
+    def run(x, w, b):
+        return F.batch_norm(x, torch.zeros(6, dtype=x.dtype), torch.ones(6, dtype=x.dtype), w, b, training)
+
+    # (torch refuses them in its backward)
+    assert_same(run, Global(x4), noise(*shape), noise(*shape, seed=1), curved=False)
+    assert_same(run, Global(x4), noise(*shape), Global(noise(*shape, seed=1), (1, 3)), curved=False)

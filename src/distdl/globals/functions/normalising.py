@@ -64,6 +64,11 @@ def _with_plain(normalise: Callable[..., Any], statistics: Sequence[Any], *rest:
     return y
 
 
+def _flat(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """A weight of channels, of which torch's batch norm counts the elements, whatever its dims."""
+    return weight if weight is None or weight.dim() == 1 else weight.reshape(-1)
+
+
 def _sizes(*weights: Any) -> tuple[Any, ...]:
     """Sizes and dtypes of tensors, some of which may be None, as a key."""
     return tuple([one if one is None else (one.shape, one.dtype) for one in weights])
@@ -121,6 +126,7 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             of_input = partial(functional.batch_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
         layout, dtype, own = input._layout, input.dtype, training
+        weight, bias = _flat(weight), _flat(bias)
 
         def check() -> None:
             """Let torch check sizes and dtypes. (Its kernels read as many cells of a weight as there are channels.)"""
