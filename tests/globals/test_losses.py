@@ -210,3 +210,8 @@ def test_weights_of_more_dims_are_torchs_errors(loss, reduction):
         assert_raises_the_same(lambda x, w=more: loss(x.sigmoid(), t.sigmoid(), w, reduction=reduction), x, text=True)
     row = t[:1].sigmoid()
     assert_raises_the_same(lambda x: loss(x.sigmoid(), row, t.abs(), reduction=reduction), x[:1], text=True)
+
+
+def test_rankings_of_other_dims_are_torchs_errors():
+    assert_raises_the_same(lambda x: F.margin_ranking_loss(x, x[0], x), x, text=True)
+    assert_raises_the_same(lambda x: F.margin_ranking_loss(x, t, numbers.sign(), reduction="none"), x, text=True)

@@ -274,6 +274,11 @@ def test_a_bias_of_a_linear_map_that_torch_refuses(x, bias):
     assert_raises_the_same(lambda x: F.linear(_ones(4, 6), _ones(3, 6), bias * x.sum().to(bias.dtype)), x)
 
 
+def test_a_bias_of_more_features_than_the_product_has():
+    for x in (noise(4, 6), noise(4, 6, 1, 6)):
+        assert_raises_the_same(lambda x: F.linear(x, _ones(1, 6), _ones(3)), x)
+
+
 def test_a_bias_of_two_dims():
     assert_same(F.linear, Global(noise(4, 6)), noise(3, 6), noise(4, 1), grids=[(2, 2), (1, 3), (4, 1)])
     assert_same(F.linear, Global(noise(5, 4, 6)), noise(3, 6), noise(4, 3), grids=[(1, 2, 1), (2, 1, 1), (1, 1, 3)])

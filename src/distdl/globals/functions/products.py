@@ -71,7 +71,11 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
         ):
             layout, context = input._layout, input._context
-            whole = input.dim() and layout.partition.workers.shape[-1] == 1 and (bias is None or bias.dim() == 1)
+            whole = (
+                input.dim()
+                and layout.partition.workers.shape[-1] == 1
+                and (bias is None or bias.shape == weight.shape[:1])
+            )
             if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
                 checked(func, [input, weight] if bias is None else [input, weight, bias])
                 target = context.keep(
@@ -100,7 +104,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             lead = batch_labels(input, 1)
             y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
-        if bias is not None and bias.dim() > 1:
+        if bias is not None and bias.shape != weight.shape[:1]:
             _check_added(bias, y)
         return y if bias is None else y + _cast_like(bias, y)
 
