@@ -99,6 +99,8 @@ OPTIONS = {
     "self": ({}, {}),
     "weights": ({}, {"need_weights": True, "average_attn_weights": False}),
     "padding": ({}, {"key_padding_mask": _PADDED, "attn_mask": torch.ones(5, 6).triu(4) > 0, "need_weights": True}),
+    "causal": ({}, {"attn_mask": torch.ones(5, 6).triu(1) > 0, "is_causal": True}),
+    "causal, with weights": ({}, {"attn_mask": torch.ones(5, 6).triu(1) > 0, "is_causal": True, "need_weights": True}),
     "padding that is split": ({}, {"key_padding_mask": Global(_PADDED, (3, 1))}),
     "a mask for each head": ({}, {"attn_mask": _BIASES}),
     "other keys": ({"kdim": 4, "vdim": 3}, {"need_weights": True}),
@@ -158,6 +160,21 @@ def test_multi_head_attention_of_samples(case, workers):
                 torch.testing.assert_close(whole, theirs, rtol=1e-10, atol=1e-10)
 
     distdl.run_workers(work, 4)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_what_multi_head_attention_has_copied_may_be_written(samples):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64)
+
+    def function(x, z):
+        own, x = deepcopy(layer), x * 1  # (the workers are threads)
+        y, weights = own(x, x, z)
+        x *= 2
+        return y, weights, x
+
+    inputs = noise(samples, 5, 6), noise(samples, 5, 6, seed=1)
+    assert_same(function, *map(Global, inputs), grids=[(3, 1, 1), (2, 1, 1)])
 
 
 def test_samples_of_attention_stay_where_they_are():

@@ -424,19 +424,28 @@ def _twice(model, x):
     torch.autograd.grad(model(x).square().sum(), list(model.parameters()), create_graph=True)
 
 
-@pytest.mark.parametrize("use", [_after_forwards_alone, _after_gradients_of_the_input, _twice])
+def _two_backwards(model, x):
+    for _ in range(2):
+        model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("use", [_after_forwards_alone, _after_gradients_of_the_input, _twice, _two_backwards])
 @pytest.mark.parametrize("share", [1.0, 1e-4])
 def test_such_a_model_is_looked_at_in_its_first_backwards(use, share):
     """One number of many, and the last one, differs on a worker, and not by much."""
 
     def work():
-        model = nn.Linear(400, 3).double()
+        # (of more than 4,096 numbers, the last are read in every second backward)
+        size = 1700 if use is _two_backwards else 400
+        model = nn.Linear(size, 3).double()
         with torch.no_grad():
             for one in model.parameters():
                 one.copy_(noise(*one.shape))
-            model.weight[2, 398] *= 1 + share * (distdl.world().rank == 1)
-        x = distdl.distribute_tensor(noise(4, 400), distdl.world()[:2].reshape(2, 1)).requires_grad_()
-        with pytest.raises(ValueError, match=r"of no distributed model.*of 3x400 torch.float64 on worker 0 differs"):
+            model.weight[2, size - 2] *= 1 + share * (distdl.world().rank == 1)
+        x = distdl.distribute_tensor(noise(4, size), distdl.world()[:2].reshape(2, 1)).requires_grad_()
+        with pytest.raises(
+            ValueError, match=rf"of no distributed model.*of 3x{size} torch.float64 on worker 0 differs"
+        ):
             use(model, x)
 
     distdl.run_workers(work, 3)

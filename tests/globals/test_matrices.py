@@ -71,6 +71,8 @@ def test_of_several_with_other_dims_in_front():
         return torch.linalg.lu_solve(*_lu(a), b)
 
     assert_same(function, Global(A), Global(B[0]), falls_back=True, grids=GRIDS[:2], tolerance=1e-10)
+    # (no vectors, though there are as many rows as matrices)
+    assert_same(function, Global(A[:3, 0]), Global(B[0, 0]), falls_back=True, grids=[(3, 1, 1)], tolerance=1e-10)
 
 
 def test_nothing_is_nan_where_no_matrix_is():

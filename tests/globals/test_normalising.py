@@ -203,3 +203,13 @@ def test_batch_norm_counts_the_elements_of_weights(training, shape):
     # (torch refuses them in its backward)
     assert_same(run, Global(x4), noise(*shape), noise(*shape, seed=1), curved=False)
     assert_same(run, Global(x4), noise(*shape), Global(noise(*shape, seed=1), (1, 3)), curved=False)
+
+
+def test_batch_norm_of_single_precision_under_autocast():
+    """Products round there; the moments of all workers are merged by products."""
+
+    def function(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.batch_norm(x, None, None, training=True)
+
+    assert_same(function, Global(noise(6, 4, 5).float()), grids=[(3, 1, 1), (1, 1, 2)], tolerance=1e-5)

@@ -502,6 +502,14 @@ class Listed(nn.Linear):
             y = super().forward(x)
             self.weight.data = self.weight.data / 2
             return y + super().forward(x)
+        elif self.style == "after a use":
+            y = super().forward(x)
+            self.weight.data = self.weight.data / 2
+            return y
+        elif self.style == "after a use as it is":
+            y = x @ self.weight + self.weight.square().sum()
+            self.weight.data = self.weight.data / 2
+            return y
         elif self.style == "before a checkpoint":
             for p in self.parameters():
                 p.data = p.data / 2
@@ -549,10 +557,23 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
     _assert_steps_are_sequential(model, weights)
 
 
+def test_other_data_between_a_forward_and_its_backward_is_an_error_with_shares():
+    def work():
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(nn.Linear(5, 5).double(), P, weights="sharded")
+        y = model(distdl.distribute_tensor(x35, P).requires_grad_())
+        model.weight.data = model.weight.data / 2
+        y.sum().backward()
+
+    with pytest.raises((RuntimeError, distdl.CommunicationError), match="was given other data since the forward"):
+        distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("style", [
     "vector", "without gradients", "applied", "of another dtype", "transposed",
-    "transposed by name", "between two uses", "before a checkpoint", "in a checkpoint",
+    "transposed by name", "between two uses", "after a use", "after a use as it is",
+    "before a checkpoint", "in a checkpoint",
 ])  # fmt: skip
 def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):
     monkeypatch.setattr(copies, "_BUCKET", 200)  # (several buckets, of which some are read later)

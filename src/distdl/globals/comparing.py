@@ -28,8 +28,8 @@ class Looks:
         self._seen: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
         self._most = 64  # how many there are before those that are gone are left out
 
-    def comes(self, one: torch.Tensor) -> bool:
-        """Whether a parameter is looked at this time."""
+    def times(self, one: torch.Tensor) -> int | None:
+        """How often a parameter has been looked at, if it is looked at once more."""
         key = _place_of(one)
         reference, times = self._seen.get(key) or (StorageWeakRef(one.untyped_storage()), 0)
         if times < _FIRST:
@@ -37,7 +37,8 @@ class Looks:
             if len(self._seen) > self._most:
                 self._seen = {key: kept for key, kept in self._seen.items() if not kept[0].expired()}
                 self._most = 2 * len(self._seen) + 64
-        return times < _FIRST
+            return times
+        return None
 
     def forget(self, one: torch.Tensor) -> None:
         """Let it be looked at again."""

@@ -20,6 +20,7 @@ from distdl.globals.operands import block_of, part_of, sample, taken
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, no_view, zeros_on
 
 
@@ -199,12 +200,18 @@ def _of_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         elif mask.dim() == 3:
             along = tuple((start * heads, stop * heads) for start, stop in samples)
             masks[name] = taken(mask, split(tuple(mask.shape), along))
-    weights = {name: entered(named[name], context) for name in _WEIGHTS if named.get(name) is not None}
+    given = [name for name in _WEIGHTS if named.get(name) is not None]
+    own = dict.fromkeys(("attn_mask", "key_padding_mask")) | {"is_causal": False}  # (for what needs no mask)
+    if layout.local[1] == 1 and torch.is_grad_enabled():
+        inputs = _copied(func, named | own, inputs, given)
+        named |= dict(zip(_INPUTS, inputs, strict=True))
+    weights = {name: entered(named[name], context) for name in given}
     blocks = {id(one): block_of(one) for one in inputs}  # (torch asks whether they are one tensor)
     if 0 in layout.local:  # (what is differentiated goes the same way there: with a sample of zeros)
         blocks = {id(one): zeros_on(block_of(one), (one.shape[0], 1, one.shape[2])) for one in inputs}
-        masks = dict.fromkeys(masks)
-    y, attended = func(**{**named, **weights, **masks, **{name: blocks[id(named[name])] for name in _INPUTS}})
+    else:
+        own = masks
+    y, attended = func(**{**named, **weights, **own, **{name: blocks[id(named[name])] for name in _INPUTS}})
     target = context.layout(workers, [layout.intervals[0], samples, ((0, y.shape[2]),)])
     y = no_view(y, *blocks.values()) if target.local == tuple(y.shape) else zeros_on(y, target.local)
     found = GlobalTensor._of(y, target)
@@ -213,3 +220,21 @@ def _of_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target = split(tuple(attended.shape), samples)
     attended = attended if target.local == tuple(attended.shape) else zeros_on(attended, target.local)
     return found, GlobalTensor._of(attended, target)
+
+
+def _copied(func: Any, named: dict[str, Any], inputs: list[Any], weights: list[str]) -> list[Any]:
+    """Queries, keys and values, with copies where torch saves the block of a single sample itself (see ``trying``)."""
+    each = list({id(one): one for one in inputs}.values())
+    places = [next(place for place, one in enumerate(each) if one is given) for given in inputs]
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        own = dict(zip(weights, tensors[len(each) :], strict=True))
+        own |= {name: tensors[place] for name, place in zip(_INPUTS, places, strict=True)}
+        y: torch.Tensor = func(**{**named, **own})[0]
+        return y
+
+    numbers = tuple([(name, one) for name, one in named.items() if isinstance(one, int)])
+    plain = [named[name] for name in weights]
+    shapes = [one._layout.local for one in each] + [tuple(one.shape) for one in plain]
+    copied = try_out(attend, ("attention", *places, *weights, *numbers), [*each, *plain], shapes).copied(each)
+    return [copied[place] for place in places]

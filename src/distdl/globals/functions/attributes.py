@@ -114,6 +114,7 @@ def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     x, value = args
     if not isinstance(value, torch.Tensor) or value.shape != x.shape:
         raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
+    x.__dict__["_given"] = x.__dict__.get("_given", 0) + 1  # (see ``data_given`` of weights in shares)
     share_data(x, value)
 
 
@@ -150,7 +151,9 @@ def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     replica, value = args
     whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
     for one in (replica.__dict__.get("_variable"), replica._plain):
-        if one is not None:
+        if type(one) is GlobalTensor:
+            share_data(one, whole)
+        elif one is not None:
             func(one, whole)
 
 

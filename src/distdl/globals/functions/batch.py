@@ -21,9 +21,11 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
+from distdl.globals.functions.applying import autocast_dtype
 from distdl.ops.rows import Rows, Standard
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
+from distdl.tensors.dtypes import without_autocast
 from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import is_channels_last
 from distdl.transport import Label
@@ -102,7 +104,13 @@ class BatchStatistics:
         else:
             entries = x.new_zeros(self._own)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
-        shares = self._shares.to(x.device)
+        if autocast_dtype(x) is None:
+            return self._merge(means, variances)
+        with without_autocast(x.device):  # (which would round the products)
+            return self._merge(means, variances)
+
+    def _merge(self, means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares = self._shares.to(means.device)
         away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
         shift = shares @ away
         away -= shift

@@ -23,18 +23,19 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
 
-_TAILS = {  # of functions of more than a matrix: their tensors, and how many of the last dims of these one matrix has
-    "linalg_householder_product": {"input": 2, "tau": 1},
-    "linalg_ldl_solve": {"LD": 2, "pivots": 1, "B": 2},
-    "linalg_lstsq": {"input": 2, "b": 2},
-    "linalg_lu_solve": {"LU": 2, "pivots": 1, "B": 2},
-    "linalg_solve_ex": {"A": 2, "B": 2},
-    "lu_solve": {"input": 2, "LU_data": 2, "LU_pivots": 1},
-    "lu_unpack": {"LU_data": 2, "LU_pivots": 1},
-    "orgqr": {"input": 2, "input2": 1},
-    "ormqr": {"input": 2, "input2": 1, "input3": 2},
+# of functions of more than a matrix: their tensors, and how many of their last dims one matrix may have
+_TAILS: dict[str, dict[str, tuple[int, ...]]] = {
+    "linalg_householder_product": {"input": (2,), "tau": (1,)},
+    "linalg_ldl_solve": {"LD": (2,), "pivots": (1,), "B": (2,)},
+    "linalg_lstsq": {"input": (2,), "b": (1, 2)},
+    "linalg_lu_solve": {"LU": (2,), "pivots": (1,), "B": (2,)},
+    "linalg_solve_ex": {"A": (2,), "B": (1, 2)},
+    "lu_solve": {"input": (2,), "LU_data": (2,), "LU_pivots": (1,)},
+    "lu_unpack": {"LU_data": (2,), "LU_pivots": (1,)},
+    "orgqr": {"input": (2,), "input2": (1,)},
+    "ormqr": {"input": (2,), "input2": (1,), "input3": (2,)},
 }
-_ONE = {"A": 2}
+_ONE: dict[str, tuple[int, ...]] = {"A": (2,)}
 
 
 @handles(
@@ -97,18 +98,18 @@ _OF_ALL = {  # by which options a result is not of each matrix: a Q of nothing, 
 }
 
 
-def _lead(operands: Sequence[Any], tails: Sequence[int]) -> GlobalTensor | None:
+def _lead(operands: Sequence[Any], tails: Sequence[tuple[int, ...]]) -> GlobalTensor | None:
     """The matrices by which the others are split; None if there are none, or if others have not the same in front."""
     if not operands or not all(isinstance(one, torch.Tensor) and one.numel() for one in operands):
         return None
     lead = next(
-        (one for one, tail in zip(operands, tails, strict=True) if tail == 2 and type(one) is GlobalTensor), None
+        (one for one, tail in zip(operands, tails, strict=True) if tail == (2,) and type(one) is GlobalTensor), None
     )
     if lead is None or lead.dim() < 3:
         return None
     front = lead.dim() - 2
     alike = all(
-        one.shape[:front] == lead.shape[:front] and one.dim() - front in (1, tail)
+        one.shape[:front] == lead.shape[:front] and one.dim() - front in tail
         for one, tail in zip(operands, tails, strict=True)
     )
     return lead if alike else None

@@ -17,6 +17,7 @@ from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
 from distdl.ops.pooling import Average, Maximum, Pooling, Power
 from distdl.ops.resampling import Mode
+from distdl.tensors.dtypes import without_autocast
 
 
 def _space_of(func: Any) -> int:
@@ -203,7 +204,7 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if size is not None:
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
         elif recompute_scale_factor:
-            check()
+            input._context.keep(("recomputed", input.shape, input.dtype, frozen(options)), check)
             listed = factors if isinstance(factors, (list, tuple)) else [factors] * space
             size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
             factors = None
@@ -235,7 +236,8 @@ def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, A
         else:
             count = size[dim - 2] if isinstance(size, tuple) else int(size)
             matrix = func(ones, size=(count, input.shape[dim]), antialias=True, **given)[0, 0]
-        y = torch.matmul(y, matrix.mT) if dim == 3 else torch.matmul(matrix, y)
+        with without_autocast(input.device):  # (torch casts nothing for it)
+            y = torch.matmul(y, matrix.mT) if dim == 3 else torch.matmul(matrix, y)
     return y
 
 

@@ -96,13 +96,16 @@ class Gathered:
 
     Attributes:
         recorded: whether what they have come together to depends on them.
-        stays: whether that stays as long as the graph does, as a weight may have been given other data since.
+        stays: whether what they were stays as long as the graph does, as one of them has been given other data since.
     """
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
         self.gathering, self._parameters, self._keep = gathering, parameters, keep
         self._versions = [one._block._version for one in parameters]
+        self._given = [data_given(one) for one in parameters]
         self._wholes: tuple[torch.Tensor, ...] | None = None
+        self._former: tuple[torch.Tensor, ...] | None = None
+        self._copies: Sequence[torch.Tensor] = ()  # as long as the forward goes on
         self.recorded, self.stays = False, False
 
     def copies(self) -> tuple[torch.Tensor, ...]:
@@ -114,7 +117,7 @@ class Gathered:
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
         """From here on, autograd does not keep these tensors, but this object."""
-        self._wholes = tuple(one.detach() for one in copies)
+        self._wholes, self._copies = tuple(one.detach() for one in copies), copies
         for place, one in enumerate(self._wholes):
             if one.numel():
                 self._keep.held[one.untyped_storage()._cdata] = (self, place)
@@ -123,11 +126,32 @@ class Gathered:
         """Let the whole tensors go."""
         for one in self._wholes or ():
             self._keep.held.pop(one.untyped_storage()._cdata, None)
-        if not self.stays:
-            self._wholes = None
+        if self.stays and self._former is None:
+            self._former = self._wholes
+        self._wholes, self._copies = None, ()
 
     def has(self, parameter: GlobalTensor) -> bool:
         return any(one is parameter for one in self._parameters)
+
+    def is_itself(self, x: torch.Tensor, place: int) -> bool:
+        """Whether what is saved is a weight itself, and no view of it: then backward reads what its data is by then."""
+        one = self._copies[place] if self._copies else x
+        return (x.shape, x.stride(), x.storage_offset()) == (one.shape, one.stride(), one.storage_offset())
+
+    def former(self, place: int) -> torch.Tensor:
+        """The memory that a weight had in the forward.
+
+        Raises: RuntimeError if it was given other data since, and the former is gone.
+        """
+        wholes = self.wholes()
+        if self._former is not None:
+            return self._former[place]
+        if data_given(self._parameters[place]) != self._given[place]:
+            raise RuntimeError(
+                "a weight that backward needs was given other data since the forward of its module (p.data = ...), and "
+                'its shares have gone; write into it before the forward, or distribute with weights="replicated"'
+            )
+        return wholes[place]
 
     def is_outdated(self) -> bool:
         """Whether parameters have been written since."""
@@ -206,11 +230,18 @@ class _Scatter(Function):
 _NOTHING = torch.empty(0)
 
 
+def data_given(parameter: GlobalTensor) -> int:
+    """How often a parameter has been given other data, of which torch takes no note."""
+    given: int = parameter.__dict__.get("_given", 0)
+    return given
+
+
 class _Again(NamedTuple):
     """What is kept in the place of a tensor that lies in the memory of a gathered weight."""
 
     gathered: Gathered
     place: int
+    itself: bool
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
@@ -238,7 +269,7 @@ class Keep:
         plain = type(x) is not GlobalTensor and x.layout is torch.strided
         found = self.held.get(x.untyped_storage()._cdata) if plain and self.held else None
         if found is not None and x.dtype is found[0].gathering.dtype and not (x.is_conj() or x.is_neg()):
-            return _Again(*found, x.size(), x.stride(), int(x.storage_offset()))
+            return _Again(*found, found[0].is_itself(x, found[1]), x.size(), x.stride(), int(x.storage_offset()))
         if self.counted is not None:
             self.counted(x)
         return _Kept(x.detach(), x._version) if plain else x
@@ -246,7 +277,9 @@ class Keep:
 
 def restore(kept: Any) -> torch.Tensor:
     if isinstance(kept, _Again):
-        return kept.gathered.wholes()[kept.place].as_strided(kept.shape, kept.strides, kept.offset)
+        if kept.itself:
+            return kept.gathered.wholes()[kept.place]
+        return kept.gathered.former(kept.place).as_strided(kept.shape, kept.strides, kept.offset)
     if isinstance(kept, _Kept):
         if kept.tensor._version != kept.version:
             raise RuntimeError(

@@ -22,7 +22,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Additions, Parameters
-from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
+from distdl.globals.models.gathering import Gathered, Gathering, Keep, data_given, restore
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
@@ -203,7 +203,8 @@ class _Frame:
             self.written[key] = now
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
-            if key[1] and not counted:  # (other data, perhaps: what was computed before has saved the former)
+            if not counted and now.lies != before.lies:
+                parameter.__dict__["_given"] = data_given(parameter) + 1
                 for gathered in self.gathered:
                     gathered.stays = gathered.stays or gathered.has(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
@@ -215,15 +216,20 @@ _BOTH = (False, True)
 
 
 class _Written:
-    """How often the memory of a copy has been written, and which memory it is: another one was set as its ``data``."""
+    """How often the memory of a copy has been written, and which memory it is: another one was set as its ``data``.
 
-    def __init__(self, writes: int, memory: torch.UntypedStorage) -> None:
+    Attributes:
+        lies: where it lies there, and in which order.
+    """
+
+    def __init__(self, writes: int, memory: torch.UntypedStorage, order: tuple[int, ...]) -> None:
         self.writes, self.memory = writes, memory
+        self.lies = memory._cdata, order
 
     @classmethod
     def of(cls, copy: torch.Tensor) -> _Written:
         plain = plain_of(copy)
-        return cls(writes_of(plain), plain.untyped_storage())
+        return cls(writes_of(plain), plain.untyped_storage(), (int(plain.storage_offset()), *plain.stride()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Written) and (self.writes, self.memory._cdata) == (other.writes, other.memory._cdata)
