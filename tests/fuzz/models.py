@@ -101,7 +101,9 @@ def pooling(pick: Pick, shape: tuple[int, ...]) -> Part | None:
     least = kernel if isinstance(kernel, int) else min(kernel)
     options += _of(pick, padding=(0, least // 2))
     if kind == "MaxPool":
-        return Part(f"MaxPool{space}d", (kernel,), (*options, *_of(pick, dilation=(1, 2))))
+        # (of a window that lies in the padding alone, torch's backward writes behind the end of the gradient)
+        steps = (1,) if any(name == "padding" and size for name, size in options) else (1, 2)
+        return Part(f"MaxPool{space}d", (kernel,), (*options, *_of(pick, dilation=steps)))
     options += _of(pick, count_include_pad=(True, False))
     return Part(
         f"AvgPool{space}d", (kernel,), (*options, *(_of(pick, divisor_override=(None, 3)) if space > 1 else ()))
