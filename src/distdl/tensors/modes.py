@@ -27,6 +27,11 @@ def unobserved() -> AbstractContextManager[Any]:
     return _NOTHING if own else _disable_current_modes()
 
 
+def uncounted() -> AbstractContextManager[Any]:
+    """A context for what torch is asked about tensors without memory: no mode sees it, not even one of ours."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _NOTHING
+
+
 def hidden(function: Callable[P, T]) -> Callable[P, T]:
     """A function that runs in such a context."""
 

@@ -289,17 +289,17 @@ TABLE[_gradient.__delete__] = delete_gradient
 
 def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
-    layout = x._layout
+    layout, name = x._layout, getattr(hook, "__name__", "<unknown>")
 
     def on_block(gradient: torch.Tensor) -> Any:
         changed = hook(GlobalTensor._of(gradient, layout))
         if not isinstance(changed, torch.Tensor):
             return changed  # (of what is not None, torch raises)
         if changed.shape != layout.size:
-            raise RuntimeError(f"hook '{on_block.__name__}' has changed the size of value")
+            raise RuntimeError(f"hook '{name}' has changed the size of value")
         return part_of(changed, layout, "a hook")
 
-    on_block.__name__ = getattr(hook, "__name__", "<unknown>")  # (which is in torch's errors)
+    on_block.__name__ = name  # (which is in torch's errors)
     return x._block.register_hook(on_block)
 
 

@@ -12,6 +12,7 @@ from distdl.globals.context import Context
 from distdl.globals.nested import map_tensors
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.dtypes import RARE
+from distdl.tensors.modes import uncounted
 
 
 def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -22,8 +23,9 @@ def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     Returns: True.
     Raises: on every worker what torch raises, before anything moves.
     """
-    given, named = map_tensors((args, kwargs), lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
-    func(*given, **named)
+    with uncounted():
+        given, named = map_tensors((args, kwargs), lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta"))
+        func(*given, **named)
     return True
 
 
@@ -67,7 +69,8 @@ def judge_dtypes(func: Callable[..., Any], *tensors: torch.Tensor | None) -> Non
         func: gets zeros, one or two along each dim, on the tensors' device; None as it is. (Equal sizes stay equal.)
     Raises: on every worker what torch raises.
     """
-    func(*[one if one is None else _small(one) for one in tensors])
+    with uncounted():
+        func(*[one if one is None else _small(one) for one in tensors])
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:
