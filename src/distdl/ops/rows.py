@@ -347,9 +347,11 @@ def _measured(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float) -> torch.Tensor:
     found, wanted = [], [False, True, True]
+    weight = None if x.is_cpu or x.is_meta else torch.ones_like(mean)  # (GPUs take its dtype and memory for granted,
+    saved = None if weight is None else weight.new_empty(0)  # and what a forward saved: nothing, if not in training)
     for runs, (one, rise) in _runs(x, dy):
         moments = (mean, variance) if runs == 1 else (mean.repeat(runs), variance.repeat(runs))
-        sums = torch.stack(_SUMS(rise, one, None, *moments, None, None, False, eps, wanted)[1:])
+        sums = torch.stack(_SUMS(rise, one, weight, *moments, saved, saved, False, eps, wanted)[1:])
         found.append(sums if runs == 1 else sums.view(2, runs, -1).sum(1))
     return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
@@ -359,5 +361,7 @@ def _apply(
 ) -> None:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
     mean, variance, eps = by
-    unused = torch.empty(0, dtype=x.dtype, device=x.device)
-    _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=unused, save_invstd=unused)
+    # (where the kernels of a GPU leave the moments, as they add them up; those of the CPU leave nothing)
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
+    _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=left, save_invstd=beside)
