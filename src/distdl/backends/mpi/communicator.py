@@ -246,7 +246,7 @@ class MPICommunicator(Communicator):
     def _create(self, workers: Group) -> MPI.Intracomm:
         self._check_released()
         # making an MPI group blocks and has no deadline, so its members come together first in a way that has one
-        super().all_gather(workers, torch.zeros(1))
+        super().all_gather(workers, torch.zeros(1, device="cpu"))
         members = self._world.Get_group()
         chosen = members.Incl(list(workers))
         made = self._world.Create_group(chosen, _GROUP_TAG)
@@ -276,12 +276,12 @@ class MPICommunicator(Communicator):
         if self._cuda_aware:
             torch.cuda.current_stream(tensor.device).synchronize()
             return tensor
-        return tensor.cpu().pin_memory()
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
     def _landing(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or a buffer of its shape into which MPI can write by address."""
         if tensor.is_cuda and not self._cuda_aware:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return tensor if tensor.is_contiguous() else empty(tensor.shape, tensor.dtype, tensor)
 
     def _position(self) -> object:

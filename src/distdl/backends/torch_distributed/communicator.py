@@ -102,11 +102,10 @@ class TorchCommunicator(Communicator):
 
     def _post_nccl(self, group: Any, calls: Sequence[tuple[Any, torch.Tensor, int]]) -> list[tuple[int, Any]]:
         # NCCL runs messages one after the other unless they are posted as one; it has no tags
-        device = calls[0][1].device
-        group._start_coalescing(device)
+        group._start_coalescing()
         for call, tensor, worker in calls:
             call([as_bytes(tensor)], worker, 0)
-        return [(calls[0][2], group._end_coalescing(device))]
+        return [(calls[0][2], group._end_coalescing())]
 
     # gloo's own collectives carry no tag: those of different calls would meet, and end the process if lengths differ.
     # Its all-reduce goes around a ring, too: twice as many messages, one after the other
@@ -153,7 +152,7 @@ class TorchCommunicator(Communicator):
     def release(self) -> None:
         """Close the process groups. Collective. They are made again when they are needed."""
         super().release()
-        self._groups.clear()
+        self._close()
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Write into the store that this worker has come to its end, or failed, and close its connections."""
@@ -164,7 +163,7 @@ class TorchCommunicator(Communicator):
             text = f"worker {self.rank} {how}"
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
-        self._groups.clear()
+        self._close()
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
         """Close the connections of gloo. There is no call for that, but a wait that takes too long does it."""
@@ -174,7 +173,15 @@ class TorchCommunicator(Communicator):
         for (direct, workers), group in list(self._groups.items()):
             for place in () if direct else [place for place, worker in enumerate(workers) if worker != self.rank]:
                 with suppress(RuntimeError):  # (each wait closes the connection to that worker alone)
-                    group.recv([torch.empty(1, dtype=torch.uint8)], place, _NO_TAG).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], place, _NO_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
+
+    def _close(self) -> None:
+        for (direct, _), group in self._groups.items():
+            if direct:  # (gloo closes what nobody has any more; NCCL only warns of it)
+                group.abort()
+        self._groups.clear()
 
     def _left(self) -> str:
         """What an error says of workers that have come to their end."""
@@ -215,7 +222,7 @@ class TorchCommunicator(Communicator):
             store, place = dist.PrefixStore(name, self._store), workers.index(self.rank)
             # members meet in the store, where they would not notice the end of another, so let them meet first
             if self._groups:
-                self.all_gather(workers, torch.zeros(1))
+                self.all_gather(workers, torch.zeros(1, device="cpu"))
             else:
                 self._gather_in(store, workers)
             if direct:
