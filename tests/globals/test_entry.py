@@ -7,6 +7,8 @@ from same import noise
 
 import distdl
 from distdl import GlobalTensor
+from distdl.nn import DistributedConv2d
+from distdl.testing import assert_adjoint, assert_matches_sequential
 
 x35 = noise(3, 5)
 
@@ -181,3 +183,53 @@ def test_errors_are_the_same_on_every_worker(what):
 
     distdl.run_workers(work, 3)
     assert told[0] == told[1] == told[2] == NAMED.get(what, told[0])
+
+
+def test_what_one_worker_has_on_a_device_lies_there_on_all():
+    def main():
+        P = distdl.world().reshape(3, 1)
+        x = torch.empty(5, 2, device="meta") if P.rank == 0 else None
+        found = distdl.distribute_tensor(x, P).to_local().device.type
+        # (what another worker passes is not read)
+        theirs = torch.empty(1) if P.rank else torch.empty(5, 2, device="meta")
+        return found, distdl.distribute_tensor(theirs, P).device.type
+
+    assert distdl.run_workers(main, 3) == [("meta", "meta")] * 3
+
+
+def test_blocks_on_devices_of_two_kinds_are_refused_by_every_worker():
+    def main():
+        P = distdl.world().reshape(2, 1)
+        block = torch.empty(2, 2, device="meta" if P.rank else "cpu")
+        with pytest.raises(ValueError, match="on one type of device") as error:
+            GlobalTensor.from_local(block, P)
+        return str(error.value)
+
+    first, second = distdl.run_workers(main, 2)
+    assert first == second and "worker 1: 2x2 torch.float32 (meta)" in first
+
+
+def with_another_default_device():
+    """What workers tell each other lies on the host, wherever a program makes its tensors."""
+    x = noise(1, 1, 6, 4)
+    P, options = distdl.world(), {"in_channels": 1, "out_channels": 1, "kernel_size": 3, "padding": 1, "bias": False}
+    layer = DistributedConv2d(P.reshape(1, 1, 2, 1), **options).double()
+    sequential = torch.nn.Conv2d(**options).double()
+    sequential.weight.data = noise(1, 1, 3, 3)
+    torch.set_default_device("meta")
+    try:
+        assert_adjoint(layer, x[:, :, 3 * P.rank : 3 * P.rank + 3])
+        assert_matches_sequential(layer, sequential, x)
+        y = distdl.distribute_tensor(x, P.reshape(1, 1, 2, 1))
+        assert torch.equal((y * 2).redistribute(P.reshape(1, 1, 1, 2)).full_tensor(), x * 2)
+        P.broadcast_data(1) if P.rank else P.allreduce_data(torch.ones(1, device="cpu"))
+    except distdl.CommunicationError as error:
+        return str(error)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_workers_with_another_default_device(backend):
+    first, second = distdl.run_workers(with_another_default_device, 2, backend)
+    assert first == second and "workers make different calls together" in first

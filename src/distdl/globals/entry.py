@@ -37,6 +37,7 @@ class _Header(NamedTuple):
 
     Attributes:
         code: of the dtype.
+        device: the type of its device, as "cuda".
         gradient: whether it requires one.
         seed: that of torch on the worker.
         bounds: of its values, if they are integers.
@@ -44,6 +45,7 @@ class _Header(NamedTuple):
 
     extents: Shape
     code: int
+    device: str
     gradient: bool
     seed: int
     bounds: Bounds | None
@@ -51,6 +53,11 @@ class _Header(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.code]
+
+    def device_beside(self, x: Any) -> torch.device:
+        """This worker's device of the same type: that of what the worker passes itself, or else its current one."""
+        own = x.device if isinstance(x, torch.Tensor) else None
+        return own if own is not None and own.type == self.device else torch.device(self.device)
 
 
 def _header(x: Any) -> _Header | str:
@@ -62,13 +69,14 @@ def _header(x: Any) -> _Header | str:
     if x.layout is not torch.strided or x.is_nested:
         return f"{type(x).__name__} that is {'nested' if x.is_nested else x.layout}"
     gradient = x.requires_grad and torch.is_grad_enabled()
-    return _Header(tuple(x.shape), dtype_code(x.dtype), gradient, seed(), Bounds.of(x))
+    return _Header(tuple(x.shape), dtype_code(x.dtype), x.device.type, gradient, seed(), Bounds.of(x))
 
 
 def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
     """The headers of blocks on the workers of a partition, from what all workers have told.
 
-    Raises: ValueError if one of them has no block, or if the blocks differ in dtype or in their number of dims.
+    Raises: ValueError if one of them has no block, or if the blocks differ in dtype, in the type of their device or in
+        their number of dims.
     """
     headers: dict[int, _Header] = {}
     for worker in P.workers.ravel().tolist():
@@ -78,12 +86,14 @@ def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
                 f"{told[worker]}"
             )
         headers[worker] = _Header(*told[worker])
-    kinds = {(len(one.extents), one.code) for one in headers.values()}
+    kinds = {(len(one.extents), one.code, one.device) for one in headers.values()}
     if len(kinds) > 1 or min(kinds)[0] < P.workers.ndim:
-        listed = "; ".join(f"worker {worker}: {dims(one.extents)} {one.dtype}" for worker, one in headers.items())
+        listed = "; ".join(
+            f"worker {worker}: {dims(one.extents)} {one.dtype} ({one.device})" for worker, one in headers.items()
+        )
         raise ValueError(
-            "GlobalTensor.from_local needs blocks of one dtype and one number of dims, at least as many as the "
-            f"partition {P} has axes; got {listed}"
+            "GlobalTensor.from_local needs blocks of one dtype, on one type of device, and of one number of dims, at "
+            f"least as many as the partition {P} has axes; got {listed}"
         )
     return headers
 
@@ -125,7 +135,7 @@ def distribute_tensor(
         assert isinstance(x, torch.Tensor)
         block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
     else:
-        device = x.device if isinstance(x, torch.Tensor) else None
+        device = header.device_beside(x)
         block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
     return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
 
@@ -156,7 +166,7 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
         if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # (what made it takes part in backward)
             block = zeros_on(block.to(first.dtype), layout.local)
         else:
-            device = block.device if isinstance(block, torch.Tensor) else None
+            device = first.device_beside(block)
             block = torch.zeros(layout.local, dtype=first.dtype, device=device, requires_grad=wants)
     return know(GlobalTensor._of(block, layout), Bounds.merged(one.bounds for one in headers.values()))
 
