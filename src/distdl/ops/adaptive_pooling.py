@@ -32,6 +32,7 @@ from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature, dims
 from distdl.plan.planning import copy
 from distdl.tensors.connection import local
+from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.dtypes import HALVES, without_autocast
 
@@ -81,7 +82,7 @@ class AdaptiveAverage:
             extent, count = owned.extents[dim], computed.extents[dim]
             intervals, alike = _parts_of(owned.box_of(me)[dim], extent, count)
             windows = [adaptive((output, output + 1), extent, count) for output in range(*parts.box_of(me)[dim])]
-            lengths = torch.tensor([stop - start for start, stop in windows])
+            lengths = Constant(torch.tensor([stop - start for start, stop in windows], device="cpu"))
             reduced.append((Segments.of(dim, intervals, shape(owned.box_of(me))[dim]), lengths))
             whole = whole and alike
 
@@ -89,7 +90,7 @@ class AdaptiveAverage:
             with without_autocast(block.device):
                 y = block.to(wide)
                 for segments, lengths in reversed(reduced):  # the last dim first: it lies together in memory
-                    y = segments.total(y) / along(segments.dim, lengths, block)
+                    y = segments.total(y) / along(segments.dim, lengths.on(y.device), y)
             return y
 
         def mean(block: torch.Tensor) -> torch.Tensor:

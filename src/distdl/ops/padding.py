@@ -14,6 +14,7 @@ from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import copy
 from distdl.tensors.connection import no_view
+from distdl.tensors.constants import Constant
 from distdl.tensors.memory import is_channels_last
 
 
@@ -26,22 +27,23 @@ class Filling:
         margins: cells of the constant value around them, as ``F.pad`` takes it.
     """
 
-    takes: tuple[tuple[int, torch.Tensor], ...] = ()
+    takes: tuple[tuple[int, Constant], ...] = ()
     margins: Shape = ()
 
     @classmethod
     def of(cls, border: Border, window: Box, extents: Shape) -> Filling:
         """For a window of a tensor of the given extents."""
-        takes = tuple((dim, torch.tensor(cells)) for dim, cells in border.steps(window, extents))
+        steps = border.steps(window, extents)
+        takes = tuple((dim, Constant(torch.tensor(cells, device="cpu"))) for dim, cells in steps)
         return cls(takes, border.margins(window, extents))
 
     def fill(self, x: torch.Tensor, value: float = 0.0) -> torch.Tensor:
         """The window, from the cells that were fetched for it."""
         for dim, cells in self.takes:
             if dim > 1 and is_channels_last(x):
-                x = x.movedim(1, -1).index_select(dim - 1, cells.to(x.device)).movedim(-1, 1)  # and it stays so
+                x = x.movedim(1, -1).index_select(dim - 1, cells.on(x.device)).movedim(-1, 1)  # and it stays so
             else:
-                x = x.index_select(dim, cells.to(x.device))
+                x = x.index_select(dim, cells.on(x.device))
         return functional.pad(x, self.margins, value=value) if self.margins else x
 
 

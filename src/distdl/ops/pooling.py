@@ -25,6 +25,7 @@ from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import copy
 from distdl.tensors.connection import local
+from distdl.tensors.constants import Constant
 from distdl.tensors.dtypes import HALVES
 from distdl.tensors.function import Function
 from distdl.tensors.memory import empty, is_channels_last
@@ -181,12 +182,12 @@ class Average:
             wide = x.float() if x.dtype in HALVES else x
             sums = cut(_average(wide, sliding, cells.before, 1), cells.result)
             rounding = None if sums.dtype.is_floating_point else "trunc"
-            means = torch.div(sums, divisor.to(sums.device), rounding_mode=rounding)
+            means = torch.div(sums, divisor.on(sums.device), rounding_mode=rounding)
             return means if wide is x else means.to(result or x.dtype)
 
         return mean
 
-    def _divisor(self, sliding: PoolSliding, cells: Cells) -> int | torch.Tensor:
+    def _divisor(self, sliding: PoolSliding, cells: Cells) -> int | Constant:
         """What the sum of each output is divided by: one number where they are all alike."""
         if self.divisor is not None or 0 in cells.result:
             return self.divisor or 1
@@ -195,7 +196,8 @@ class Average:
         ]
         if all(min(along) == max(along) for along in counts):
             return prod(along[0] for along in counts)
-        return torch.stack(torch.meshgrid(*map(torch.tensor, counts), indexing="ij")).prod(dim=0)
+        lines = [torch.tensor(along, device="cpu") for along in counts]
+        return Constant(torch.stack(torch.meshgrid(*lines, indexing="ij")).prod(dim=0))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals
+from distdl.tensors.constants import Constant
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,16 +19,16 @@ class Segments:
     Attributes:
         dim: which dim.
         count, width: how many segments, and the length of the longest.
-        cells: ``count x width`` numbers of cells, the last of a shorter segment repeated; None where segments of one
-            width are the block, end to end.
-        repeated: where they are repeated; None where nowhere.
+        cells: the numbers of ``count * width`` cells, the last of a shorter segment repeated; None where segments of
+            one width are the block, end to end.
+        repeated: where they are repeated, as ``count x width``; None where nowhere.
     """
 
     dim: int
     count: int
     width: int
-    cells: torch.Tensor | None = None
-    repeated: torch.Tensor | None = None
+    cells: Constant | None = None
+    repeated: Constant | None = None
 
     @classmethod
     def of(cls, dim: int, intervals: Intervals, extent: int) -> Segments:
@@ -35,10 +36,11 @@ class Segments:
         count, width = len(intervals), max((stop - start for start, stop in intervals), default=1)
         if list(intervals) == [(i * width, i * width + width) for i in range(count)] and extent == count * width:
             return cls(dim, count, width)
-        starts, stops = torch.tensor(intervals).reshape(-1, 2).T[..., None]
-        cells = starts + torch.arange(width)
+        starts, stops = torch.tensor(intervals, device="cpu").reshape(-1, 2).T[..., None]
+        cells = starts + torch.arange(width, device="cpu")
         repeated = cells >= stops
-        return cls(dim, count, width, torch.minimum(cells, stops - 1), repeated if repeated.any() else None)
+        numbers = Constant(torch.minimum(cells, stops - 1).reshape(-1))
+        return cls(dim, count, width, numbers, Constant(repeated) if repeated.any() else None)
 
     @property
     def trivial(self) -> bool:
@@ -48,7 +50,7 @@ class Segments:
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """x with two dims, segments and their cells, in place of one."""
         if self.cells is not None:
-            x = x.index_select(self.dim, self.cells.reshape(-1).to(x.device))
+            x = x.index_select(self.dim, self.cells.on(x.device))
         parts: torch.Tensor = x.unflatten(self.dim, (self.count, self.width))
         return parts
 
@@ -58,8 +60,8 @@ class Segments:
             return x
         parts = self.spread(x)
         if self.repeated is not None:
-            repeated = self.repeated.reshape(self.count, self.width, *[1] * (x.dim() - self.dim - 1))
-            parts = parts.masked_fill(repeated.to(x.device), 0)
+            repeated = self.repeated.on(x.device)
+            parts = parts.masked_fill(repeated.reshape(*repeated.shape, *[1] * (x.dim() - self.dim - 1)), 0)
         return parts.sum(dim=self.dim + 1)
 
     def largest(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,11 +75,11 @@ class Segments:
         y, chosen = functional.max_pool2d(lines, window, window, return_indices=True)
         chosen = chosen // lines.shape[2]
         if self.cells is not None:
-            chosen = self.cells.reshape(-1).to(x.device)[chosen]
+            chosen = self.cells.on(x.device)[chosen]
         whole = (*before, self.count, *behind)
         return y.reshape(whole), chosen.reshape(whole)
 
 
 def along(dim: int, numbers: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Numbers for the places of one dim of x, in a shape that spreads over the others."""
-    return numbers.to(x.device).reshape(-1, *[1] * (x.dim() - dim - 1))
+    return numbers.reshape(-1, *[1] * (x.dim() - dim - 1))

@@ -22,6 +22,7 @@ from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, no_view, zeros_on
+from distdl.tensors.constants import Constant
 
 
 @handles("scaled_dot_product_attention", "functional")
@@ -64,7 +65,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
         if enable_gqa:
             at = work.context.keep(("groups", work, query.shape[-3], key.shape[-3]), lambda: _groups(work, query, key))
-            k, v = (one.index_select(-3, at.to(one.device)) if one.numel() else one for one in (k, v))
+            k, v = (one.index_select(-3, at.on(one.device)) if one.numel() else one for one in (k, v))
         rows = work.mine("l")
         split = is_causal and rows != (0, query.shape[-2])
         if split:
@@ -102,11 +103,10 @@ def _of_mask(mask: Any) -> tuple[Hashable, ...]:
     return (*batch_labels(mask, 2), "l", "s")[-mask.dim() :] if mask.dim() else ()
 
 
-def _groups(work: Work, query: Any, key: Any) -> torch.Tensor:
+def _groups(work: Work, query: Any, key: Any) -> Constant:
     """Which head of the keys each of this worker's heads of the queries reads."""
     start, stop = work.mine(batch_labels(query, 2)[-1])
-    heads: torch.Tensor = torch.arange(start, stop) // (query.shape[-3] // key.shape[-3])
-    return heads
+    return Constant(torch.arange(start, stop, device="cpu") // (query.shape[-3] // key.shape[-3]))
 
 
 def _causal(rows: Interval, keys: int, device: torch.device) -> torch.Tensor:

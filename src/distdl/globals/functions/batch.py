@@ -24,6 +24,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.ops.rows import Rows, Standard
 from distdl.plan.planning import all_sum
+from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
 from distdl.tensors.dtypes import without_autocast
 from distdl.tensors.function import Function, gradients_of
@@ -80,7 +81,7 @@ class BatchStatistics:
         self.count = sum(counts)
         workers = layout.partition.workers
         self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
-        self._shares = torch.tensor(counts, dtype=torch.float64).div_(self.count).to(dtype)
+        self._shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count).to(dtype))
         self.row = (1, channels, *[1] * (dims - 2))
         self._channels = channels
 
@@ -110,7 +111,7 @@ class BatchStatistics:
             return self._merge(means, variances)
 
     def _merge(self, means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = self._shares.to(means.device)
+        shares = self._shares.on(means.device)
         away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
         shift = shares @ away
         away -= shift

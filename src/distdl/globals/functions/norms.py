@@ -27,6 +27,7 @@ from distdl.globals.operands import block_of, derivatives_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
+from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE
 from distdl.tensors.function import Function
 
@@ -83,11 +84,11 @@ def _merged(
         return torch.stack([mean, (offset * offset.conj()).to(one.dtype).sum(dims, keepdim=True)])
 
     states = local(measure, (2, *reduced_shape(layout, dims)), (block_of(x), (1,) * x.dim()))
-    n = _counts(layout, dims)
+    cells = _counts(layout, dims)
     states = gathered(states, layout, dims, "var", kinds=2)
     if target.active:
         mean, squares = states
-        n = n.to(states.device, states.dtype)
+        n = cells.on(states.device).to(states.dtype)
         merged = (mean * n).sum(dims, keepdim=True) / count
         away = mean - merged
         states = torch.stack([merged, (squares + n * away * away.conj()).sum(dims, keepdim=True)])
@@ -97,19 +98,19 @@ def _merged(
     return mean, squares
 
 
-def _counts(layout: Any, dims: tuple[int, ...]) -> torch.Tensor:
+def _counts(layout: Any, dims: tuple[int, ...]) -> Constant:
     """Cells of each block along the dims, of those that have any, as a tensor that broadcasts to their entries."""
 
-    def make() -> torch.Tensor:
-        counts = torch.ones((1,) * len(layout.rulers), dtype=torch.float64)
+    def make() -> Constant:
+        counts = torch.ones((1,) * len(layout.rulers), dtype=torch.float64, device="cpu")
         for dim in dims:
             lengths = [stop - start for start, stop in layout.intervals[dim]]
             filled = [n for n in lengths if n] if len(lengths) > 1 else lengths
-            along = torch.tensor(filled, dtype=torch.float64)
+            along = torch.tensor(filled, dtype=torch.float64, device="cpu")
             counts = counts * along.reshape([-1 if one == dim else 1 for one in range(len(layout.rulers))])
-        return counts
+        return Constant(counts)
 
-    found: torch.Tensor = layout.context.keep(("counts", layout, dims), make)
+    found: Constant = layout.context.keep(("counts", layout, dims), make)
     return found
 
 

@@ -22,6 +22,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
 from distdl.plan.planning import broadcast
 from distdl.tensors.connection import always_curved, local
+from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import Derivatives
 from distdl.transport import Label
 
@@ -188,7 +189,7 @@ def gathered(
     """
     context = layout.context
 
-    def make() -> tuple[KnownLayout, KnownLayout, list[tuple[int, torch.Tensor]]]:
+    def make() -> tuple[KnownLayout, KnownLayout, list[tuple[int, Constant]]]:
         workers = layout.partition.workers
         split = [dim for dim in dims if workers.shape[dim] > 1]
         owned = list(layout.intervals)
@@ -206,7 +207,7 @@ def gathered(
         for dim in split:
             places = [at for at, (start, stop) in enumerate(layout.intervals[dim]) if stop > start]
             if len(places) < workers.shape[dim]:
-                filled.append((dim + len(front), torch.tensor(places)))
+                filled.append((dim + len(front), Constant(torch.tensor(places, device="cpu"))))
         return (
             context.layout(workers.reshape(more + workers.shape), [*front, *owned]),
             context.layout(targets.reshape(more + targets.shape), [*front, *needed]),
@@ -221,7 +222,7 @@ def gathered(
     y = moved_block(entries, owned, needed, name)
     if needed.active:
         for dim, places in filled:
-            y = y.index_select(dim, places.to(y.device))
+            y = y.index_select(dim, places.on(y.device))
     elif kinds:
         y = y.reshape(kinds, *y.shape[1:])
     return y
