@@ -96,6 +96,11 @@ def bits_of_all(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tens
     return ((total + mixed_of(number) if number else total) >> shifts) & 1
 
 
+def differ(sums: torch.Tensor, workers: int) -> bool:
+    """Whether bits were not the same on all workers, over which these are their sums."""
+    return any(0 < n < workers for n in sums.tolist())
+
+
 def _in_memory(x: torch.Tensor) -> torch.Tensor:
     """All elements of a tensor along one dim, in the order in which they lie in memory."""
     if not x.is_contiguous():
@@ -109,4 +114,4 @@ def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(MIXING)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
     shifts = torch.arange(64 - BITS, 64, device=device)
-    return torch.from_numpy(mixed.view(np.int64)).to(device), shifts
+    return torch.from_numpy(mixed.view(np.int64)).to(device, non_blocking=True), shifts

@@ -56,8 +56,8 @@ class Compared(Protocol):
     @property
     def bits(self) -> torch.Tensor | None: ...
 
-    def compare(self) -> None:
-        """Raise an error if it differs. Collective; called where the bits are not the same on all workers."""
+    def settle(self, sums: torch.Tensor) -> None:
+        """Raise an error if it differs, as the sums of the bits over all workers tell. Collective."""
 
 
 def enter(
@@ -181,7 +181,7 @@ class _Sum:
     def __call__(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
     ) -> list[torch.Tensor | None]:
-        return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared)
+        return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared, parts)
 
     def send(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
@@ -224,21 +224,24 @@ class _Sum:
             owned[missing] = 0
         bits = None if compared is None else compared.bits
         if bits is not None:
-            return self._packing.pack((*full, owned, bits.to(device, dtype)))
+            return self._packing.pack((*full, owned, bits.to(device, dtype, non_blocking=True)))
         bits = self._no_bits.get(device)
         if bits is None:
             bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
         return self._packing.pack((*full, owned, bits))
 
-    def totals(self, moved: torch.Tensor, compared: Compared | None) -> list[torch.Tensor | None]:
+    def totals(
+        self, moved: torch.Tensor, compared: Compared | None, parts: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """The sums that have arrived; none of which nobody has a part."""
         *totals, owners, bits = self._packing.unpack(moved)
         if moved.is_meta:
             return [*totals]  # nobody knows which ones nobody has
-        found = [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
-        if compared is not None and any(0 < n < len(self.context.everyone) for n in bits.real.tolist()):
-            compared.compare()
-        return found
+        if compared is not None:
+            compared.settle(bits.real)
+        if all(part is not None for part in parts):  # (somebody has them, then; to read it would wait for a device)
+            return [*totals]
+        return [total if n else None for total, n in zip(totals, owners.tolist(), strict=True)]
 
 
 def _listed(places: Sequence[int]) -> str:
@@ -294,7 +297,7 @@ class _Way:
         own = self._own, torch._C._current_graph_task_id()
         moved = total.wait(under_way.get(own) or total.send(parts, self.device, self.compared, self.tag))
         under_way.pop(own, None)
-        return total.totals(moved, self.compared)
+        return total.totals(moved, self.compared, parts)
 
 
 def _profiled(label: Label) -> AbstractContextManager[object]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from distdl.globals.comparing import bits_of_all, farthest
+from distdl.globals.comparing import bits_of_all, differ, farthest
 from distdl.globals.context import Context
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into
@@ -240,12 +240,15 @@ class _Look:
         with unobserved():
             return bits_of_all(one.detach(), turn)
 
-    def compare(self) -> None:
-        """Compare the parameter itself.
+    def settle(self, sums: torch.Tensor) -> None:
+        """Compare the parameter itself if the bits differ. (They are read in each backward, also on a GPU, which has to
+        be waited for then: one worker may look where another does not.)
 
         Raises: ValueError, the same on every worker.
         """
         one, context = self._parameter, self._context
+        if not differ(sums, len(context.everyone)):
+            return
         context.comm.where = what = "comparing a parameter that stands beside global tensors"
         mine = None if one is None else (tuple(one.shape), str(one.dtype))
         told = gather_values(context.comm, context.everyone, what, mine)

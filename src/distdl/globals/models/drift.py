@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.comparing import bits_of_all, farthest
+from distdl.globals.comparing import bits_of_all, differ, farthest
 from distdl.globals.context import Context
-from distdl.globals.samples import BITS, Kept, Sample, bits_of, how_apart
+from distdl.globals.samples import Kept, Sample, bits_of, how_apart
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
@@ -86,6 +86,7 @@ class Drift:
         self._counted: list[torch.Tensor] | None = None  # the parameters whose writes are counted
         self._before: list[int] = []  # how often each had been written then
         self._most = 0  # of how many workers bits can be added up in their dtypes
+        self._last: _Settled | None = None  # on a GPU, the last that was looked at; it is read with the next
 
     def look(
         self,
@@ -105,8 +106,8 @@ class Drift:
             self._counted, self._before = counted, _writes_of(counted)
             self._most = int(2 / max([torch.finfo(dtype).eps for dtype in {one.dtype for one in counted}]))
         kept = context.samples.take()
-        if len(context.everyone) > self._most or context.comm.imagined:
-            return Look(self, context, None, None, counted, torch.zeros(BITS, dtype=torch.int64))
+        if len(context.everyone) > self._most or context.comm.imagined or _is_captured(counted):
+            return Look(self, context, None, None, counted, None)
         one: Any = self._next(parameters, buffers) if self._values.come() else None
         if kept.samples and not self._samples.come():
             kept = Kept()
@@ -129,6 +130,17 @@ class Drift:
         owner, name = self._buffers[place - len(parameters)]
         module = owner()
         return None if module is None else module._buffers.get(name)  # (the forward may have set another)
+
+    def settle(self, found: _Settled) -> None:
+        """Compare what has been looked at if the workers' bits differ. Collective.
+
+        On a GPU one backward later: to read the bits of this one would wait for all that it has been told to do.
+        """
+        ready: _Settled | None = found
+        if not found.sums.is_cpu:
+            ready, self._last = self._last, found.coming()
+        if ready is not None and ready.differs():
+            self.compare(ready.context, ready.one, ready.seen, ready.counted)
 
     def compare(self, context: Context, one: torch.Tensor | None, seen: Seen, counted: Sequence[torch.Tensor]) -> None:
         """Compare what this worker has looked at with what the others have. Collective.
@@ -191,6 +203,11 @@ class Drift:
             )
 
 
+def _is_captured(counted: Sequence[torch.Tensor]) -> bool:
+    """Whether what is computed goes into a CUDA graph, which is replayed without Python."""
+    return any(one.is_cuda for one in counted[:1]) and torch.cuda.is_current_stream_capturing()
+
+
 def _writes_of(parameters: Sequence[torch.Tensor]) -> list[int]:
     """How often each has been written."""
     return [one._version if type(one) is torch.nn.Parameter else 0 for one in parameters]
@@ -232,11 +249,39 @@ def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
     )
 
 
+class _Settled(NamedTuple):
+    """What was looked at, and what has come of it.
+
+    Attributes:
+        sums: of its bits, over all workers.
+        arrived: when they are there.
+    """
+
+    sums: torch.Tensor
+    context: Context
+    one: torch.Tensor | None
+    seen: Seen
+    counted: Sequence[torch.Tensor]
+    arrived: torch.Event | None = None
+
+    def coming(self) -> _Settled:
+        """With sums that are on their way to the host."""
+        sums, arrived = self.sums.to("cpu", non_blocking=True), torch.Event(self.sums.device)
+        arrived.record()
+        return self._replace(sums=sums, arrived=arrived)
+
+    def differs(self) -> bool:
+        """Whether the bits were not the same on all workers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return differ(self.sums, len(self.context.everyone))
+
+
 class Look:
     """What is looked at in a forward, and what travels of it.
 
     Attributes:
-        bits: 0 or 1 each.
+        bits: 0 or 1 each; none if nothing is looked at.
     """
 
     def __init__(
@@ -246,13 +291,17 @@ class Look:
         one: torch.Tensor | None,
         seen: Seen | None,
         counted: Sequence[torch.Tensor],
-        bits: torch.Tensor,
+        bits: torch.Tensor | None,
     ) -> None:
         self._drift, self._context, self._one, self._seen, self._counted = drift, context, one, seen, counted
         self.bits = bits
 
-    def compare(self) -> None:
-        """Compare what was looked at itself, once. Collective."""
+    def settle(self, sums: torch.Tensor) -> None:
+        """Compare what was looked at itself, once, if its bits differ. Collective.
+
+        Args:
+            sums: of the bits, over all workers.
+        """
         seen, self._seen = self._seen, None
         if seen is not None:
-            self._drift.compare(self._context, self._one, seen, self._counted)
+            self._drift.settle(_Settled(sums, self._context, self._one, seen, self._counted))

@@ -73,18 +73,21 @@ class Gathering:
 
     def scatter(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor | None, ...]:
         """This worker's shares of the sums over all workers; none where nobody has a part."""
-        given = torch.tensor([part is not None for part in parts], dtype=self.dtype, device=device)
+        missing = [place for place, part in enumerate(parts) if part is None]
         flat = torch.zeros(self._whole.extents, dtype=self.dtype, device=device)
         for tensor, box, extents, start, stop in self._pieces:
             part = parts[tensor]
             if part is not None:
                 flat[start:stop].view(extents).copy_(part[box])
         for counts in self._counts:
-            flat[counts] = given
+            flat[counts].fill_(1)
+            for place in missing:
+                flat[counts][place].zero_()
         own = self.operator.T.execute(flat)
         *shares, owners = own.split([*(prod(layout.local) for layout in self.layouts), len(parts)])
-        # (on the device "meta" nobody knows which ones nobody has)
-        holders: list[float] = [1.0] * len(parts) if owners.is_meta else owners.real.tolist()
+        # (what this worker has a part of, somebody has; to read it would wait for a device. On the device "meta" nobody
+        # knows which ones nobody has)
+        holders: list[float] = owners.real.tolist() if missing and not owners.is_meta else [1.0] * len(parts)
         return tuple(
             share.reshape(layout.local) if n else None
             for share, layout, n in zip(shares, self.layouts, holders, strict=True)
