@@ -100,8 +100,7 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     if dy is None:
-        seed = torch.Generator().manual_seed(layer.P_x.comm.rank)
-        dy = torch.randn(y.shape, dtype=y.dtype, generator=seed)
+        dy = _noise(y, layer.P_x.comm.rank)
     y.backward(dy)
     gradient, findings = x.grad, _Findings(everyone, layer)
     if gradient is None or gradient.shape != x.shape:
@@ -156,7 +155,7 @@ def assert_matches_sequential(
     owned = Layout.balanced(P_x, x.shape) if blocks is None else Layout.of(P_x, blocks)
     whole = x.detach().clone().requires_grad_()
     expected = reference(whole)
-    dy = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    dy = _noise(expected, 1)
     expected.backward(dy)
     local = owned.block(x).clone().requires_grad_()
     y = layer(local)
@@ -275,6 +274,12 @@ def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch
     return _shortened(lines)
 
 
+def _noise(beside: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers for each cell of a tensor, the same on any device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(beside.shape, dtype=beside.dtype, generator=generator, device="cpu").to(beside.device)
+
+
 def _unravelled(cell: int, shape: Sequence[int]) -> str:
     return _numbered([int(place) for place in np.unravel_index(cell, shape)], [0] * len(shape))
 
@@ -294,8 +299,8 @@ def _shortened(lines: Sequence[str]) -> str:
 
 
 def _tiling(P: Partition, shapes: Sequence[tuple[int, ...]]) -> Layout:
-    local = torch.tensor([shapes[worker] for worker in P.workers.ravel().tolist()])
-    return Layout.tiled(P, local.reshape(*P.workers.shape, -1).numpy(), "y")
+    local = np.array([shapes[worker] for worker in P.workers.ravel().tolist()])
+    return Layout.tiled(P, local.reshape(*P.workers.shape, -1), "y")
 
 
 def _assert_split(y: Layout, x: Layout) -> None:

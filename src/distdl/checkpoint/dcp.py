@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
     found = _metadata(folder)
     try:
         state = {
-            key: torch.empty(one.size, dtype=one.properties.dtype)
+            key: torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
             if isinstance(one, metadata.TensorStorageMetadata)
             else None
             for key, one in found.state_dict_metadata.items()

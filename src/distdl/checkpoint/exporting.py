@@ -115,13 +115,13 @@ def _whole(comm: Communicator, saved: Saved, record: Record | None, on: int | No
     """A whole tensor, from the workers that have its blocks."""
     everyone = tuple(range(comm.size))
     receives = on is None or comm.rank == on
-    whole = torch.empty(saved.extents if receives else 0, dtype=saved.dtype)
+    whole = torch.empty(saved.extents if receives else 0, dtype=saved.dtype, device="cpu")
     for block in saved.blocks:
         mine = comm.rank == block.worker
         if not (mine or receives):
             continue
         shape = [stop - start for start, stop in block.box]
-        cells = torch.empty(shape, dtype=saved.dtype)
+        cells = torch.empty(shape, dtype=saved.dtype, device="cpu")
         if mine:
             assert record is not None
             cells.copy_(record.block)

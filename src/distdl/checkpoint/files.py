@@ -96,7 +96,7 @@ class Reader:
     def read(self, key: str, box: Box) -> torch.Tensor:
         """The cells of a box."""
         saved = self.index.tensors[key]
-        y = torch.empty(shape(box), dtype=saved.dtype)
+        y = torch.empty(shape(box), dtype=saved.dtype, device="cpu")
         for block in saved.blocks:
             shared = meet(block.box, box)
             if volume(shared):

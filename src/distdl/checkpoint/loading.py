@@ -226,7 +226,9 @@ class Staged:
         saved = self._saved(key)
         if saved.extents != record.extents:
             raise ValueError(f"{key} is {dims(saved.extents)} in the checkpoint; its parameter {dims(record.extents)}")
-        return torch.empty(0, dtype=saved.dtype) if record.box is None else self.source.read(key, record.box)
+        if record.box is None:
+            return torch.empty(0, dtype=saved.dtype, device="cpu")
+        return self.source.read(key, record.box)
 
     def _whole(self, key: str) -> torch.Tensor:
         return self.source.read(key, whole(self._saved(key).extents))

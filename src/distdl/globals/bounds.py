@@ -38,7 +38,7 @@ class Bounds(NamedTuple):
         """Those of a plain tensor; None if it has no values, or no integers."""
         if x.dtype not in INTEGERS or not x.numel() or x.device.type == "meta":
             return None
-        low, high = int(x.amin()), int(x.amax())
+        low, high = torch.stack(torch.aminmax(x)).tolist()  # (one wait for a device)
         different = low != high
         next_low = int(x[x != low].amin()) if different and low in marks else low
         next_high = int(x[x != high].amax()) if different and high in marks else high
@@ -116,7 +116,7 @@ def check_range(
     """Check that the values of a tensor are in ``range(first, stop)``.
 
     Args:
-        refuse: torch's function of a tensor that has one wrong value: it raises.
+        refuse: torch's function of a tensor of the host that has one wrong value: it raises. (A GPU would stop.)
         own: what this worker reads of it, which is looked at where not all workers know the bounds. Not given where
             torch's own function looks at it.
         ignored: a value that is none, and right.
@@ -129,4 +129,4 @@ def check_range(
         known = None if bounds is None else bounds.without(ignored)
     wrong = [value for value in known or () if not first <= value < stop]
     if wrong:
-        refuse(torch.tensor(wrong[:1]))
+        refuse(torch.tensor(wrong[:1], device="cpu"))

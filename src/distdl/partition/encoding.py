@@ -124,7 +124,7 @@ def _read_tensor(body: memoryview) -> torch.Tensor:
     if prod(shape) * dtype.itemsize != len(body):
         raise ValueError(f"{len(body)} bytes for a tensor of {list(shape)} {dtype}")
     if not len(body):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(body), dtype=dtype).reshape(shape)
 
 

@@ -120,7 +120,7 @@ def different(
 
 def gathered(comm: Communicator, members: Group, message: bytes) -> list[bytes]:
     """The messages of all members, in their order, on every member that comes here; nothing is compared before."""
-    own = torch.tensor([len(message)])
+    own = torch.tensor([len(message)], device="cpu")
     lengths = comm.through.all_gather(members, own).flatten().tolist()
     rows = comm.through.all_gather(members, padded(message, max(lengths)))
     return [row.numpy().tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]

@@ -76,7 +76,7 @@ def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             options = {}
         layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
         flat, own = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
-        one = torch.zeros(1, dtype=flat.dtype), None if own is None else torch.zeros(1, dtype=own.dtype)
+        one = flat.new_zeros(1), None if own is None else own.new_zeros(1)
         func(one[0], bins, weight=one[1], **options)  # (for torch's error)
         found, edges = func(flat, bins, weight=own, **options)
         counts = _added(layout, _without_derivative(found, "histogram", cells, sizes))

@@ -202,7 +202,8 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         if isinstance(repeats, torch.Tensor):
             repeats = entire(repeats)
             if repeats.numel() > 1 or repeats.dtype not in (torch.int64, torch.int32):  # (others, torch refuses)
-                cells = torch.repeat_interleave(torch.arange(input.shape[dim]), repeats, output_size=output_size)
+                numbers = torch.arange(input.shape[dim], device=repeats.device)
+                cells = torch.repeat_interleave(numbers, repeats, output_size=output_size)
                 return input.index_select(dim, cells)
             repeats = int(repeats)
         shape_of(torch.repeat_interleave, input, (repeats, dim), {"output_size": output_size})  # (for torch's error)

@@ -113,8 +113,8 @@ def _check_lines(x: Any, dim: int, index: Any) -> None:
 
 
 def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """A tensor of which torch says the same as of another, if an index is beyond that along a dim."""
-    return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())])
+    """A tensor of the host of which torch says the same as of another, if an index is beyond that along a dim."""
+    return torch.empty([x.shape[dim] if one == dim % x.dim() else 1 for one in range(x.dim())], device="cpu")
 
 
 @handles("take_along_dim", "torch Tensor")
@@ -198,7 +198,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         if func.__name__.startswith("index_fill"):
             return _filled(func, input, dim, index, source)
         name, n = func.__name__.removesuffix("_"), input.shape[dim]
-        given = torch.empty([1] * input.dim())
+        given = torch.empty([1] * input.dim(), device="cpu")
         check_range(index, 0, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
         y = whole_along(input, [dim], name)
         source = brought(source, _along(y._layout, dim, source.shape), name)

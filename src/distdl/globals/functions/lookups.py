@@ -44,7 +44,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if weight.dim() != 2:
             raise RuntimeError("'weight' must be 2-D")
         context, layout, table = input._context, input._layout, weight_of(weight, input._context)
-        check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, table.detach()[:, :1]))
+        check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, _rows(table)))
         y = functional.embedding(block_of(input), table, padding_idx)
         columns = int(table.shape[1])
 
@@ -94,6 +94,11 @@ _OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: rows.mean(1),
     "max": lambda rows: rows.max(1).values,
 }
+
+
+def _rows(table: torch.Tensor) -> torch.Tensor:
+    """A table of the host with as many rows."""
+    return torch.empty(len(table), 1, device="cpu")
 
 
 def _shorten(weight: torch.Tensor, indices: Any, max_norm: float, norm_type: float) -> None:

@@ -196,7 +196,7 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
         return context.layout(workers, [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
 
     n = table.shape[0]
-    check_range(cells, -n, n, lambda wrong: torch.empty(n)[wrong])
+    check_range(cells, -n, n, lambda wrong: torch.empty(n, device="cpu")[wrong])
     target = context.keep(("looked up", layout, table.shape), make)
     y = GlobalTensor._of(entered(table, context)[cells._block].reshape(target.local), target)
     return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
@@ -219,7 +219,7 @@ def _as_one(
     cells: Any = 0
     for n, one in zip(shape, tensors, strict=True):
         own = one._block if type(one) is GlobalTensor else None  # (of the two as one, torch could not tell)
-        check_range(one, -n, n, partial(operator.getitem, torch.empty(n)), own)
+        check_range(one, -n, n, partial(operator.getitem, torch.empty(n, device="cpu")), own)
         cells = cells * n + one.long() % max(n, 1)
     return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
 
