@@ -1,16 +1,26 @@
-"""What needs a GPU: workers as threads on one device, and tensors of a device over transports that move host memory."""
+"""What needs a GPU: workers as threads on one device, tensors of a device over transports that move host memory, and
+NCCL between two processes that share the device."""
+
+import copy
+import subprocess
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from cases import MAKERS
-from launchers import FOLDER, ended, mpirun
+from launchers import FOLDER, ended, mpirun, python_path
+from torch import nn
+from torch.nn import functional
 
 import distdl
 from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition, SumReduce
+from distdl.testing import assert_adjoint
 from distdl.utilities.torch import zero_volume_tensor
 
 pytestmark = pytest.mark.cuda
+HALVES = [(2, 1, 1, 1), (1, 1, 2, 1)]
 
 
 def on_device():
@@ -21,7 +31,7 @@ def on_device():
             case = make(P, np.random.default_rng(seed))
             results = []
             for device in ("cpu", "cuda"):
-                x = case.xs[P.rank].to(device).requires_grad_()
+                x = case.xs[P.rank].detach().to(device).requires_grad_()
                 y = case.layer(x)
                 (y * y).sum().backward()
                 assert y.device.type == device == x.grad.device.type
@@ -89,5 +99,194 @@ def test_layers_on_a_device_with_zero_volume_inputs_of_the_host():
     assert distdl.run_workers(main, 4) == [True] * 4
 
 
+class Net(nn.Module):
+    """What a step on a device goes through: halos, moments, windows, tables of indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(4), nn.ReLU())
+        self.down = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU())
+        self.up, self.last = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 3, 1)
+        self.norm = nn.LayerNorm(3)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.last(torch.cat([self.up(self.down(x)), x], 1))
+        y = functional.adaptive_avg_pool2d(y, 5) + y.std((2, 3), keepdim=True)
+        return self.norm(y.movedim(1, -1)).movedim(-1, 1)
+
+
+def network():
+    """The network, with the same weights on every worker. (torch's generator is one for all threads.)"""
+    generator = torch.Generator().manual_seed(0)
+    made = Net().double()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+    return made.cuda()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 2, 12, 14, generator=generator, dtype=torch.float64)
+    return x.cuda(), torch.randint(0, 3, (4, 5, 5), generator=generator).cuda()
+
+
+def stepping(model, x, labels):
+    """A function that takes a step of training."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def distributed(made, grid, weights):
+    """A distributed copy of a network, and the batch, which worker 0 has."""
+    P = distdl.world()
+    Q = P[: int(torch.Size(grid).numel())].reshape(*grid)
+    x, labels = (one if P.rank == 0 else None for one in batch())
+    model = distdl.distribute(copy.deepcopy(made), Q, weights=weights, fallback="error")
+    return model, distdl.distribute_tensor(x, Q), distdl.distribute_tensor(labels, Q, axes=(0, 2, 3))
+
+
+def trains(grids=((4, 1, 1, 1), (1, 1, 2, 2), (1, 1, 3, 1))):
+    """Three steps of training on a device give the weights and statistics that they give sequentially."""
+    made = network()
+    alone = copy.deepcopy(made)
+    step = stepping(alone, *batch())
+    losses = [step().item() for _ in range(3)]
+    for grid in grids:
+        for weights in ("replicated", "sharded"):
+            model, x, labels = distributed(made, grid, weights)
+            assert x.to_local().device.type == labels.to_local().device.type == "cuda"
+            step = stepping(model, x, labels)
+            assert [step().item() for _ in range(3)] == pytest.approx(losses, abs=1e-12)
+            for (name, ours), theirs in zip(model.state_dict().items(), alone.state_dict().values(), strict=True):
+                assert ours.is_cuda and torch.allclose(ours, theirs, rtol=0, atol=1e-10), name
+    return True
+
+
+def test_models_train_on_threads():
+    assert distdl.run_workers(trains, 4) == [True] * 4
+
+
+@pytest.mark.timeout(120)
+def test_models_train_over_gloo():
+    assert distdl.run_workers(partial(trains, HALVES), 2, "gloo") == [True] * 2
+
+
+def captured():
+    """A step of a model goes into a CUDA graph, whose replay computes the same gradients."""
+    made = network()
+    size = distdl.world().size
+    for weights in ("replicated", "sharded"):
+        model, x, labels = distributed(made, (1, 1, size, 1), weights)
+
+        def step(model=model, x=x, labels=labels):
+            functional.cross_entropy(model(x), labels).backward()
+
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model.zero_grad()
+                step()
+        torch.cuda.synchronize()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        graph.replay()
+        torch.cuda.synchronize()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            assert torch.allclose(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+    return True
+
+
+def test_a_step_of_one_worker_goes_into_a_graph():
+    assert distdl.run_workers(captured, 1) == [True]
+
+
+@pytest.mark.timeout(180)
+def test_nccl_between_two_processes():
+    """NCCL refuses two processes of one host that share a GPU; these say that they are on two."""
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "DISTDL_BACKEND": "nccl"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / "test_cuda.py"), "nccl"],
+            env=python_path(**here, **job, RANK=str(rank), NCCL_HOSTID=f"host {rank}"),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        printed = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
+
+
+def test_no_step_waits_for_the_device():
+    made = network()
+
+    def main():
+        P = distdl.world()
+        for weights in ("replicated", "sharded"):
+            step = stepping(*distributed(made, (1, 1, 2, 2), weights))
+            for _ in range(4):
+                step()
+            for mode in ("error", "default"):
+                P.allgather_data(torch.zeros(1))  # (no worker is in another step when the mode of all changes)
+                torch.cuda.set_sync_debug_mode(mode)
+                P.allgather_data(torch.zeros(1))
+                step()
+
+    try:
+        distdl.run_workers(main, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_out_of_range_is_an_error_and_the_device_goes_on():
+    def main():
+        Q = distdl.world().reshape(2, 1)
+        table, x = torch.zeros(5, 3, device="cuda"), torch.arange(8.0, device="cuda").reshape(4, 2)
+        wrong = distdl.distribute_tensor(torch.tensor([[0, 1], [2, 9]], device="cuda"), Q)
+        y = distdl.distribute_tensor(x, Q)
+        for call in (
+            lambda: functional.embedding(wrong, table),
+            lambda: y[torch.tensor([0, 7], device="cuda")],
+            lambda: y.gather(1, wrong),
+            lambda: functional.cross_entropy(y, torch.tensor([0, 1, 0, 3], device="cuda")),
+        ):
+            with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+                call()
+        return bool((y.full_tensor() == x).all())
+
+    assert distdl.run_workers(main, 2) == [True, True]
+
+
+def test_adjoints_are_checked_on_the_device():
+    def main():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        layer = (
+            DistributedConv2d(P, in_channels=1, out_channels=2, kernel_size=3, padding=1, bias=False).double().cuda()
+        )
+        assert_adjoint(layer, torch.ones(1, 1, 4, 5, dtype=torch.float64, device="cuda"))
+
+    distdl.run_workers(main, 2)
+
+
 if __name__ == "__main__":
     on_device()
+    if sys.argv[1:] == ["nccl"]:
+        trains(HALVES)
+        captured()
