@@ -458,6 +458,26 @@ def test_a_late_write_into_shares_is_one_error():
     distdl.run_workers(work, 3)
 
 
+class Reshaped(nn.Linear):
+    """A layer that gives its weight data of another shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = torch.zeros(self.extents, dtype=x.dtype)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("extents", [(3, 5), (1, 5), (4, 5, 1), ()])
+@on_workers
+def test_data_of_another_shape_is_one_error_with_shares_and_changes_nothing(extents):
+    model = Reshaped(5, 4).double()
+    model.load_state_dict({"weight": noise(4, 5), "bias": noise(4)})
+    model.extents = extents
+    distributed = distdl.distribute(model, split(x35).layout.partition, weights="sharded")
+    with pytest.raises(TypeError, match=r"takes a tensor of its shape \(4, 5\)"):
+        distributed(split(x35))
+    torch.testing.assert_close(distributed.state_dict()["weight"], noise(4, 5))
+
+
 class Masked(nn.Linear):
     """A layer that masks its weight in each forward, as PixelCNN's do."""
 

@@ -112,10 +112,18 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, value = args
-    if not isinstance(value, torch.Tensor) or value.shape != x.shape:
-        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
+    _check_shape(x, value)
     x.__dict__["_given"] = x.__dict__.get("_given", 0) + 1  # (see ``data_given`` of weights in shares)
     share_data(x, value)
+
+
+def _check_shape(x: GlobalTensor, value: Any) -> None:
+    """Check what becomes the data of x, before anything changes.
+
+    Raises: TypeError if it is no tensor of its shape.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != x.shape:
+        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
 
 
 def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
@@ -152,6 +160,7 @@ def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
     for one in (replica.__dict__.get("_variable"), replica._plain):
         if type(one) is GlobalTensor:
+            _check_shape(one, whole)
             share_data(one, whole)
         elif one is not None:
             func(one, whole)
