@@ -153,6 +153,16 @@ def writes_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def data_given(x: GlobalTensor) -> int:
+    """How often a tensor has been given other data (``p.data = ...``), of which torch takes no note."""
+    given: int = x.__dict__.get("_given", 0)
+    return given
+
+
+def note_given(x: GlobalTensor) -> None:
+    x.__dict__["_given"] = data_given(x) + 1
+
+
 def memory_of(x: GlobalTensor) -> Memory:
     found: Memory | None = x.__dict__.get("_memory")
     if found is None:

@@ -13,7 +13,7 @@ from distdl.globals.replicas import plain_of
 from distdl.globals.strides import of_memory, offset_of, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied
+from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given
 
 _READ = """
 grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
@@ -113,7 +113,7 @@ def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Globa
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     x, value = args
     _check_shape(x, value)
-    x.__dict__["_given"] = x.__dict__.get("_given", 0) + 1  # (see ``data_given`` of weights in shares)
+    note_given(x)
     share_data(x, value)
 
 

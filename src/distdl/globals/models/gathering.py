@@ -12,6 +12,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import data_given
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
@@ -231,12 +232,6 @@ class _Scatter(Function):
 
 
 _NOTHING = torch.empty(0)
-
-
-def data_given(parameter: GlobalTensor) -> int:
-    """How often a parameter has been given other data, of which torch takes no note."""
-    given: int = parameter.__dict__.get("_given", 0)
-    return given
 
 
 class _Again(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Additions, Parameters
-from distdl.globals.models.gathering import Gathered, Gathering, Keep, data_given, restore
+from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
@@ -30,7 +30,7 @@ from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import writes_of
+from distdl.globals.ties import note_given, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
@@ -204,7 +204,7 @@ class _Frame:
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             if not counted and now.lies != before.lies:
-                parameter.__dict__["_given"] = data_given(parameter) + 1
+                note_given(parameter)
                 for gathered in self.gathered:
                     gathered.stays = gathered.stays or gathered.has(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
