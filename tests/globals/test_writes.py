@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import copies
+from distdl.globals.models.gathering import Gathered
 
 x35 = noise(3, 5)
 
@@ -577,16 +578,95 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
     _assert_steps_are_sequential(model, weights)
 
 
-def test_other_data_between_a_forward_and_its_backward_is_an_error_with_shares():
-    def work():
-        P = distdl.world()[:2].reshape(2, 1)
-        model = distdl.distribute(nn.Linear(5, 5).double(), P, weights="sharded")
-        y = model(distdl.distribute_tensor(x35, P).requires_grad_())
-        model.weight.data = model.weight.data / 2
-        y.sum().backward()
+class Product(nn.Linear):
+    """A layer that reads a view of its weight, as linear maps do, or the weight itself."""
 
-    with pytest.raises((RuntimeError, distdl.CommunicationError), match="was given other data since the forward"):
-        distdl.run_workers(work, 3)
+    def __init__(self, itself: bool, frozen: bool) -> None:
+        super().__init__(5, 5)
+        self.weight.requires_grad_(not frozen)
+        self.itself = itself
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias if self.itself else super().forward(x)
+
+
+def _set(model, change):
+    for p in model.parameters():
+        p.data = change(p.data)
+
+
+BETWEEN = {
+    "halved": lambda model: _set(model, lambda w: w / 2),
+    "twice": lambda model: [_set(model, lambda w: w / 2) for _ in range(2)],
+    "cloned": lambda model: _set(model, torch.clone),
+    "the same": lambda model: _set(model, lambda w: w), "transposed": lambda model: _set(model, lambda w: w.t()),
+    "moved": lambda model: model.to("cpu"),
+    "of another dtype and back": lambda model: model.float().double(),
+    "vector": lambda model: nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()).detach() / 2, model.parameters()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("itself", [False, True])
+@pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
+def test_other_data_between_a_forward_and_its_backward_with_shares(change, itself, frozen):
+    model = Product(itself, frozen).double()
+    model.load_state_dict({"weight": noise(5, 5), "bias": noise(5)})  # (which torch counts as writes)
+
+    def gradients(model, x):
+        y = model(x).tanh()
+        change(model)
+        y.square().sum().backward()
+        return [y, x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    wanted = gradients(deepcopy(model), x35.clone().requires_grad_())
+
+    def work() -> None:  # (the last worker has no rows of x, and the fifth no share)
+        P = distdl.world()[:2].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
+        found = gradients(distributed, distdl.distribute_tensor(x35, P).requires_grad_())
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 6)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_data_of_another_dtype_between_a_forward_and_its_backward_with_shares(frozen):
+    """Backward reads a view of what it was."""
+    model = Product(itself=False, frozen=frozen).double()
+
+    def gradient(model, x):
+        y = model(x).tanh()
+        model.float()
+        return torch.autograd.grad(y.square().sum(), x)[0]
+
+    wanted = gradient(deepcopy(model), x35.clone().requires_grad_())
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
+        assert_close(gradient(distributed, distdl.distribute_tensor(x35, P).requires_grad_()), wanted)
+
+    distdl.run_workers(work, 3)
+
+
+def test_no_whole_weight_stays_that_a_forward_has_set_after_its_use():
+    def work() -> None:
+        P = distdl.world().reshape(2, 1)
+        distributed = distdl.distribute(Listed("after a use").double(), P, weights="sharded")
+        held = distributed._parameters.copies.keep.held
+        gathered: list[Gathered] = []
+        distributed.register_forward_hook(
+            lambda *given: gathered.extend({one for one, _ in held.values()}), prepend=True
+        )
+        y = distributed(distdl.distribute_tensor(x35, P))
+        y.sum().backward()
+        assert gathered and all(one._wholes is None and one._former is None for one in gathered)
+
+    distdl.run_workers(work, 2)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -98,19 +98,23 @@ class Gathering:
 class Gathered:
     """Parameters that have come together, for as long as they are needed; they can come together again.
 
+    One that is given other data since (``p.data = ...``) has two wholes: what torch has saved itself reads in backward
+    what its data is by then, and a view what it was. So the shares of what it was stay as long as the graph does.
+
     Attributes:
         recorded: whether what they have come together to depends on them.
-        stays: whether what they were stays as long as the graph does, as one of them has been given other data since.
     """
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
         self.gathering, self._parameters, self._keep = gathering, parameters, keep
-        self._versions = [one._block._version for one in parameters]
+        self._blocks = [one._block for one in parameters]
+        self._shares = [one.detach() for one in self._blocks]  # (other data goes past these; torch counts writes on)
+        self._versions = [one._version for one in self._shares]
         self._given = [data_given(one) for one in parameters]
         self._wholes: tuple[torch.Tensor, ...] | None = None
         self._former: tuple[torch.Tensor, ...] | None = None
         self._copies: Sequence[torch.Tensor] = ()  # as long as the forward goes on
-        self.recorded, self.stays = False, False
+        self.recorded = False
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors, which depend on the shares."""
@@ -130,12 +134,7 @@ class Gathered:
         """Let the whole tensors go."""
         for one in self._wholes or ():
             self._keep.held.pop(one.untyped_storage()._cdata, None)
-        if self.stays and self._former is None:
-            self._former = self._wholes
-        self._wholes, self._copies = None, ()
-
-    def has(self, parameter: GlobalTensor) -> bool:
-        return any(one is parameter for one in self._parameters)
+        self._wholes, self._former, self._copies = None, None, ()
 
     def is_itself(self, x: torch.Tensor, place: int) -> bool:
         """Whether what is saved is a weight itself, and no view of it: then backward reads what its data is by then."""
@@ -145,21 +144,31 @@ class Gathered:
     def former(self, place: int) -> torch.Tensor:
         """The memory that a weight had in the forward.
 
-        Raises: RuntimeError if it was given other data since, and the former is gone.
+        Raises: RuntimeError if parameters have been written since.
         """
         wholes = self.wholes()
-        if self._former is not None:
-            return self._former[place]
-        if data_given(self._parameters[place]) != self._given[place]:
-            raise RuntimeError(
-                "a weight that backward needs was given other data since the forward of its module (p.data = ...), and "
-                'its shares have gone; write into it before the forward, or distribute with weights="replicated"'
-            )
-        return wholes[place]
+        if not self._copies:  # (as long as the forward goes on, these are what they were)
+            self.gather_former()
+        return wholes[place] if self._former is None else self._former[place]
+
+    def gather_former(self) -> None:
+        """Let what they were come together, too, if one of them has been given other data since."""
+        if self._former is None and [data_given(one) for one in self._parameters] != self._given:
+            with torch.no_grad():
+                self._former = self.gathering.gather(self._shares)
+
+    def _gather_now(self) -> tuple[torch.Tensor, ...]:
+        """What they are now: other data may have another dtype, and that without a gradient another layout."""
+        now = self._parameters
+        together = [now] if len({one.dtype for one in now}) == 1 else [[one] for one in now]
+        return tuple(whole for some in together for whole in Gathering.of(some).gather([one._block for one in some]))
 
     def is_outdated(self) -> bool:
-        """Whether parameters have been written since."""
-        return [one._block._version for one in self._parameters] != self._versions
+        """Whether parameters have been written since. (One without a gradient gets another block with other data.)"""
+        if [one._version for one in self._shares] != self._versions:
+            return True
+        now = [one._block for one in self._parameters]
+        return any(one is not block and one._version for one, block in zip(now, self._blocks, strict=True))
 
     def wholes(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors; they come together if they have gone.
@@ -173,7 +182,7 @@ class Gathered:
                     "backward before optimizer.step()"
                 )
             with torch.no_grad():
-                self._wholes = self.gathering.gather([one._block for one in self._parameters])
+                self._wholes = self._gather_now()
         return self._wholes
 
 

@@ -205,8 +205,6 @@ class _Frame:
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             if not counted and now.lies != before.lies:
                 note_given(parameter)
-                for gathered in self.gathered:
-                    gathered.stays = gathered.stays or gathered.has(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
@@ -291,6 +289,7 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
     def gather(gradients: Any) -> None:
         for one in gathered:
             one.wholes()
+            one.gather_former()
 
     gathered = [one for one in gathered if one.recorded or not one.is_outdated()]  # (it has written them)
     nodes: set[Any] = set()
