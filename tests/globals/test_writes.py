@@ -578,6 +578,61 @@ def test_weights_that_are_masked_in_each_forward(style, weights):
     _assert_steps_are_sequential(model, weights)
 
 
+def _set_without_counting(model):
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def _set_by_name(model):
+    model.weight.data = model.weight.data / 3
+    _set(model, lambda w: w / 2)
+
+
+def _look_and_set(model):
+    assert model.weight.data.norm() > 0
+    _set(model, lambda w: w / 2)
+
+
+def _write_in_place(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+
+
+HALVED = {
+    "set": lambda model: _set(model, lambda w: w / 2), "its data": _set_without_counting,
+    "by name before": _set_by_name, "looked at by name before": _look_and_set, "in place": _write_in_place,
+    "applied": lambda model: model._apply(lambda w: w / 2),
+    "loaded": lambda model: model.load_state_dict({name: w / 2 for name, w in model.state_dict().items()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("change", HALVED.values(), ids=HALVED)
+def test_a_forward_reads_weights_again_that_a_list_has_written_in_it(change, graph):
+    class Halved(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            change(self)
+            return super().forward(y)
+
+    model = Halved(5, 5).double()
+
+    def outcome(model, x):
+        with torch.set_grad_enabled(graph):
+            y = model(x)
+        return [y, *model.state_dict().values()]
+
+    wanted = outcome(deepcopy(model), x35)
+
+    def work() -> None:
+        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
+        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
 class Product(nn.Linear):
     """A layer that reads a view of its weight, as linear maps do, or the weight itself."""
 

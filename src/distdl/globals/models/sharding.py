@@ -30,7 +30,7 @@ from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_given, writes_of
+from distdl.globals.ties import data_given, note_given, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
@@ -103,17 +103,18 @@ class Shares:
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
             return self._gather([parameter], None)[0]
         graph = torch.is_grad_enabled() or (id(parameter), True) in frame.copies
-        if (id(parameter), graph) not in frame.copies:
+        if frame.is_outdated(parameter, graph):
             wanted = [parameter]
             if frame.module._parameters is owner:  # its own weights come together as one message
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
-                listed = [one for one in owner.values() if type(one) is GlobalTensor]
+                listed = [one for one in owner.values() if type(one) is GlobalTensor and frame.is_outdated(one, graph)]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
             for around in self._frames:  # what has been written there comes first
                 around.settle_writes(wanted)
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
                 frame.written[id(one), graph] = _Written.of(copy)
+                frame.states[id(one), graph] = _state_of(one)
         return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
@@ -157,6 +158,7 @@ class _Frame:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         written: of each of them, what had been written by then.
+        states: of each of them, what had been written into the share itself by then, as a loop over a list does.
         brought: those without a graph whose data may be written unseen, as they were last brought to the shares.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
@@ -166,9 +168,14 @@ class _Frame:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.written: dict[tuple[int, bool], _Written] = {}
+        self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
         self.brought: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
+
+    def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
+        """Whether a parameter has to be gathered: it was not, or its share has been written since."""
+        return self.states.get((id(parameter), graph)) != _state_of(parameter)
 
     def settle_writes(self, parameters: Sequence[GlobalTensor] | None = None) -> None:
         """Bring to the shares what was written into copies: of some parameters, or of all, as the copies go now.
@@ -201,16 +208,25 @@ class _Frame:
                     'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
                 )
             self.written[key] = now
+            if now.writes == before.writes and self.states[key] != _state_of(parameter):
+                continue  # (a list has written later: data set by name is in the share since)
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             if not counted and now.lies != before.lies:
                 note_given(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
+            self.states[key] = _state_of(parameter)
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
 
 
 _BOTH = (False, True)
+
+
+def _state_of(parameter: GlobalTensor) -> tuple[int, ...]:
+    """What tells whether a share has been written, or given other data; the same on every worker."""
+    memory = parameter.__dict__.get("_memory")  # (that its ``data`` has, too, whose writes torch counts apart)
+    return writes_of(parameter._block), data_given(parameter), 0 if memory is None else memory.writes
 
 
 class _Written:
