@@ -43,8 +43,25 @@ class UNet(nn.Module):
 SHAPE = (3, 2, 22, 26)
 
 
+class Attention(nn.Module):
+    """Products of matrices of activations, which lie otherwise than their blocks do: torch is asked about them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        query, key, value = self.inputs(x).chunk(3, -1)
+        return (query @ key.transpose(1, 2)).softmax(-1) @ value
+
+
 def really(
-    model: nn.Module, grid: tuple[int, ...], workers: int, weights: str = "replicated"
+    model: nn.Module,
+    grid: tuple[int, ...],
+    workers: int,
+    weights: str = "replicated",
+    shape: tuple[int, ...] = SHAPE,
 ) -> list[dict[str, object]]:
     """What each worker of a real run has sent, forward and backward, and held at once."""
 
@@ -52,7 +69,7 @@ def really(
         root = distdl.world()
         P = root.create_partition_inclusive(range(torch.Size(grid).numel())).create_cartesian_topology_partition(grid)
         own = distdl.distribute(copy.deepcopy(model), P, weights, fallback="silent")
-        x = distdl.distribute_tensor(torch.ones(SHAPE), P)
+        x = distdl.distribute_tensor(torch.ones(shape), P)
         sent = []
         with Footprint() as footprint:
             held = (*own.parameters(), *own.buffers(), x)
@@ -93,6 +110,13 @@ def test_messages_and_bytes_of_gradients_in_several_messages(monkeypatch):
     for worker, real in enumerate(really(model, (1, 1, 2, 2), 5, "replicated")):
         told = told_of(model, (1, 1, 2, 2), 5, worker, weights="replicated").totals
         assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
+
+
+def test_memory_has_no_whole_tensors_that_torch_is_only_asked_about():
+    shape = (64, 32, 16)
+    for worker, real in enumerate(really(Attention(), (8, 1, 1), 8, shape=shape)):
+        told = distdl.summary(Attention(), (8, 1, 1), shape, worker=worker).totals
+        assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
 
 
 class Checkpointed(UNet):

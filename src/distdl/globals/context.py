@@ -25,7 +25,7 @@ from distdl.partition.layout import Ruler
 from distdl.plan.planning import copy
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.draws import Draws
-from distdl.tensors.modes import unobserved
+from distdl.tensors.modes import uncounted
 from distdl.transport import Communicator, Label
 from distdl.transport.communicator import Group, LongGroup
 
@@ -247,6 +247,6 @@ def _found(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], T]) -> T
     if found is None:
         while len(kept) >= _KEPT:
             kept.pop(next(iter(kept)))
-        with unobserved():
+        with uncounted():
             found = kept[key] = make()
     return found

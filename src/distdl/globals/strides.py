@@ -18,6 +18,7 @@ from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_view
+from distdl.tensors.modes import uncounted
 
 
 class View(NamedTuple):
@@ -233,7 +234,8 @@ def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
     """
     if name == "storage_offset":
         return offset_of(x)
-    return getattr(_whole(x), name)(*args, **kwargs)
+    with uncounted():
+        return getattr(_whole(x), name)(*args, **kwargs)
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.replicas import plain_of
 from distdl.globals.strides import blank, strides_if, strides_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.modes import uncounted
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _of_described(func: Callable[..., torch.Tensor], described: Sequence[Any]) -
     None, and no places, where torch has no such function of them.
     """
     memory: set[int] = set()
-    with uncounted(), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         tensors = [blank(*one) for one in described]
         for one in tensors:
             one.requires_grad_(one.is_floating_point() or one.is_complex())
