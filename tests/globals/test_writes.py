@@ -528,7 +528,12 @@ class Listed(nn.Linear):
             self.weight.data = self.weight.data / 2
             return y
         elif self.style == "after a use as it is":
-            y = x @ self.weight + self.weight.square().sum()
+            y = x @ self.weight + self.weight.square().sum() + x * self.bias
+            self.weight.data = self.weight.data / 2
+            self.bias.data = self.bias.data / 2
+            return y
+        elif self.style == "after a use of all of it":
+            y = x @ self.weight[:] + self.weight.view(5, 5).pow(3).sum() + (x[0, 0] * self.weight.detach()).sum()
             self.weight.data = self.weight.data / 2
             return y
         elif self.style == "before a checkpoint":
@@ -727,7 +732,7 @@ def test_no_whole_weight_stays_that_a_forward_has_set_after_its_use():
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("style", [
     "vector", "without gradients", "applied", "of another dtype", "transposed",
-    "transposed by name", "between two uses", "after a use", "after a use as it is",
+    "transposed by name", "between two uses", "after a use", "after a use as it is", "after a use of all of it",
     "before a checkpoint", "in a checkpoint",
 ])  # fmt: skip
 def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypatch):

@@ -91,11 +91,13 @@ def taken(plain: torch.Tensor, target: KnownLayout) -> torch.Tensor:
     first = len(extents) - dims
     if target.local == extents and target.active:
         return plain
-    index = tuple(
-        slice(None) if plain.shape[dim] == 1 and extents[first + dim] != 1 else slice(*target.box[first + dim])
+    box = tuple(
+        (0, 1) if plain.shape[dim] == 1 and extents[first + dim] != 1 else target.box[first + dim]
         for dim in range(dims)
     )
-    return plain[index]
+    if all(one == (0, n) for one, n in zip(box, plain.shape, strict=True)):
+        return plain  # (of a view, autograd would save the view)
+    return plain[slices(box)]
 
 
 def part_of(value: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:

@@ -138,8 +138,7 @@ class Gathered:
 
     def is_itself(self, x: torch.Tensor, place: int) -> bool:
         """Whether what is saved is a weight itself, and no view of it: then backward reads what its data is by then."""
-        one = self._copies[place] if self._copies else x
-        return (x.shape, x.stride(), x.storage_offset()) == (one.shape, one.stride(), one.storage_offset())
+        return x is self._copies[place]  # (a view of all of it has its shape and strides, too)
 
     def former(self, place: int) -> torch.Tensor:
         """The memory that a weight had in the forward.
