@@ -311,3 +311,15 @@ def test_what_is_added_to_a_product_is_not_larger(function, wrong, shapes, beta)
     if function is not torch.addr:
         single = torch.ones(1)
         assert_raises_the_same(lambda x: function(single, first * x.sum(), second, beta=beta), noise(4, 4), text=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [(torch.addmm, [(4, 6), (4, 5), (5, 6)]), (torch.addmv, [(4,), (4, 5), (5,)]), (torch.addr, [(4, 5), (4,), (5,)]),
+     (torch.baddbmm, [(3, 4, 6), (3, 4, 5), (3, 5, 6)]), (torch.addbmm, [(4, 6), (3, 4, 5), (3, 5, 6)])],
+)  # fmt: skip
+def test_what_is_added_no_times_has_a_gradient_of_zeros(function, shapes):
+    added, first, second = (noise(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    added[0] = torch.nan  # (which is not read)
+    for one in (Global(added), added[:1]):
+        assert_same(lambda x, a, b: function(x, a, b, beta=0), one, Global(first), Global(second))

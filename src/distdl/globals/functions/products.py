@@ -236,9 +236,11 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             alpha, beta = kind(alpha), kind(beta)
         if alpha != 1:
             product = product * alpha
-        if beta == 0:
+        if beta == 0 and not (input.requires_grad and torch.is_grad_enabled()):
             return product  # (what is added is not read, then, not even where it is nan)
         input = _cast_like(input, product)
+        if beta == 0:  # (its gradient is zeros)
+            return product + input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
         return product + (input if beta == 1 else input * beta)
 
     first, second = _FACTORS[func.__name__]
