@@ -75,6 +75,19 @@ def test_of_several_with_other_dims_in_front():
     assert_same(function, Global(A[:3, 0]), Global(B[0, 0]), falls_back=True, grids=[(3, 1, 1)], tolerance=1e-10)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda a, b: torch.linalg.solve_ex(a, b)[0], lambda a, b: torch.linalg.lstsq(a[..., :2], b).solution]
+)
+def test_right_sides_of_several_with_other_dims_in_front(function):
+    a = A[0, 0] + noise(3, 1, 1)
+    assert_same(function, Global(a), Global(noise(3, 2)), falls_back=True, grids=[(3, 1, 1)], tolerance=1e-10)
+
+
+def test_plain_matrices_of_right_sides_that_are_split():
+    assert_same(lambda a, b: torch.linalg.solve_ex(a, b)[0], A, Global(B), grids=GRIDS, tolerance=1e-10)
+    assert_same(OF_SEVERAL["lstsq"], A, Global(B), grids=GRIDS, tolerance=1e-10)
+
+
 def test_nothing_is_nan_where_no_matrix_is():
     def work():
         x = distdl.distribute_tensor(SYMMETRIC[0, :2], distdl.world().reshape(3, 1, 1)).requires_grad_()

@@ -99,20 +99,27 @@ _OF_ALL = {  # by which options a result is not of each matrix: a Q of nothing, 
 
 
 def _lead(operands: Sequence[Any], tails: Sequence[tuple[int, ...]]) -> GlobalTensor | None:
-    """The matrices by which the others are split; None if there are none, or if others have not the same in front."""
+    """The matrices by which the others are split; None if there are none, or if others have not the same in front.
+
+    What may be vectors or matrices is vectors only where each is as long as its matrix, and leads where all have as many
+    dims.
+    """
     if not operands or not all(isinstance(one, torch.Tensor) and one.numel() for one in operands):
         return None
-    lead = next(
-        (one for one, tail in zip(operands, tails, strict=True) if tail == (2,) and type(one) is GlobalTensor), None
-    )
+    each = list(zip(operands, tails, strict=True))
+    matrices = [one for one, tail in each if tail == (2,)]
+    dims = matrices[0].dim()
+    leads = [one for one, tail in each if tail == (2,) or (2 in tail and one.dim() == dims)]
+    lead = next((one for one in leads if type(one) is GlobalTensor), None)
     if lead is None or lead.dim() < 3:
         return None
     front = lead.dim() - 2
-    alike = all(
-        one.shape[:front] == lead.shape[:front] and one.dim() - front in tail
-        for one, tail in zip(operands, tails, strict=True)
-    )
-    return lead if alike else None
+    for one, tail in each:
+        if one.shape[:front] != lead.shape[:front] or one.dim() - front not in tail:
+            return None
+        if 2 in tail and one.dim() == front + 1 and one.shape != matrices[0].shape[:-1]:
+            return None
+    return lead
 
 
 def _simple(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
