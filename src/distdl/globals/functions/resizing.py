@@ -209,6 +209,11 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
             factors = None
 
+        if size is not None and min(size, default=1) < 1:  # (of tensors without memory, torch divides by it)
+            raise RuntimeError(
+                f"Input and output sizes should be greater than 0, but got input {tuple(input.shape[2:])} output {size}"
+            )
+
         def op() -> Interpolation:
             check()
             chosen = Mode.of("interpolate", space, mode, align_corners, factors)
