@@ -213,3 +213,19 @@ def test_batch_norm_of_single_precision_under_autocast():
             return F.batch_norm(x, None, None, training=True)
 
     assert_same(function, Global(noise(6, 4, 5).float()), grids=[(3, 1, 1), (1, 1, 2)], tolerance=1e-5)
+
+
+def _with_statistics(x, momentum=0.1, requires=(False, False)):
+    running = [torch.zeros(3, dtype=x.dtype), torch.ones(3, dtype=x.dtype)]
+    for one, wanted in zip(running, requires, strict=True):
+        one.requires_grad_(wanted)
+    return F.batch_norm(x, *running, training=True, momentum=momentum), *running
+
+
+def test_batch_norm_takes_true_for_a_momentum_of_one():
+    assert_same(lambda x: _with_statistics(x, momentum=True), Global(noise(4, 3, 5)), grids=[(3, 1, 1), (1, 1, 2)])
+
+
+@pytest.mark.parametrize("requires", [(True, False), (False, True)])
+def test_running_statistics_have_no_gradient(requires):
+    assert_raises_the_same(lambda x: _with_statistics(x, requires=requires)[0], noise(4, 3, 5), text=True)

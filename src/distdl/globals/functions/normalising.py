@@ -125,6 +125,13 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             rest = weight, bias, training, momentum, eps
             of_input = partial(functional.batch_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=training)
+        for name, one in (("running_mean", running_mean), ("running_var", running_var)):
+            if one is not None and one.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"The function 'native_batch_norm' is not differentiable with respect to argument '{name}'. This "
+                    "input cannot have requires_grad True."
+                )
+        momentum = momentum if momentum is None else float(momentum)  # (torch takes True for 1)
         layout, dtype, own = input._layout, input.dtype, training
         weight, bias = _flat(weight), _flat(bias)
 
