@@ -101,8 +101,8 @@ _OF_ALL = {  # by which options a result is not of each matrix: a Q of nothing, 
 def _lead(operands: Sequence[Any], tails: Sequence[tuple[int, ...]]) -> GlobalTensor | None:
     """The matrices by which the others are split; None if there are none, or if others have not the same in front.
 
-    What may be vectors or matrices is vectors only where each is as long as its matrix, and leads where all have as many
-    dims.
+    What may be vectors or matrices is vectors only where each is as long as its matrix, and leads where all have as
+    many dims.
     """
     if not operands or not all(isinstance(one, torch.Tensor) and one.numel() for one in operands):
         return None
