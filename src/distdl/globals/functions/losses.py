@@ -206,7 +206,7 @@ def _of_classes(
         n, ignored = x.shape[1], op.ignore_index
 
         def refuse(wrong: torch.Tensor) -> None:
-            functional.nll_loss(torch.zeros(1, n), wrong, ignore_index=ignored)
+            functional.nll_loss(torch.zeros(1, n, device="cpu"), wrong, ignore_index=ignored)
 
         check_range(target, 0, n, refuse, given, ignored)
     block = block_of(x)
