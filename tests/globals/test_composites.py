@@ -179,6 +179,7 @@ ALGEBRA = {
     "diagflat": lambda x, w: (torch.diagflat(x[0]), x[:2].diagflat(-2), x.sum().diagflat()),
     "diagonal_scatter": lambda x, w: (x.diagonal_scatter(w[0, :5]), torch.diagonal_scatter(w, x[:, 0] * 2, 0, 1, 0)),
     "frexp": lambda x, w: (x * 37).frexp(),
+    "vander of one": lambda x, *_: torch.linalg.vander(x.flatten()[0], N=2),
     "vander": lambda x, *_: (torch.linalg.vander(x), torch.linalg.vander(x[0], N=2), torch.linalg.vander(x.int(), N=3)),
 }
 OF_INTEGERS = {

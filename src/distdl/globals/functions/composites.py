@@ -155,6 +155,7 @@ def powers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def run(x: Any, N: int | None = None) -> Any:
         judged(func, args, kwargs)
+        x = x if x.dim() else x.reshape(1)  # (as torch does)
         count = x.shape[-1] if N is None else N
         x = (x if x.is_floating_point() or x.is_complex() else x.long()).unsqueeze(-1)
         others = x.expand(*x.shape[:-1], count - 1).cumprod(-1)
