@@ -94,6 +94,7 @@ def _over_samples(
         for one, lies in zip(states, held, strict=True)
     ]
     own = _together(weights, context)
+    given = [one.contiguous() for one in given]  # (cuDNN takes no other states)
     if block.numel():
         found = call(block, given, own)
     else:  # (the same operators as on the other workers, on one sample of zeros)
