@@ -69,11 +69,11 @@ def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     def describe() -> tuple[Any, list[Shape | None]]:
         """The type of the result, and for each tensor of it the shape that it has for one matrix; None: it is empty."""
         with torch.no_grad():
-            y = run([_simple(*one)[None] for one in kinds])
+            y = run([_simple(*one)[None].to(lead.device) for one in kinds])  # (whose drivers give other results)
         kind = None if isinstance(y, torch.Tensor) else type(y)
         return kind, [tuple(one.shape[1:]) if one.numel() else None for one in ([y] if kind is None else y)]
 
-    key = ("of each matrix", func, *kinds, frozen(rest), frozen(options))
+    key = ("of each matrix", func, lead.device.type, *kinds, frozen(rest), frozen(options))
     kind, shapes = context.keep(key, describe)
     alike = [one if type(one) is GlobalTensor else split_beside(one, lead) for one in operands]
     blocks = [moved(one, _of_matrices(layout, shape), name) for one, (shape, _) in zip(alike, kinds, strict=True)]
