@@ -15,7 +15,15 @@ from torch import nn
 from torch.nn import functional
 
 import distdl
-from distdl.nn import AllSumReduce, Broadcast, DistributedConv2d, Repartition, SumReduce
+from distdl.nn import (
+    AllSumReduce,
+    Broadcast,
+    DistributedBatchNorm,
+    DistributedConv2d,
+    DistributedMaxPool2d,
+    Repartition,
+    SumReduce,
+)
 from distdl.testing import assert_adjoint
 from distdl.utilities.torch import zero_volume_tensor
 
@@ -181,31 +189,41 @@ def test_models_train_over_gloo():
     assert distdl.run_workers(partial(trains, HALVES), 2, "gloo") == [True] * 2
 
 
-def captured():
-    """A step of a model goes into a CUDA graph, whose replay computes the same gradients."""
-    made = network()
-    size = distdl.world().size
-    for weights in ("replicated", "sharded"):
-        model, x, labels = distributed(made, (1, 1, size, 1), weights)
-
-        def step(model=model, x=x, labels=labels):
-            functional.cross_entropy(model(x), labels).backward()
-
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                model.zero_grad()
-                step()
-        torch.cuda.synchronize()
-        expected = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+def capture(step, parameters):
+    """A step goes into a CUDA graph, whose replay computes the gradients that it computes itself."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = None
             step()
-        graph.replay()
-        torch.cuda.synchronize()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            assert torch.allclose(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+    torch.cuda.synchronize()
+    expected = [parameter.grad.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
+def captured():
+    """Steps of a distributed model, and of modules whose shapes are fixed, as CUDA graphs."""
+    made = network()
+    P = distdl.world()
+    for weights in ("replicated", "sharded"):
+        model, x, labels = distributed(made, (1, 1, P.size, 1), weights)
+        capture(lambda: functional.cross_entropy(model(x), labels).backward(), list(model.parameters()))  # noqa: B023
+    Q = P.reshape(1, 1, P.size, 1)
+    convolution = DistributedConv2d(Q, in_channels=2, out_channels=3, kernel_size=3, padding=1, bias=False)
+    modules = nn.Sequential(convolution, DistributedBatchNorm(Q, 3), DistributedMaxPool2d(Q, kernel_size=2))
+    modules = modules.double().cuda()
+    block = torch.arange(4.0 * 2 * 6 * 10, dtype=torch.float64, device="cuda").reshape(4, 2, 6, 10).cos()
+    with distdl.fixed_shapes():
+        capture(lambda: modules(block).square().sum().backward(), [p for p in modules.parameters() if p.numel()])
     return True
 
 
@@ -234,6 +252,7 @@ def test_nccl_between_two_processes():
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_step_waits_for_the_device():
     made = network()
 
@@ -270,6 +289,67 @@ def test_what_is_out_of_range_is_an_error_and_the_device_goes_on():
             with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
                 call()
         return bool((y.full_tensor() == x).all())
+
+    assert distdl.run_workers(main, 2) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
+def test_recurrent_layers_on_a_device():
+    """Their states of a share of the samples lie apart in memory, which cuDNN does not take."""
+    torch.manual_seed(0)
+    layer, cell = nn.LSTM(3, 4, 2, bidirectional=True).double().cuda(), nn.GRUCell(3, 4).double().cuda()
+    x, h = (torch.randn(*shape, dtype=torch.float64, device="cuda") for shape in ((6, 5, 3), (5, 4)))
+
+    def run(layer, cell, x, h):
+        y, (last, _) = layer(x)
+        z = cell(x[2], h)
+        (y.square().sum() + last.sum() + z.square().sum()).backward()
+        return [y, z, *(p.grad.clone() for p in (*layer.parameters(), *cell.parameters()))]
+
+    expected = run(copy.deepcopy(layer), copy.deepcopy(cell), x, h)
+
+    def main():
+        P = distdl.world().reshape(1, 2, 1)
+        models = (distdl.distribute(copy.deepcopy(one), P, fallback="error") for one in (layer, cell))
+        y, z, *gradients = run(*models, distdl.distribute_tensor(x, P), h)
+        return all(
+            torch.allclose(ours, theirs, rtol=0, atol=1e-12)
+            for ours, theirs in zip([y.full_tensor(), z.full_tensor(), *gradients], expected, strict=True)
+        )
+
+    assert distdl.run_workers(main, 2) == [True, True]
+
+
+def test_padded_averages_in_channels_last():
+    """Of which the gradient by torch's own kernel was wrong."""
+    x = torch.arange(2.0 * 3 * 9 * 8, dtype=torch.float64).reshape(2, 3, 9, 8).sin().requires_grad_()
+    expected = functional.avg_pool2d(x, 3, 2, 1)
+    expected.square().sum().backward()
+
+    def main():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        whole = x.detach().cuda().contiguous(memory_format=torch.channels_last)
+        ours = distdl.distribute_tensor(whole, P).requires_grad_()
+        y = functional.avg_pool2d(ours, 3, 2, 1)
+        y.square().sum().backward()
+        right = torch.allclose(ours.grad.full_tensor().cpu(), x.grad, rtol=0, atol=1e-12)
+        return right and torch.allclose(y.full_tensor().cpu(), expected, rtol=0, atol=1e-12)
+
+    assert distdl.run_workers(main, 2) == [True, True]
+
+
+def test_least_squares_by_the_drivers_of_the_device():
+    a = torch.randn(4, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cuda()
+    b = a.sum(-1, keepdim=True).cos()
+    expected = torch.linalg.lstsq(a, b)
+
+    def main():
+        P = distdl.world().reshape(2, 1, 1)
+        found = torch.linalg.lstsq(*(distdl.distribute_tensor(one, P) for one in (a, b)))
+        return all(
+            ours.shape == theirs.shape and torch.allclose(ours.full_tensor(), theirs, rtol=0, atol=1e-12)
+            for ours, theirs in zip(found, expected, strict=True)
+        )
 
     assert distdl.run_workers(main, 2) == [True, True]
 
