@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
     if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
+    if _lie_alike(args, lists):
+        return _at_once(func, args, kwargs, lists[0])
     results = []
     for place in range(count):
         # (each list as one of a single entry; what is no list goes with every entry)
@@ -59,6 +62,37 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         else:
             results.append(GlobalTensor._of(y[0], target) if whole else y[0])
     return first if writes else tuple(results)
+
+
+def _lie_alike(args: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether all tensors are in lists, and those of an entry lie on the same workers. (Those of optimisers do.)"""
+    if not lists or any(isinstance(one, torch.Tensor) for one in args):
+        return False
+    for first, *others in zip(*lists, strict=True):
+        if type(first) is not GlobalTensor or not first._layout.rulers:
+            return False
+        if any(type(one) is not GlobalTensor or one._layout is not first._layout for one in others):
+            return False
+    return True
+
+
+def _at_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Sequence[GlobalTensor]) -> Any:
+    """Apply a function to all blocks of such lists, of which one is given."""
+    name = func.__name__
+    writes = name.endswith("_")
+    if writes:
+        for x in like:
+            check_written(x, name)
+    given = [
+        [block_of(x) if type(x) is GlobalTensor else x for x in one] if isinstance(one, (tuple, list)) else one
+        for one in args
+    ]
+    y = func(*given, **kwargs)
+    if not writes:
+        return tuple(GlobalTensor._of(block, x._layout) for block, x in zip(y, like, strict=True))
+    for x in like:
+        note_written(x, name)
+    return args[0]
 
 
 def _is_leaf_with_gradient(x: Any) -> bool:

@@ -74,21 +74,19 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             if "_strides" in first.__dict__:
                 keep_strides(first, made, func)
             return made
-        second = args[1] if len(args) == 2 else None
-        if type(second) is GlobalTensor and not kwargs and second._layout is first._layout and _has_both(first, func):
-            pair = block_of(first), block_of(second)
+        if _lie_alike(func, args, kwargs):
+            blocks = [block_of(one) if type(one) is GlobalTensor else one for one in args]
             try:
-                y = func(*pair)
+                y = func(*blocks, **kwargs)
             except RuntimeError as error:
                 if not _overlaps(error):
                     raise
-                y = _of_copies(func, pair, kwargs)
+                y = _of_copies(func, blocks, kwargs)
             made = result_of(func, first, y, (first,))
-            if "_strides" in first.__dict__ or "_strides" in second.__dict__:
-                if first.__dict__.get("_strides") == second.__dict__.get("_strides"):
-                    keep_strides(first, made, func)
-                else:
+            for one in args:
+                if type(one) is GlobalTensor and "_strides" in one.__dict__:
                     note_elements(func, args, kwargs, made)
+                    break
             return made
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             if kwargs and kwargs.get("memory_format") is not None:
@@ -142,12 +140,21 @@ def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return made
 
 
-def _has_both(x: GlobalTensor, func: Callable[..., Any]) -> bool:
-    """Whether this worker's block has as many dims as the tensor: of one without dims, one worker alone has it.
+def _lie_alike(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has several tensors, all by position, and they lie on the same workers.
 
-    Not of those without dims, if the second is a number for the function: it comes to every worker.
+    Of those without dims one worker alone has the block, and one that is a number for the function comes to every
+    worker.
     """
-    return bool(x._layout.rulers) or (x._layout.active and 1 not in signatures.numbers_of(func).places)
+    layout = args[0]._layout
+    if len(args) == 2 and not kwargs and layout.rulers:
+        return type(args[1]) is GlobalTensor and args[1]._layout is layout
+    places = [place for place, one in enumerate(args) if isinstance(one, torch.Tensor)]
+    if len(places) < 2 or any(type(args[at]) is not GlobalTensor or args[at]._layout is not layout for at in places):
+        return False
+    if any(isinstance(one, torch.Tensor) for one in kwargs.values()):
+        return False
+    return bool(layout.rulers or layout.active) and signatures.numbers_of(func).places.isdisjoint(places)
 
 
 def _overlaps(error: Exception) -> bool:
