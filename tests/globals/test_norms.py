@@ -110,3 +110,21 @@ def test_cosine_similarity_of_two_dtypes():
                 F.cosine_similarity(x, x)
 
     distdl.run_workers(work, 2)
+
+
+FIRST_IN_INFERENCE = {
+    "std": lambda y: y.std(), "var_mean": lambda y: torch.var_mean(y, (0, 2))[0],
+    "heads": lambda y: F.scaled_dot_product_attention(y.repeat(1, 2, 1, 1), y, y, enable_gqa=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FIRST_IN_INFERENCE.values(), ids=FIRST_IN_INFERENCE)
+@on_workers
+def test_what_an_evaluation_in_inference_mode_has_set_up_serves_training(function):
+    whole = noise(4, 3, 5, 6).requires_grad_()
+    with torch.inference_mode():
+        function(split(whole))
+    ours = split(whole.detach()).requires_grad_()
+    for one in (ours, whole):
+        function(one).square().sum().backward()
+    assert_close(ours.grad, whole.grad)

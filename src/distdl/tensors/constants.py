@@ -14,13 +14,14 @@ class Constant:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._copies: dict[torch.device, torch.Tensor] = {tensor.device: tensor}
+        with torch.inference_mode(False):  # it serves calls that record gradients, too
+            self.tensor = tensor.clone() if tensor.is_inference() else tensor
+        self._copies: dict[torch.device, torch.Tensor] = {tensor.device: self.tensor}
 
     def on(self, device: torch.device) -> torch.Tensor:
         """The tensor on a device."""
         found = self._copies.get(device)
         if found is None:
-            with torch.inference_mode(False), unobserved():  # it serves calls that record gradients, too
+            with torch.inference_mode(False), unobserved():
                 found = self._copies[device] = self.tensor.to(device)
         return found
