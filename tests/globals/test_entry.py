@@ -197,6 +197,16 @@ def test_what_one_worker_has_on_a_device_lies_there_on_all():
     assert distdl.run_workers(main, 3) == [("meta", "meta")] * 3
 
 
+@pytest.mark.parametrize("requires", [False, True])
+def test_what_a_worker_without_cells_passes_comes_to_the_device_of_the_others(requires):
+    def main():
+        P = distdl.world()
+        block = torch.empty(2, 3, device="cpu" if P.rank else "meta", requires_grad=requires)
+        return (GlobalTensor.from_local(block, P[:1].reshape(1, 1)) * 2).to_local().device.type
+
+    assert distdl.run_workers(main, 2) == ["meta"] * 2
+
+
 def test_blocks_on_devices_of_two_kinds_are_refused_by_every_worker():
     def main():
         P = distdl.world().reshape(2, 1)

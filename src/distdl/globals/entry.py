@@ -163,10 +163,10 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     if layout.active and wants and not headers[context.me].gradient:
         block = block.detach().requires_grad_()  # as that of another worker does
     if not layout.active:
+        device = first.device_beside(block)
         if isinstance(block, torch.Tensor) and block.requires_grad and wants:  # (what made it takes part in backward)
-            block = zeros_on(block.to(first.dtype), layout.local)
+            block = zeros_on(block.to(device, first.dtype), layout.local)
         else:
-            device = first.device_beside(block)
             block = torch.zeros(layout.local, dtype=first.dtype, device=device, requires_grad=wants)
     return know(GlobalTensor._of(block, layout), Bounds.merged(one.bounds for one in headers.values()))
 

@@ -227,7 +227,7 @@ class GlobalTensor(torch.Tensor):
             axes: for each dim of the block, the axis of ``P`` along which the tensor is split; None for a dim that is
                 not split. Along the axes that are not named, only the workers at place 0 hold cells.
         Returns: the tensor; differentiable with respect to the block.
-        Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype or rank.
+        Raises: ValueError, the same on every worker, if blocks form no grid or differ in dtype, rank or kind of device.
         """
         from distdl.globals.entry import from_local
 
