@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.models.gathering import Gathering
+from distdl.globals.models.gathering import Gathered, Gathering
 
 
 def sharded(model, grid, fallback="error"):
@@ -888,3 +888,48 @@ def test_a_model_that_keeps_what_it_has_computed_is_copied_nowhere():
             copy.deepcopy(model)
 
     distdl.run_workers(work, 4)
+
+
+class Adapted(nn.Module):
+    """A layer with a frozen weight, and two small ones that are trained beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.frozen(x) + self.up(self.down(x))).tanh()
+
+
+def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
+    def work() -> None:
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(nn.Sequential(*(Adapted() for _ in range(5))).double(), P, weights="sharded")
+        x = distdl.distribute_tensor(noise(4, 16), P)
+        held = model[0]._parameters.copies.keep.held
+        gathered: list[Gathered] = []
+        for layer in model:
+            layer.frozen.register_forward_hook(
+                lambda *given: gathered.extend({one for one, _ in held.values()}), prepend=True
+            )
+
+        def whole() -> int:
+            return sum(one._wholes is not None for one in gathered)
+
+        within: list[int] = []
+        for place in (3, 1):  # (when the gradient of what goes into a layer is there)
+            model[place].register_forward_pre_hook(
+                lambda module, given: given[0].register_hook(lambda gradient: within.append(whole())) and None
+            )
+        losses = [model(x).square().sum() for _ in range(2)]
+        losses[0].backward(retain_graph=True)
+        assert within == [1, 1] and not whole()
+        with pytest.raises(RuntimeError, match="inplace"):
+            model[4].frozen.weight.mul_(2)
+            losses[0].backward()
+        losses.append(model(x).square().sum())  # (which lets go what the failed backward has left)
+        losses[2].backward()
+        assert len(gathered) == 15 and not whole()
+
+    distdl.run_workers(work, 2)

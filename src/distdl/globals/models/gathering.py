@@ -270,6 +270,44 @@ class Keep:
     def __init__(self) -> None:
         self.counted: Callable[[torch.Tensor], Any] | None = None
         self.held: dict[int, tuple[Gathered, int]] = {}  # by the memory
+        # what has come together again, and a number before those of the nodes that read it, by the backward
+        self._again: dict[int, list[tuple[Gathered, int]]] = {}
+
+    def gather_again(self, gathered: Sequence[Gathered], first: int, number: int, gradients: Any) -> None:
+        """Let weights come together for a backward, and those go that it reads no more.
+
+        Those that get a gradient go with it; others do not, and nor do those of which a backward asks for none. A
+        backward runs its nodes from the latest to the first, so it has left a module of which all were made later.
+
+        Args:
+            first: a number before those of the nodes that read them.
+            number: that of the node that is to run.
+            gradients: that it gets.
+        """
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._again:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._release(backward))
+        self._release(backward, number)
+        for one in gathered:
+            one.wholes()
+            one.gather_former()
+        if not torch.is_grad_enabled():  # (else the backward of this one may read them, and not come by here)
+            self._again[backward] += [(one, first) for one in gathered]
+
+    def settle(self) -> None:
+        """Let go what backwards have left that failed."""
+        if torch._C._current_graph_task_id() == -1:
+            for backward in list(self._again):
+                self._release(backward)
+
+    def _release(self, backward: int, number: int = -1) -> None:
+        """Let go what nodes behind a number have read in a backward; without one, all."""
+        waiting = self._again.pop(backward, [])
+        for one, first in waiting:
+            if first > number:
+                one.release()
+        if number >= 0:
+            self._again[backward] = [each for each in waiting if each[1] <= number]
 
     def __call__(self, x: torch.Tensor) -> Any:
         plain = type(x) is not GlobalTensor and x.layout is torch.strided

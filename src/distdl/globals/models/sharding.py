@@ -6,15 +6,17 @@ A parameter is a global tensor that is split over all workers. The forward of th
 
 and after the module's forward the whole is gone again. What autograd would keep of it for backward is not kept: the
 weights are gathered once more when the gradient of the module's result is there, and go when theirs has been given to
-the shares (the adjoint of gathering: a reduce-scatter). So between steps a worker has its shares. At the peak it has,
-beside them, the weights of the modules whose forward runs, one inside another (most often one module has weights of its
-own), twice while the message is unpacked, or in backward those of one module and their gradients.
+the shares (the adjoint of gathering: a reduce-scatter); those that get none, when the backward has left the module. So
+between steps a worker has its shares. At the peak it has, beside them, the weights of the modules whose forward runs,
+one inside another (most often one module has weights of its own), twice while the message is unpacked, or in backward
+those of one module and their gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -64,6 +66,7 @@ class Shares:
         return made
 
     def begin(self) -> None:
+        self.keep.settle()
         # (inside of hooks of others, as in a checkpoint of the whole model, it is up to them what is kept)
         others = saved_tensors_hooks()
         counts = None if others is None else getattr(others[0], "counts", None)
@@ -89,7 +92,7 @@ class Shares:
                 frame.settle_writes()
             finally:
                 if frame.gathered and not _forgets_weights(module):
-                    _gather_before(result, frame.gathered, frame.first)
+                    _gather_before(result, self.keep, frame.gathered, frame.first)
                 for one in frame.gathered:
                     one.release()
 
@@ -295,17 +298,12 @@ def _forgets_weights(module: torch.nn.Module) -> bool:
     return looks_up and as_it_is and hooks == (1, 1)  # (ours)
 
 
-def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
+def _gather_before(result: Any, keep: Keep, gathered: list[Gathered], first: int) -> None:
     """Gather weights again as soon as the gradient of a module's result is there: at the same point on every worker.
 
     A view that is written in place behind the module gets another node, and its own never runs. So of a view it is the
     node of its base, unless that was there before the weights were.
     """
-
-    def gather(gradients: Any) -> None:
-        for one in gathered:
-            one.wholes()
-            one.gather_former()
 
     gathered = [one for one in gathered if one.recorded or not one.is_outdated()]  # (it has written them)
     nodes: set[Any] = set()
@@ -318,7 +316,7 @@ def _gather_before(result: Any, gathered: list[Gathered], first: int) -> None:
             node = made
         if node is not None and node not in nodes:
             nodes.add(node)
-            node.register_prehook(gather)
+            node.register_prehook(partial(keep.gather_again, gathered, first, int(node._sequence_nr())))
 
 
 def _check_assignment(
