@@ -205,17 +205,14 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
         elif recompute_scale_factor:
             input._context.keep(("recomputed", input.shape, input.dtype, frozen(options)), check)
-            listed = factors if isinstance(factors, (list, tuple)) else [factors] * space
-            size = tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
-            factors = None
-
-        if size is not None and min(size, default=1) < 1:  # (of tensors without memory, torch divides by it)
-            raise RuntimeError(
-                f"Input and output sizes should be greater than 0, but got input {tuple(input.shape[2:])} output {size}"
-            )
+            size, factors = _scaled(input, factors), None
+        if size is not None:
+            _check_cells(input, size)  # (of tensors without memory, torch divides by it)
 
         def op() -> Interpolation:
             check()
+            if size is None:
+                _check_cells(input, _scaled(input, factors))
             chosen = Mode.of("interpolate", space, mode, align_corners, factors)
             return Interpolation(chosen, None if size is None else (*input.shape[:2], *size))
 
@@ -247,9 +244,22 @@ def _filtered(func: Any, input: Any, size: Any, factors: Any, given: dict[str, A
 
 
 def _area(input: GlobalTensor, size: Any, scale_factor: Any) -> Any:
-    space = input.dim() - 2
-    if size is None:
-        factors = scale_factor if isinstance(scale_factor, (list, tuple)) else [scale_factor] * space
-        size = tuple(int(n * f) for n, f in zip(input.shape[2:], factors, strict=True))
-    pool: Any = getattr(torch.nn.functional, f"adaptive_avg_pool{space}d")
-    return pool(input, size)
+    pool: Any = getattr(torch.nn.functional, f"adaptive_avg_pool{input.dim() - 2}d")
+    return pool(input, _scaled(input, scale_factor) if size is None else size)
+
+
+def _scaled(input: GlobalTensor, factors: Any) -> tuple[int, ...]:
+    """The sizes of an input times factors: one for each dim of space, or for all."""
+    listed = factors if isinstance(factors, (list, tuple)) else [factors] * (input.dim() - 2)
+    return tuple(int(n * f) for n, f in zip(input.shape[2:], listed, strict=True))
+
+
+def _check_cells(input: GlobalTensor, size: tuple[int, ...]) -> None:
+    """Check that interpolation gives cells.
+
+    Raises: RuntimeError, as torch does.
+    """
+    if min(size, default=1) < 1:
+        raise RuntimeError(
+            f"Input and output sizes should be greater than 0, but got input {tuple(input.shape[2:])} output {size}"
+        )
