@@ -593,14 +593,17 @@ class _Declares(Function):
         return x * 2, "no tensor"
 
 
-class _Short(Function):
+class _Given(Function):
+    """What its backward gives is given."""
+
     @staticmethod
-    def forward(ctx, x, scale):
-        return x * scale
+    def forward(ctx, x, gradients):
+        ctx.gradients = gradients
+        return x * 2
 
     @staticmethod
     def backward(ctx, dy):
-        return dy
+        return ctx.gradients(dy)
 
 
 @on_workers
@@ -613,8 +616,81 @@ def test_what_such_functions_must_not_do():
             for x in (x35.clone().requires_grad_(), split(x35).requires_grad_()):
                 with pytest.raises(RuntimeError, match="set_output_grad_dtype"):
                     _Declares.apply(x, dtypes)
-    with pytest.raises(RuntimeError, match="_ShortBackward returned an incorrect number of gradients"):
-        distdl.distribute(Calling(lambda m, x: _Short.apply(x * m.w, 2)), P)(split(x35)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        lambda dy: dy,
+        lambda dy: (dy, None, dy),
+        lambda dy: (dy, None, 3.0),
+        lambda dy: (dy, dy),
+        lambda dy: (3.0, None),
+        lambda dy: ([dy], None),
+    ],
+)
+@on_workers
+def test_a_backward_gives_a_tensor_or_none_for_each_tensor_and_none_for_what_is_none(gradients):
+    told = []
+    for x in (x35.clone(), split(x35)):
+        with pytest.raises(RuntimeError) as error:
+            _Given.apply(x.requires_grad_(), gradients).sum().backward()
+        told.append(str(error.value))
+    assert told[0] == told[1]
+
+
+class _Named(Function):
+    @staticmethod
+    def forward(ctx, x, w=None, scale=2):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy * w, dy * x
+
+
+class _NamedOnly(Function):
+    @staticmethod
+    def forward(x, *, scale=2):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+@on_workers
+def test_arguments_by_name():
+    found = []
+    for x, w in ((x35.clone(), noise(3, 5, seed=1)), (split(x35), split(noise(3, 5, seed=1)))):
+        y = _Named.apply(x.requires_grad_(), w=w.requires_grad_()) + _Named.apply(w=w, x=x)
+        y.square().sum().backward()
+        found.append((y, x.grad, w.grad))
+    for theirs, ours in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: _Named.apply(x, other=1),
+        lambda x: _Named.apply(x, x=1),
+        lambda x: _Named.apply(x, scale=3),
+        lambda x: _Named.apply(w=x),
+        lambda x: _NamedOnly.apply(x, scale=3),
+        lambda x: _NamedOnly.apply(x),
+    ],
+)
+@on_workers
+def test_arguments_by_name_that_torch_does_not_take(call):
+    told = []
+    for x in (x35, split(x35)):
+        with pytest.raises(TypeError) as error:
+            call(x)
+        told.append(str(error.value))
+    assert told[0] == told[1]
 
 
 class _Hidden(Function):

@@ -13,7 +13,7 @@ numbers in it are those that the forward drew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -123,16 +123,31 @@ class _Call:
         finally:
             del self.own.saved_tensors
         found = found if isinstance(found, tuple) else (found,)
-        if len(found) < self.count:
-            raise RuntimeError(
-                f"function {self.function.__name__}Backward returned an incorrect number of gradients (expected "
-                f"{self.count}, got {len(found)})"
-            )
+        self.check(found)
         wanted = self.own.needs_input_grad
         return [
             self.gradient(found[place], layout, shape) if wanted[place] else None  # (of any shape: torch drops it)
             for place, layout, shape in zip(self.places, self.layouts, self.shapes, strict=True)
         ]
+
+    def check(self, gradients: tuple[Any, ...]) -> None:
+        """Check that a backward gives a tensor or None for each tensor, and None for all else, as torch does.
+
+        Raises: RuntimeError.
+        """
+        name = f"function {self.function.__name__}Backward returned"
+        if len(gradients) < self.count or any(one is not None for one in gradients[self.count :]):
+            raise RuntimeError(f"{name} an incorrect number of gradients (expected {self.count}, got {len(gradients)})")
+        for place, one in enumerate(gradients):
+            if one is None:
+                continue
+            if place not in self.places:
+                raise RuntimeError(
+                    f"{name} a gradient different than None at position {place + 1}, but the corresponding forward "
+                    "input was not a Variable"
+                )
+            if not isinstance(one, torch.Tensor):
+                raise RuntimeError(f"expected Variable or None (got {type(one).__name__})")
 
     def gradients(self, given: Sequence[Any]) -> list[Any]:
         """For each result, its whole gradient; given are blocks of those of tensors."""
@@ -291,15 +306,33 @@ _attribute: Any = torch.Tensor.grad_fn
 TABLE[_attribute.__get__] = REPLICATED[_attribute.__get__] = _node
 
 
+def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments, those by name where forward has them: as torch puts them, which takes no default in between.
+
+    Raises: TypeError, as torch does.
+    """
+    parameters = signature(function.forward, follow_wrapped=False).parameters.values()
+    names = [one.name for one in parameters if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    names = names[function.setup_context is _DERIVES :]  # (without ctx)
+    for name in kwargs:
+        if name not in names:
+            raise TypeError(f"forward() got an unexpected keyword argument '{name}'")
+        if name in names[: len(args)]:
+            raise TypeError(f"forward() got multiple values for argument '{name}'")
+    last = max(map(names.index, kwargs))
+    for place, name in enumerate(names[len(args) : last + 1], len(args)):
+        if name not in kwargs:
+            raise TypeError(f"forward() missing required argument: '{name}' (position {place})")
+    return *args, *(kwargs[name] for name in names[len(args) : last + 1])
+
+
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an autograd function to arguments of which some are global tensors."""
     if function.setup_context is not _DERIVES:
         bound = signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        args = bound.args
-    elif kwargs:
-        raise TypeError("apply() takes no keyword arguments")
-    call = _Call(function, args)
+        args, kwargs = bound.args, bound.kwargs
+    call = _Call(function, _by_position(function, args, kwargs) if kwargs else args)
     outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []
     for place, kind in enumerate(call.results):
