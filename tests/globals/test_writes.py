@@ -693,6 +693,39 @@ def test_other_data_between_a_forward_and_its_backward_with_shares(change, itsel
     distdl.run_workers(work, 6)
 
 
+class Reset(Product):
+    """A layer that sets its weight between the uses of it: of itself, backward reads what was set last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        for seed in (1, 2):
+            self.weight.data = noise(5, 5, seed=seed)
+            y = super().forward(y.sin()) + y * self.weight.square().sum() + y * self.weight[0]
+        return y
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_forward_that_sets_other_data_between_uses(itself, frozen):
+    model = Reset(itself, frozen).double()
+    model.load_state_dict({"weight": noise(5, 5), "bias": noise(5)})
+
+    def outcome(model, x):
+        y = model(x)
+        y.square().sum().backward()
+        return [y, x.grad, model.weight, *(p.grad for p in model.parameters() if p.requires_grad)]
+
+    wanted = outcome(deepcopy(model), x35.clone().requires_grad_())
+
+    def work() -> None:
+        P = distdl.world()[:2].reshape(2, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
+        for ours, theirs in zip(outcome(distributed, split(x35).requires_grad_()), wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_data_of_another_dtype_between_a_forward_and_its_backward_with_shares(frozen):
     """Backward reads a view of what it was."""

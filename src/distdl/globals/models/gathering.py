@@ -126,14 +126,14 @@ class Gathered:
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
         """From here on, autograd does not keep these tensors, but this object."""
         self._wholes, self._copies = tuple(one.detach() for one in copies), copies
-        for place, one in enumerate(self._wholes):
+        for place, (one, copy) in enumerate(zip(self._wholes, copies, strict=True)):
             if one.numel():
-                self._keep.held[one.untyped_storage()._cdata] = (self, place)
+                self._keep.held[one.untyped_storage()._cdata] = self._keep.held[id(copy)] = (self, place)
 
     def release(self) -> None:
         """Let the whole tensors go."""
-        for one in self._wholes or ():
-            self._keep.held.pop(one.untyped_storage()._cdata, None)
+        for address in (*(one.untyped_storage()._cdata for one in self._wholes or ()), *map(id, self._copies)):
+            self._keep.held.pop(address, None)
         self._wholes, self._former, self._copies = None, None, ()
 
     def is_itself(self, x: torch.Tensor, place: int) -> bool:
@@ -269,7 +269,7 @@ class Keep:
 
     def __init__(self) -> None:
         self.counted: Callable[[torch.Tensor], Any] | None = None
-        self.held: dict[int, tuple[Gathered, int]] = {}  # by the memory
+        self.held: dict[int, tuple[Gathered, int]] = {}  # by the memory, and by the tensor, of other data by then
         # what has come together again, and a number before those of the nodes that read it, by the backward
         self._again: dict[int, list[tuple[Gathered, int]]] = {}
 
@@ -311,7 +311,9 @@ class Keep:
 
     def __call__(self, x: torch.Tensor) -> Any:
         plain = type(x) is not GlobalTensor and x.layout is torch.strided
-        found = self.held.get(x.untyped_storage()._cdata) if plain and self.held else None
+        found = None
+        if plain and self.held:
+            found = self.held.get(id(x)) or self.held.get(x.untyped_storage()._cdata)
         if found is not None and x.dtype is found[0].gathering.dtype and not (x.is_conj() or x.is_neg()):
             return _Again(*found, found[0].is_itself(x, found[1]), x.size(), x.stride(), int(x.storage_offset()))
         if self.counted is not None:
