@@ -598,6 +598,19 @@ def _look_and_set(model):
     _set(model, lambda w: w / 2)
 
 
+def _write_by_name_and_as_list(model):
+    model.weight.data.mul_(2)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.parameters()), 0.25)
+
+
+def _write_by_name_and_set(model):
+    model.weight.data.mul_(3)
+    _set(model, lambda w: w / 2)
+    model.weight.data = model.weight.data + 1
+    _set_without_counting(model)
+
+
 def _write_in_place(model):
     with torch.no_grad():
         for p in model.parameters():
@@ -607,6 +620,7 @@ def _write_in_place(model):
 HALVED = {
     "set": lambda model: _set(model, lambda w: w / 2), "its data": _set_without_counting,
     "by name before": _set_by_name, "looked at by name before": _look_and_set, "in place": _write_in_place,
+    "by name and as a list": _write_by_name_and_as_list, "by name and set": _write_by_name_and_set,
     "applied": lambda model: model._apply(lambda w: w / 2),
     "loaded": lambda model: model.load_state_dict({name: w / 2 for name, w in model.state_dict().items()}),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles_property("data")
 def read_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    return whole_view(args[0], args[0]._block.data)
+    return whole_view(args[0], block_of(args[0]).data)
 
 
 def write_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import Replica, plain_of
+from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given, note_given, writes_of
@@ -91,6 +91,7 @@ class Shares:
             try:
                 frame.settle_writes()
             finally:
+                frame.untie()
                 if frame.gathered and not _forgets_weights(module):
                     _gather_before(result, self.keep, frame.gathered, frame.first)
                 for one in frame.gathered:
@@ -101,8 +102,6 @@ class Shares:
             return parameter
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.hooks is not _hooks_now():
-            for around in self._frames:
-                around.settle_writes([parameter])
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
             return self._gather([parameter], None)[0]
         graph = torch.is_grad_enabled() or (id(parameter), True) in frame.copies
@@ -112,12 +111,11 @@ class Shares:
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
                 listed = [one for one in owner.values() if type(one) is GlobalTensor and frame.is_outdated(one, graph)]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
-            for around in self._frames:  # what has been written there comes first
-                around.settle_writes(wanted)
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
-                frame.written[id(one), graph] = _Written.of(copy)
+                frame.noted[id(one), graph] = _Written.of(copy)
                 frame.states[id(one), graph] = _state_of(one)
+                frame.tie(one)
         return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
@@ -137,7 +135,7 @@ class Shares:
 
     def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         for one in parameters:
-            block_of(one)  # (brings what has been written into its state_dict)
+            block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         copies = gathered.copies()
         gathered.recorded = any(one.requires_grad for one in copies)
@@ -155,12 +153,12 @@ class Shares:
 
 
 class _Frame:
-    """A module whose forward runs.
+    """A module whose forward runs. It ties each parameter to its copies: a list of all weights reads what is in these.
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
-        written: of each of them, what had been written by then.
+        noted: of each of them, what had been written by then.
         states: of each of them, what had been written into the share itself by then, as a loop over a list does.
         brought: those without a graph whose data may be written unseen, as they were last brought to the shares.
         gathered: those that autograd is not to keep.
@@ -170,7 +168,7 @@ class _Frame:
     def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
         self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
-        self.written: dict[tuple[int, bool], _Written] = {}
+        self.noted: dict[tuple[int, bool], _Written] = {}
         self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
         self.brought: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
@@ -179,6 +177,25 @@ class _Frame:
     def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
         """Whether a parameter has to be gathered: it was not, or its share has been written since."""
         return self.states.get((id(parameter), graph)) != _state_of(parameter)
+
+    def tie(self, parameter: GlobalTensor) -> None:
+        ties = parameter.__dict__.get("_ties", [])
+        if self not in ties:
+            parameter._ties = [*ties, self]
+
+    def untie(self) -> None:
+        for copy in self.copies.values():
+            parameter: Any = parameter_of(copy)
+            parameter._ties = [one for one in parameter._ties if one is not self]
+
+    def holds(self) -> bool:
+        return True
+
+    def written(self, x: GlobalTensor, name: str) -> None:
+        """The parameter has been written: the copies are outdated (see above)."""
+
+    def check(self, x: GlobalTensor) -> None:
+        self.settle_writes([x])
 
     def settle_writes(self, parameters: Sequence[GlobalTensor] | None = None) -> None:
         """Bring to the shares what was written into copies: of some parameters, or of all, as the copies go now.
@@ -195,7 +212,7 @@ class _Frame:
             one = self.copies.get(key)
             if one is None:
                 continue
-            before, now = self.written[key], _Written.of(one)
+            before, now = self.noted[key], _Written.of(one)
             exposed = one.__dict__.get("_is_exposed", False)
             if now == before and not exposed:
                 continue
@@ -205,12 +222,13 @@ class _Frame:
                 continue
             counted = now.writes != before.writes or not key[1]
             if ((key[0], True) in self.copies and counted) or one.shape != parameter.shape:
+                self.untie()
                 self.copies.clear()  # (one error is enough)
                 raise RuntimeError(
                     f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
                     'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
                 )
-            self.written[key] = now
+            self.noted[key] = now
             if now.writes == before.writes and self.states[key] != _state_of(parameter):
                 continue  # (a list has written later: data set by name is in the share since)
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
