@@ -66,12 +66,25 @@ def test_the_data_of_a_leaf_stays_where_its_gradient_is():
         assert_close(pair[written], x64.t() + 1)
 
 
+@pytest.mark.parametrize("leaf", [False, True])
 @on_workers
-def test_copies_follow_the_data_that_a_tensor_has():
+def test_a_backward_needs_what_was_there_before_other_memory_was_set(leaf):
+    for place in (torch.clone, lambda x: split(x, 3, 1)):
+        x, w = place(x46).requires_grad_(leaf), x46.clone().requires_grad_()
+        y = x * w * x
+        with torch.no_grad():
+            x.set_(place(x46))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
+@on_workers
+def test_copies_follow_the_data_that_a_tensor_has(share):
     """Those of what is shared, and no longer those of what was replaced."""
     x, y = split(x46, 1, 3), split(x46, 1, 3)
     old, new = x.view(24), y.view(24)
-    x.data = y
+    share(x, y)
     x.add_(1)
     assert_close(old, x46.view(24))
     with pytest.raises(RuntimeError, match="has written in place"):

@@ -741,6 +741,22 @@ def test_a_forward_that_sets_other_data_between_uses(itself, frozen):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("itself", [False, True])
+@on_workers
+def test_other_memory_between_a_forward_and_its_backward_is_an_error_with_shares(itself, frozen):
+    x = split(x35).requires_grad_()
+    for model, given in (
+        (Product(itself, frozen).double(), x35.clone().requires_grad_()),
+        (distdl.distribute(Product(itself, frozen).double(), x.layout.partition, weights="sharded"), x),
+    ):
+        y = model(given)
+        with torch.no_grad():
+            model.weight.set_(model.weight.clone())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 def test_data_of_another_dtype_between_a_forward_and_its_backward_with_shares(frozen):
     """Backward reads a view of what it was."""
     model = Product(itself=False, frozen=frozen).double()

@@ -142,10 +142,9 @@ class GlobalTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor and all(
             type(one) is cls for one in args
         ):  # as parametrisations do
-            from distdl.globals.functions.attributes import share_data
+            from distdl.globals.functions.attributes import set_to
 
-            share_data(*args)
-            return args[0]
+            return set_to(*args)
         if (
             func is torch.ops.aten._local_scalar_dense.default
         ):  # a number is asked for, as by torch.full((2, 3), x.max())

@@ -102,6 +102,10 @@ class _Family:
     def written(self, memory: Memory, region: Region | None, name: str) -> None:
         """Take note of a function that has written into one of the memories."""
         self._tell(memory, region, name)
+        self.pass_over()
+
+    def pass_over(self) -> None:
+        """Take note that what torch has counted since is known."""
         for one in self._counts:
             one.come()
 
@@ -161,6 +165,18 @@ def data_given(x: GlobalTensor) -> int:
 
 def note_given(x: GlobalTensor) -> None:
     x.__dict__["_given"] = data_given(x) + 1
+
+
+def note_set(x: GlobalTensor) -> None:
+    """Take note that a tensor gets other memory (``x.set_(y)``), which torch counts as a write. Nothing is written."""
+    memory = x.__dict__.get("_memory")
+    family = None if memory is None else memory.family
+    if family is not None:
+        family.look()
+    if not x._block.is_inference():
+        torch.autograd.graph.increment_version(x._block)
+    if family is not None:
+        family.pass_over()
 
 
 def memory_of(x: GlobalTensor) -> Memory:

@@ -13,7 +13,7 @@ from distdl.globals.replicas import plain_of
 from distdl.globals.strides import of_memory, offset_of, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given
+from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given, note_set
 
 _READ = """
 grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
@@ -148,6 +148,13 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         note_copied(value, x)
     else:
         lies_with(x, value)
+
+
+def set_to(x: GlobalTensor, value: GlobalTensor) -> GlobalTensor:
+    """``x.set_(value)``: the same, but that torch counts it as a write of x, so what it was is no more there."""
+    note_set(x)
+    share_data(x, value)
+    return x
 
 
 _data: Any = torch.Tensor.data
