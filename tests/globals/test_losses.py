@@ -203,6 +203,19 @@ def test_class_weights_of_another_dtype_are_torchs_errors(loss, reduction):
     assert_raises_the_same(lambda x: loss(x, numbers[:, 0, 0], w.float(), reduction=reduction), x[..., 0, 0], text=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_probabilities_and_their_weights_may_be_wider_than_scores(reduction, smoothing):
+    def of(x, target, weight):
+        return F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing)
+
+    scores, target, weight = noise(3, 5).float(), noise(3, 5, seed=1).softmax(1), noise(5).exp()
+    for given in ((target.float(), weight), (target, weight.float()), (target.half(), weight)):
+        assert_same(
+            of, Global(scores), Global(given[0]), given[1], tolerance=1e-3 if given[0].dtype.itemsize == 2 else 1e-6
+        )
+
+
 @pytest.mark.parametrize("loss", [F.binary_cross_entropy, F.binary_cross_entropy_with_logits])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_weights_of_more_dims_are_torchs_errors(loss, reduction):

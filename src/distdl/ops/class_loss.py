@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from distdl.geometry.boxes import balanced, shape
 from distdl.ops.class_places import Places, Shares, filled, finishing, without_classes
-from distdl.ops.loss import ABSENT
 from distdl.ops.setup import Setup, Site
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import copy
@@ -112,9 +111,8 @@ class CrossEntropy:
 
         def losses(scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> Shares:
             scores, target = places.cast(scores, target)
-            own = None if weight is ABSENT else weight.to(scores.dtype)
             found = functional.cross_entropy(
-                scores, target, own, ignore_index=self.ignore_index, reduction="none",
+                scores, target, places.weights(weight, scores), ignore_index=self.ignore_index, reduction="none",
                 label_smoothing=self.label_smoothing,
             )  # fmt: skip
             return found, finish.divisor(target, places.counts(target, weight) if finish.counted else None)
@@ -164,7 +162,8 @@ class CrossEntropy:
         The sum of q is over all classes for class numbers, which all workers know, and else over this worker's.
         """
         z, top = x - top, top.squeeze(1).double()
-        own = None if weight is ABSENT else weight[places.first : places.first + x.shape[1]].to(x.dtype)
+        own = places.weights(weight, x)
+        own = None if own is None else own[places.first : places.first + x.shape[1]]
         keep, smooth = 1 - self.label_smoothing, self.label_smoothing / places.classes
         if self.probabilities:
             q = keep * target + smooth

@@ -40,6 +40,7 @@ class Places:
         owned: layout of the scores.
         target: signature of the target.
         dtype: of the scores.
+        result: that of the loss. Probabilities and their weights may have wider ones than scores.
         derivatives: what any of the tensors carries.
         ignore_index, reduction, probabilities: as in :class:`~distdl.ops.class_loss.CrossEntropy`.
     """
@@ -49,6 +50,7 @@ class Places:
     owned: Layout
     target: Signature
     dtype: torch.dtype
+    result: torch.dtype
     derivatives: Derivatives
     local: Shape
     ignore_index: int
@@ -80,10 +82,12 @@ class Places:
             raise ValueError(f"{kind} needs {needed} as targets; got {target.dtype}")
         if not carries_gradients(x.dtype) or x.dtype.is_complex:
             raise ValueError(f"{kind} needs an input of real floating-point numbers; got {x.dtype}")
-        derivatives = reduce(or_, (one.derivatives for one in (x, target, weight) if one is not None))
+        given = [one for one in (x, target, weight) if one is not None]
+        derivatives = reduce(or_, (one.derivatives for one in given))
+        result = reduce(torch.promote_types, (one.dtype for one in given)) if probabilities else x.dtype
         return cls(
-            site, target.layout.partition, x.layout, target, x.dtype, derivatives, x.local, ignore_index, reduction,
-            probabilities,
+            site, target.layout.partition, x.layout, target, x.dtype, result, derivatives, x.local, ignore_index,
+            reduction, probabilities,
         )  # fmt: skip
 
     @cached_property
@@ -131,6 +135,10 @@ class Places:
             x = x.reshape(0, self.classes, *x.shape[2:])
             target = target.reshape(x.shape) if self.probabilities else target
         return x.to(self.dtype), target.to(self.target.dtype if self.probabilities else torch.int64)
+
+    def weights(self, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Those of the classes, in the dtype of x if targets are no probabilities; None if there are none."""
+        return None if weight is ABSENT else weight if self.probabilities else weight.to(x.dtype)
 
     def counts(self, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """What each place counts, in float64: the weight of its class, 0 where it is ignored."""
@@ -209,8 +217,7 @@ class _Total:
 
 def finishing(places: Places, moved: torch.dtype) -> _Each | _Total:
     """What is done with shares of one dtype."""
-    site = places.site
-    result = torch.promote_types(places.dtype, places.target.dtype) if places.probabilities else places.dtype
+    site, result = places.site, places.result
     if places.reduction == "none":
         if not places.is_split:
             return _Each(same, result)
