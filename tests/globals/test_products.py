@@ -1,6 +1,7 @@
 """Products of tensors that lie anywhere."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -68,6 +69,20 @@ def test_more_factors():
     assert_same(lambda a, b, c: a.addmm(mat2=c, mat1=b), Global(noise(4)), noise(5, 7), noise(7, 4))
     assert_same(lambda a, b, c: torch.addr(input=a, vec1=b, vec2=c), noise(5, 4), Global(noise(5)), noise(4))
     assert_same(F.bilinear, Global(noise(5, 3)), Global(noise(5, 4)), noise(6, 3, 4), noise(6))
+
+
+@pytest.mark.parametrize("dtypes", list(product((torch.int64, torch.float16, torch.float32), repeat=3)))
+@pytest.mark.parametrize("beta", [1, 0])
+def test_outer_products_of_other_dtypes(dtypes, beta):
+    given = [one.to(dtype) for one, dtype in zip((noise(5, 4), noise(5), noise(4)), dtypes, strict=True)]
+    grids = [None, (3,), (2,)]
+    operands = [Global(one, grid) for one, grid in zip(given, grids, strict=True)]
+
+    def of(*own):
+        return torch.addr(*own, alpha=2, beta=beta)
+
+    # (torch refuses to differentiate them)
+    assert_same(of, *operands, grids=[(2, 2)], tolerance=1e-6, curved=False)
 
 
 def test_one_factor():

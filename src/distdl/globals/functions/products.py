@@ -224,6 +224,9 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
                 ("i", "j"), name,
             )  # fmt: skip
         else:
+            if name == "addr":  # (which torch computes element by element)
+                dtype = torch.result_type(torch.empty(1, dtype=torch.promote_types(one.dtype, other.dtype)), input)
+                input, one, other = input.to(dtype), one.to(dtype), other.to(dtype)
             function: Any = {"addmm": torch.mm, "baddbmm": torch.bmm, "addmv": torch.mv, "addr": torch.outer}[name]
             product = function(one, other)
         if name == "addmv":
