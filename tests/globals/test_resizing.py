@@ -71,3 +71,26 @@ def test_sizes_of_other_dims_are_refused():
 )  # fmt: skip
 def test_options_of_interpolation_that_torch_refuses(x, options):
     assert_raises_the_same(lambda x: F.interpolate(x, **{"scale_factor": 2, **options}), x, kinds=Exception)
+
+
+POOLS = [getattr(F, f"{kind}{dims}d") for kind in ("adaptive_avg_pool", "adaptive_max_pool") for dims in (1, 2, 3)]
+WINDOWS = [getattr(F, f"{kind}_pool{dims}d") for kind in ("max", "avg") for dims in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("pool", [*POOLS, *WINDOWS])
+def test_pooling_of_other_dims_is_torchs_error(pool):
+    assert_raises_the_same(lambda x: pool(x, 3), noise(2, 3, 4, 5, 6, 7), text=True)
+    if not pool.__name__.endswith("1d"):
+        assert_raises_the_same(lambda x: pool(x, 3), noise(2, 3), text=True)
+
+
+def test_a_mean_of_all_of_space_looks_at_no_other_dim():
+    assert_same(lambda x: F.adaptive_avg_pool2d(x, 1), Global(noise(2, 3, 4, 5, 6)))
+    assert_same(lambda x: F.adaptive_avg_pool3d(x, (1, 1, 1)), Global(noise(2, 3, 2, 4, 5, 2)))
+
+
+@pytest.mark.parametrize("pool", WINDOWS)
+@pytest.mark.parametrize("options", [(2, 1, 2), (7, 1), (2, 0), (2, 1, -1)])
+def test_windows_that_torch_refuses_are_its_errors(pool, options):
+    x = noise(*(2, 3, 4, 5, 6)[: 2 + int(pool.__name__[-2])])
+    assert_raises_the_same(lambda x: pool(x, *options), x, text=True)

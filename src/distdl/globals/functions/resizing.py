@@ -11,6 +11,7 @@ from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, hashable, single
 from distdl.globals.functions.judging import frozen, judge, judged
+from distdl.globals.nested import map_tensors
 from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
@@ -19,24 +20,33 @@ from distdl.ops.pooling import Average, Maximum, Pooling, Power
 from distdl.ops.resampling import Mode
 from distdl.tensors.dtypes import without_autocast
 
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function, and its arguments
+
 
 def _space_of(func: Any) -> int:
     """The dims of space that a function's name tells: ``max_pool2d`` has two."""
     return int(next(letter for letter in func.__name__ if letter.isdigit()))
 
 
-def _batched(space: int, input: Any, pool: Callable[[GlobalTensor], Any]) -> Any:
-    """Pool a tensor that may have no batch."""
+def _batched(input: Any, call: _Call, pool: Callable[[GlobalTensor], Any]) -> Any:
+    """Pool a tensor that may have no batch.
+
+    Raises: of one of other dims, what torch raises. (Of tensors without memory, that has other texts.)
+    """
+    space = _space_of(call[0])
     if input.dim() == space + 2:
         return pool(input)
     if input.dim() != space + 1:
+        func, *given = call
+        args, kwargs = map_tensors(given, lambda one: torch.zeros((), dtype=one.dtype).expand(one.shape))
+        func(*args, **kwargs)
         raise RuntimeError(f"Expected {space + 1}D or {space + 2}D input to a pooling, got {list(input.shape)}")
     y = pool(input.unsqueeze(0))
     return tuple(one.squeeze(0) for one in y) if isinstance(y, tuple) else y.squeeze(0)
 
 
 def _pooled(
-    func: Any,
+    call: _Call,
     input: GlobalTensor,
     reduction: Any,
     kernel: Any,
@@ -45,7 +55,7 @@ def _pooled(
     dilation: Any,
     ceil_mode: bool,
 ) -> Any:
-    space, name = _space_of(func), func.__name__
+    space, name = _space_of(call[0]), call[0].__name__
     if not isinstance(ceil_mode, bool):
         raise TypeError(f"{name}() needs ceil_mode to be True or False; got {ceil_mode!r}")
     if bool in map(type, (kernel, stride, padding, dilation)):
@@ -54,6 +64,7 @@ def _pooled(
     key = (reduction, *hashable((kernel, stride, padding, dilation)), bool(ceil_mode))
 
     def op() -> Pooling:
+        judge(*call)
         given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
         sliding = PoolSliding.of(name, space, *map(single, map(hashable, given.values())))
         made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
@@ -61,7 +72,7 @@ def _pooled(
         accepted: Pooling = _accepting(made, made.least, input)
         return accepted
 
-    return _batched(space, input, lambda x: apply(op, key, x, name))
+    return _batched(input, call, lambda x: apply(op, key, x, name))
 
 
 def _accepting(op: Any, least: Sequence[int], x: GlobalTensor) -> Any:
@@ -95,7 +106,8 @@ def max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return_indices: bool = False,
     ) -> Any:
         indices = return_indices or func.__name__.endswith("indices")
-        return _pooled(func, input, Maximum(indices), kernel_size, stride, padding, dilation, ceil_mode)
+        call = func, args, kwargs
+        return _pooled(call, input, Maximum(indices), kernel_size, stride, padding, dilation, ceil_mode)
 
     return run(*args, **kwargs)
 
@@ -112,7 +124,7 @@ def average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         divisor_override: int | None = None,
     ) -> Any:
         reduction = Average(count_include_pad, divisor_override)
-        return _pooled(func, input, reduction, kernel_size, stride, padding, 1, ceil_mode)
+        return _pooled((func, args, kwargs), input, reduction, kernel_size, stride, padding, 1, ceil_mode)
 
     return run(*args, **kwargs)
 
@@ -122,7 +134,8 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     def run(input: Any, norm_type: Any, kernel_size: Any, stride: Any = None, ceil_mode: bool = False) -> Any:
         if isinstance(norm_type, torch.Tensor):  # (that is learned)
             return composite(func)(*args, **kwargs)
-        return _pooled(func, input, Power(norm_type), kernel_size, stride, 0, 1, ceil_mode)
+        call = func, args, kwargs
+        return _pooled(call, input, Power(norm_type), kernel_size, stride, 0, 1, ceil_mode)
 
     return run(*args, **kwargs)
 
@@ -130,7 +143,11 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
 def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, output_size: Any) -> Any:
-        return _adaptive(func, input, output_size, AdaptiveAverage(_extents(_space_of(func), output_size)))
+        space = _space_of(func)
+        op = AdaptiveAverage(_extents(space, output_size))
+        if input.dim() > space + 2 > 3 and set(op.extents) == {1}:  # (torch takes a mean, and looks at no other dim)
+            return input.mean(tuple(range(-space, 0)), keepdim=True)
+        return _adaptive(func, input, output_size, op)
 
     return run(*args, **kwargs)
 
@@ -151,14 +168,15 @@ def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:
-    space, key = len(op.extents), (op, frozen(output_size))
+    call: _Call = (func, (input, output_size), {})
 
     def accepted(x: GlobalTensor) -> Any:
-        taken = _accepting(op, (1,) * (space + 2), x)
-        judge(func, (x, output_size), {})
+        taken = _accepting(op, (1,) * x.dim(), x)
+        judge(*call)
         return taken
 
-    return _batched(space, input, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
+    key = op, frozen(output_size)
+    return _batched(input, call, lambda x: apply(lambda: accepted(x), key, x, func.__name__))
 
 
 def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
