@@ -135,13 +135,8 @@ def batch_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layout, dtype, own = input._layout, input.dtype, training
         weight, bias = _flat(weight), _flat(bias)
 
-        def check() -> None:
-            """Let torch check sizes and dtypes. (Its kernels read as many cells of a weight as there are channels.)"""
-            judge(func, args, kwargs)
-            judge_dtypes(
-                lambda x, w, b, mean, var: torch.batch_norm(x, w, b, mean, var, own, 0.1, 1e-5, False),
-                input, weight, bias, running_mean, running_var,
-            )  # fmt: skip
+        given = input, weight, bias, running_mean, running_var
+        check = partial(_check_by, torch.batch_norm, own, (func, args, kwargs), *given)
 
         def statistics_of() -> batch.BatchStatistics:
             check()
@@ -194,11 +189,8 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         own = bool(use_input_stats)
 
         def op() -> InstanceNorm:
-            judge(func, args, kwargs)
-            judge_dtypes(
-                lambda x, w, b, mean, var: torch.instance_norm(x, w, b, mean, var, own, 0.1, 1e-5, False),
-                input, weight, bias, running_mean, running_var,
-            )  # fmt: skip
+            given = input, weight, bias, running_mean, running_var
+            _check_by(torch.instance_norm, own, (func, args, kwargs), *given)
             return InstanceNorm(input.shape[1], eps, momentum, bool(running), own, everywhere=True)
 
         key = (momentum, eps, own, *_sizes(running_mean, running_var))
@@ -208,6 +200,12 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         x, weight, bias, mean, variance, stats, momentum, eps, *_ = args
         return run_(x, mean, variance, weight, bias, stats, momentum, eps)
     return run_(*args, **kwargs)
+
+
+def _check_by(norm: Any, own: bool, call: tuple[Any, tuple[Any, ...], dict[str, Any]], *tensors: Any) -> None:
+    """Let torch check sizes and dtypes. (Its kernels read as many cells of a weight as there are channels.)"""
+    judge(*call)
+    judge_dtypes(lambda x, w, b, mean, var: norm(x, w, b, mean, var, own, 0.1, 1e-5, False), *tensors)
 
 
 @handles("group_norm", "torch functional")
