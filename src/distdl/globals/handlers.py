@@ -12,6 +12,7 @@ from distdl.globals.functions import (
     diagonals,
     differences,
     drawing,
+    equations,
     exponentials,
     extremes,
     foreach,

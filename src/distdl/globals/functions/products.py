@@ -1,9 +1,8 @@
-"""Products of global tensors: linear maps, matmul and its kin, einsum."""
+"""Products of global tensors: linear maps, matmul and its kin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -329,87 +328,6 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return contract(lambda a, b: torch.tensordot(a, b, pairs), [a, b], [left, right], out_labels, "tensordot")
 
     return run(*args, **kwargs)
-
-
-@handles("einsum", "torch")
-def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any equation, over tensors in any layouts."""
-    if not isinstance(args[0], str):
-        args = _from_lists(args)
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
-    labels, out = _labelled(equation, tuple(one.dim() for one in operands))
-    checked(_einsum(equation), operands)
-    if any(len(set(own)) < len(own) for own in labels):
-        diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
-        operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)
-        equation = _spelled(labels, out)
-    if len(operands) == 1 and len(out) == len(labels[0]) and type(operands[0]) is GlobalTensor:  # (a view, as in torch)
-        return operands[0].permute([labels[0].index(label) for label in out])
-    return contract(_einsum(equation), operands, labels, out, "einsum")
-
-
-def _without_repeats(operand: Any, labels: Sequence[str]) -> tuple[Any, tuple[str, ...]]:
-    """An operand of which each label has one dim: of dims of the same label, the diagonal."""
-    own = list(labels)
-    while len(set(own)) < len(own):
-        first, second = next((i, j) for j in range(len(own)) for i in range(j) if own[i] == own[j])
-        operand = operand.diagonal(0, first, second)
-        own = [label for dim, label in enumerate(own) if dim not in (first, second)] + [own[first]]
-    return operand, tuple(own)
-
-
-def _spelled(labels: Sequence[Sequence[Hashable]], out: Sequence[Hashable]) -> str:
-    """The equation of labels."""
-    letters = dict(zip(dict.fromkeys(label for own in (*labels, out) for label in own), _LETTERS, strict=False))
-    left, right = (",".join("".join(letters[label] for label in own) for own in terms) for terms in (labels, [out]))
-    return f"{left}->{right}"
-
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@lru_cache(1024)
-def _einsum(equation: str) -> Callable[..., torch.Tensor]:
-    return lambda *blocks: torch.einsum(equation, *blocks)
-
-
-@lru_cache(1024)
-def _labelled(equation: str, ranks: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """The labels of each operand of an equation, and those of the result."""
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(ranks):
-        raise RuntimeError(f"einsum(): {len(terms)} operands stand in the equation {equation!r}; got {len(ranks)}")
-    hidden = max(
-        (rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True) if "..." in term),
-        default=0,
-    )
-
-    def expand(term: str, more: int) -> tuple[str, ...]:
-        before, dots, behind = term.partition("...")
-        return (*before, *(f".{place}" for place in range(more, 0, -1) if dots), *behind)
-
-    labels = tuple(expand(term, rank - len(term.replace("...", ""))) for term, rank in zip(terms, ranks, strict=True))
-    if arrow:
-        return labels, expand(right, hidden)
-    letters = left.replace(",", "").replace(".", "")
-    once = sorted({one for one in letters if letters.count(one) == 1})
-    return labels, (*expand("..." if hidden else "", hidden), *once)
-
-
-def _from_lists(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``einsum(x, [0, 1], y, [1, 2], [0, 2])`` as an equation."""
-
-    def term(numbers: Any) -> str:
-        # (torch numbers capitals first)
-        return "".join("..." if one is Ellipsis else _LETTERS[(one + 26) % 52] for one in numbers)
-
-    equation = ",".join(term(one) for one in args[1 : len(args) // 2 * 2 : 2])
-    if len(args) % 2:
-        equation += "->" + term(args[-1])
-    return (equation, *args[0 : len(args) // 2 * 2 : 2])
 
 
 @handles("cdist", "torch functional")
