@@ -32,6 +32,10 @@ def fed(seed):
     return distdl.distribute(torch.nn.ReLU(), split(x35).layout.partition)(noise(3, 5, seed=seed))
 
 
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
 # what workers do, and what worker 1 does otherwise
 DIFFERENCES = {
     "functions": (lambda x: x.sum(0), lambda x: x.mean(0), "sum(3x5 torch.float64", "mean(3x5"),
@@ -55,6 +59,12 @@ UNHEARD = {
     "one more": (lambda x: x.exp(), lambda x: (x * 2).exp(), "has called exp(3x5", "worker 1 mul(3x5"),
     "nothing": (lambda x: x.exp(), lambda x: x, "has called exp(3x5", "worker 1 nothing more"),
     "numbers": (lambda x: x * 2.5, lambda x: x * 2.25, "; 2.5)", "; 2.25)"),
+    "generators": (
+        lambda x: torch.rand_like(x, generator=seeded(0)),
+        lambda x: torch.rand_like(x, generator=seeded(1)),
+        "a generator with checksum",
+        "a generator with checksum",
+    ),
     "named numbers": (lambda x: x.clamp(min=0), lambda x: x.clamp(max=0), "min=0)", "max=0)"),
     "plain tensors": (lambda x: x + noise(5), lambda x: x + noise(5, seed=1), "a plain 5 torch.float64 with checksum"),
     "weights": (

@@ -192,3 +192,45 @@ def test_numbers_without_dims_are_drawn(name):
         "poisson": lambda x: torch.poisson(x * 0),
     }
     assert_same(functions[name], Global(torch.tensor(1.5, dtype=torch.float64)))
+
+
+BY_GENERATOR = {
+    "rand_like": lambda x, g: torch.rand_like(x, generator=g),
+    "randn_like": lambda x, g: torch.randn_like(x, generator=g, dtype=torch.float32),
+    "randint_like": lambda x, g: torch.randint_like(x, high=9, generator=g),
+    "uniform_": lambda x, g: torch.empty_like(x).uniform_(-1, 2, generator=g),
+    "normal_": lambda x, g: x.clone()[:, :, 1:4, ::2].normal_(1, std=3, generator=g),
+    "of other strides": lambda x, g: torch.empty_like(x).transpose(1, 3).exponential_(generator=g),
+    "random_": lambda x, g: torch.empty_like(x).random_(2, to=7, generator=g),
+    "bernoulli": lambda x, g: torch.bernoulli(x.sigmoid().transpose(0, 2), generator=g),
+    "bernoulli, in float32": lambda x, g: torch.bernoulli(x.float().sigmoid(), generator=g),
+    "bernoulli of a number": lambda x, g: torch.bernoulli(x, 0.3, generator=g),
+    "bernoulli_": lambda x, g: torch.empty_like(x).bernoulli_(x.sigmoid(), generator=g),
+    "normal": lambda x, g: torch.normal(x, x.exp(), generator=g),
+    "one class": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 1, generator=g),
+    "classes": lambda x, g: x[:, 0, 0].softmax(-1).multinomial(3, generator=g),
+    "classes again": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 9, True, generator=g),
+    "a number": lambda x, g: torch.rand_like(x.sum(), generator=g),
+}
+
+
+@on_workers
+@pytest.mark.parametrize("name", BY_GENERATOR)
+def test_by_a_generator_is_drawn_what_torch_draws(name):
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    for grid in ((2, 1, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)):
+        y = BY_GENERATOR[name](split(x43, *grid), ours)
+        assert torch.equal(y.full_tensor(), BY_GENERATOR[name](x43, theirs))
+        assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+@on_workers
+def test_weights_in_shares_begin_with_what_a_generator_draws():
+    layer = torch.nn.Linear(5, 7)
+    model = distdl.distribute(torch.nn.Linear(5, 7), split(noise(4, 5)).layout.partition, weights="sharded")
+    for one in (layer, model):
+        generator = torch.Generator().manual_seed(2)
+        torch.nn.init.kaiming_normal_(one.weight, generator=generator)
+        torch.nn.init.trunc_normal_(one.bias, generator=generator)
+    found = model.state_dict()
+    assert torch.equal(found["weight"], layer.weight) and torch.equal(found["bias"], layer.bias)

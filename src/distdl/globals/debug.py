@@ -108,7 +108,7 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
 
 
 def _numbers(value: Any) -> Iterator[str]:
-    """The numbers in nested arguments, as texts. (Devices may differ from worker to worker.)"""
+    """The numbers in nested arguments, as texts, and the states of generators. (Devices may differ.)"""
     if isinstance(value, (tuple, list)):
         for one in value:
             yield from _numbers(one)
@@ -118,6 +118,8 @@ def _numbers(value: Any) -> Iterator[str]:
                 yield from (f"{name}={text}" for text in _numbers(one))
     elif isinstance(value, (bool, int, float, complex, slice, torch.dtype)):
         yield repr(value)
+    elif isinstance(value, torch.Generator):
+        yield f"a generator with checksum {_checksum(value.get_state().numpy().data)}"
 
 
 def _checksum(cells: Any) -> str:

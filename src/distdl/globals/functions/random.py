@@ -3,6 +3,8 @@
 What is drawn follows from the seed of torch (that of the worker from which tensors entered), from how many random calls
 there were since, and from the element's place in the whole tensor. Torch's generators are not drawn from. A forward
 that a checkpoint recomputes draws what it drew before.
+
+A function that is given a generator draws from it what torch draws. It has to be in the same state on every worker.
 """
 
 from __future__ import annotations
@@ -83,6 +85,23 @@ def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None 
     return drawn(x._layout, next_draw(x._context), value, dtype or x.dtype, x.device)
 
 
+def whole_by_generator(
+    x: GlobalTensor, draw: Callable[[torch.Tensor], torch.Tensor], name: str, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """This worker's block of what a generator draws, which lies as x does.
+
+    What a generator gives an element depends on all those before it, so each worker draws the whole tensor.
+
+    Args:
+        draw: draws from the generator, of a tensor with x's shape and strides.
+    """
+    if x._context.comm.imagined:
+        return torch.empty_like(block_of(x), dtype=dtype)
+    plain = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=x.device)
+    block: torch.Tensor = aligned(x._context, (x, draw(plain)), 0, name)[1][1]
+    return block
+
+
 # -- dropout
 
 
@@ -160,9 +179,15 @@ def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
         x, *numbers = args
         dtype = kwargs.pop("dtype", None) or x.dtype
         requires_grad = kwargs.pop("requires_grad", False)
-        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high")
+        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high", "generator")
         numbers += [kwargs[key] for key in ("low", "high") if key in kwargs]
-        block = random_like(x, value(dtype, *numbers), dtype)
+        generator = kwargs.get("generator")
+        if generator is None:
+            block = random_like(x, value(dtype, *numbers), dtype)
+        else:
+            block = whole_by_generator(
+                x, lambda plain: func(plain, *numbers, generator=generator), func.__name__, dtype
+            )
         return GlobalTensor._of(block.requires_grad_(bool(requires_grad)), x._layout)
 
     return handler
@@ -176,21 +201,19 @@ handles("randint_like", "torch")(_like(lambda dtype, *numbers: integers(*numbers
 # -- in place
 
 
-def refuse_generator(given: Any, name: str) -> None:
-    """Raises: ValueError if a random function of a global tensor is given a generator."""
-    if given is not None:
-        raise ValueError(f"{name} of a global tensor takes no generator; it draws by torch.manual_seed")
-
-
 def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
     """A handler of a function that fills a tensor with what is drawn."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
         x: GlobalTensor = args[0]
         numbers = args[1:]
-        refuse_generator(kwargs.pop("generator", None), func.__name__)
-        how = value(x.dtype, *numbers, **{"low" if key == "from" else key: one for key, one in kwargs.items()})
-        block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
+        if kwargs.get("generator") is not None:
+            block = whole_by_generator(x, lambda plain: func(plain, *numbers, **kwargs), func.__name__)
+        else:
+            named = {"low" if key == "from" else key: one for key, one in kwargs.items() if key != "generator"}
+            how = value(x.dtype, *numbers, **named)
+            block = random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64)
+        block_of(x).copy_(block)
         note_written(x, func.__name__)
         return x
 
@@ -214,26 +237,36 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
     x, *rest = args
     _check_options(func, kwargs, "p", "generator")
-    refuse_generator(kwargs.get("generator"), func.__name__)
-    writes = func.__name__.endswith("_")
+    name, generator = func.__name__, kwargs.get("generator")
+    writes = name.endswith("_")
     p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
     if type(x) is not GlobalTensor:
         return write(func, args, kwargs, x, p)
-    layout, (_, odds) = aligned(x._context, (x, p), 0, func.__name__)
+    layout, (_, odds) = aligned(x._context, (x, p), 0, name)
     if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-    draw = next_draw(x._context)
+    draw = next_draw(x._context) if generator is None else None
+
+    def blank(like: torch.Tensor) -> torch.Tensor:  # (what torch draws into)
+        return like if writes else torch.empty_like(like, memory_format=torch.contiguous_format)
+
     if isinstance(odds, torch.Tensor):
-        u = drawn(layout, draw, None, torch.float64, x.device)
+        if draw is not None:
+            u = drawn(layout, draw, None, torch.float64, x.device)
+        else:
+            fine = torch.float64 if odds.dtype == torch.float64 else torch.float32  # (as torch draws)
+            u = whole_by_generator(x, lambda plain: blank(plain).uniform_(generator=generator), name, fine)
         ones = (u < odds.detach()).to(x.dtype)
         if odds.requires_grad:  # (the derivative is zero, and not none)
             ones = ones + odds.masked_fill(torch.ones((), dtype=torch.bool, device=odds.device), 0).to(x.dtype)
-    else:
+    elif draw is not None:
         ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
+    else:
+        ones = whole_by_generator(x, lambda plain: blank(plain).bernoulli_(p, generator=generator), name)
     if not writes:
         return GlobalTensor._of(ones, layout)
     block_of(x).copy_(ones)
-    note_written(x, func.__name__)
+    note_written(x, name)
     return x
 
 

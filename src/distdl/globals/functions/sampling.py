@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.judging import judged
-from distdl.globals.functions.random import refuse_generator
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 
@@ -18,7 +17,6 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Numbers around a mean for each element, with a deviation for each."""
 
     def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-        refuse_generator(generator, "normal")
         judged(func, (mean, std), {})
         if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
             raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
@@ -27,7 +25,7 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
             raise RuntimeError("normal expects all elements of std >= 0.0")
         around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
-        y = torch.randn_like(around.detach()) * sizes + around
+        y = torch.randn_like(around.detach(), generator=generator) * sizes + around
         return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
 
     return run(*args, **kwargs)
@@ -45,7 +43,6 @@ def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
 
     def run(input: Any, generator: Any = None) -> Any:
-        refuse_generator(generator, "poisson")
         func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
         rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
         if known and not rates.amin() >= 0:
@@ -53,7 +50,11 @@ def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         most = float(rates.amax()) if known else 0.0
         if most == inf:
             raise RuntimeError("poisson of a global tensor needs rates that are finite")
-        odds, low, high = torch.rand_like(rates), rates * 0 - 1, (rates + 12 * rates.sqrt() + 40).floor()
+        odds, low, high = (
+            torch.rand_like(rates, generator=generator),
+            rates * 0 - 1,
+            (rates + 12 * rates.sqrt() + 40).floor(),
+        )
         for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
             middle = ((low + high) / 2).floor()
             enough = torch.special.gammaincc(middle + 1, rates) >= odds
@@ -68,7 +69,6 @@ def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
 
     def run(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-        refuse_generator(generator, "multinomial")
         judged(func, (input, num_samples, replacement), {})
         if num_samples <= 0:
             raise RuntimeError("cannot sample n_sample <= 0 samples")
@@ -80,9 +80,15 @@ def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if problem:
             told = "probability tensor contains either `inf`, `nan` or element < 0"
             raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
+        if replacement and num_samples > 1 and generator is not None:  # (as torch draws on CPUs)
+            shares = odds.cumsum(-1) / odds.sum(-1, keepdim=True)
+            u = torch.rand(
+                (*odds.shape[:-1], num_samples), dtype=torch.float64, device=odds.device, generator=generator
+            )
+            return (shares.unsqueeze(-2)[..., :-1] < u.unsqueeze(-1)).sum(-1)
         if replacement:
             odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
-        race = odds / torch.empty_like(odds).exponential_()
+        race = odds / torch.empty_like(odds).exponential_(generator=generator)
         return race.argmax(-1) if replacement else race.topk(num_samples).indices
 
     return run(*args, **kwargs)
