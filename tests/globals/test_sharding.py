@@ -700,6 +700,43 @@ def test_a_parameter_that_two_models_have_lies_in_both_alike(first, second, kept
     run(work)
 
 
+class _InOneMemory(nn.Module):
+    def __init__(self, tie):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.c = nn.Buffer(torch.zeros(4))
+        tie(self)
+
+
+TIES = {
+    "tied": ("a.weight and b.weight do", lambda m: setattr(m.b.weight, "data", m.a.weight.data)),
+    "transposed": ("a.weight and b.weight", lambda m: setattr(m.b, "weight", nn.Parameter(m.a.weight.data.t()))),
+    "row and whole": ("a.weight and b.bias", lambda m: setattr(m.b.bias, "data", m.a.weight.data[3])),
+    "buffer": ("b.bias and c do", lambda m: setattr(m, "c", m.b.bias.data)),
+}
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_weights_in_one_memory_are_refused_in_shares(tie):
+    text, write = TIES[tie]
+
+    def work():
+        with pytest.raises(ValueError, match=text):
+            distdl.distribute(_InOneMemory(write), partition((2, 1)), weights="sharded")
+        distdl.distribute(_InOneMemory(write), partition((2, 1)))
+
+    run(work)
+
+
+def test_weights_apart_in_one_memory_are_taken_in_shares():
+    def tie(model):
+        flat, columns = torch.zeros(8), torch.zeros(4, 8)
+        model.a.bias.data, model.b.bias.data = flat[:4], flat[4:]
+        model.a.weight.data, model.b.weight.data = columns[:, :4], columns[:, 4:]
+
+    run(lambda: distdl.distribute(_InOneMemory(tie), partition((2, 1)), weights="sharded"))
+
+
 def test_a_state_dict_of_variables_has_the_parameters_themselves():
     def work():
         model = sharded(network(), GRIDS[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distdl.geometry.regions import Region, meet
 from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context
@@ -65,8 +67,9 @@ def distribute(
             worker, and says so once for each place that calls it), ``"silent"`` (it does not say so) or ``"error"``.
     Returns: the module itself.
     Raises: ValueError for other options, for a module that is distributed already or compiled by ``torch.jit``, for a
-        parameter that another distributed model has with other ``weights``, for weights on the meta device, or if
-        workers have different modules. The model raises it, on every worker, for other plain tensors on some workers,
+        parameter that another distributed model has with other ``weights``, for weights on the meta device, for weights
+        in shares that lie in the memory of others (``b.weight.data = a.weight.data``), or if workers have different
+        modules. The model raises it, on every worker, for other plain tensors on some workers,
         which it looks at in its first forwards.
     """
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
@@ -78,6 +81,8 @@ def distribute(
             where = _where(module, path)
             raise ValueError(f"{where} is distributed already, over {child._parameters.copies.P}")
     _check_shared(module, Context.of(P.comm), weights == "sharded")
+    if weights == "sharded":
+        _check_memory(module)
     refuses = f"fallback is {'' if fallback == 'error' else 'not '}'error'"
     make_equal(module, Context.of(P.comm), options=(f"the partition is {P}", f"weights={weights!r}", refuses))
     copies: Copies = Shares(module, P) if weights == "sharded" else Replicas(module, P)
@@ -104,6 +109,26 @@ def _check_shared(module: torch.nn.Module, context: Context, in_shares: bool) ->
                 f"{path} is a parameter of another distributed model, too, which has it {kept}; distribute both with "
                 "the same weights="
             )
+
+
+def _check_memory(module: torch.nn.Module) -> None:
+    """Check that no weight shares memory with another tensor of the model, which shares of both would not."""
+    lying: dict[int, list[tuple[Region, str, torch.Tensor]]] = defaultdict(list)
+    for path, one in (*module.named_parameters(), *module.named_buffers()):
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.layout is torch.strided and not one.is_nested:
+            region = Region.of(one.shape, one.stride(), int(one.storage_offset()), one.element_size())
+            lying[one.untyped_storage()._cdata].append((region, path, one))
+    for found in lying.values():
+        before: list[tuple[Region, str, torch.Tensor]] = []
+        for region, path, one in sorted(found, key=lambda each: each[0].offset):
+            before = [each for each in before if each[0].last >= region.offset]
+            for known, other, theirs in before:
+                if (one.requires_grad or theirs.requires_grad) and meet(region, known):
+                    raise ValueError(
+                        f'weights="sharded" needs weights that share no memory, as a share of one would not follow '
+                        f"those of the other; {other} and {path} do. Let both be one parameter, or clone one"
+                    )
+            before.append((region, path, one))
 
 
 def _where(module: torch.nn.Module, path: str) -> str:
