@@ -1,10 +1,14 @@
 """Recurrent layers and cells: samples are split, steps and features are whole meanwhile."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from launched import assert_close, split
 from same import noise
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 
@@ -53,6 +57,8 @@ MODELS = {
     "LSTM with a projection": lambda: Layer(nn.LSTM, False, True, proj_size=3),
     "GRU from a state": lambda: Layer(nn.GRU, True, True),
     "RNN of ReLU, no biases": lambda: Layer(nn.RNN, False, False, nonlinearity="relu", bias=False),
+    "LSTM that drops all": lambda: Layer(nn.LSTM, True, True, dropout=1.0),
+    "GRU that drops all": lambda: Layer(nn.GRU, False, False, dropout=1.0, bias=False),
     "LSTM cells": lambda: Cells(nn.LSTMCell),
     "GRU cells": lambda: Cells(nn.GRUCell),
     "LSTM cells without biases": lambda: Cells(nn.LSTMCell, bias=False),
@@ -129,3 +135,35 @@ def test_sequences_of_different_lengths_fall_back(weights):
         assert_close(y.data, expected)
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_no_partition_changes_what_is_dropped_between_layers(kind):
+    """Nor does a forward that is recomputed in backward."""
+    found = []
+    torch.manual_seed(1)
+    layer = _make(lambda: kind(6, 4, num_layers=3, dropout=0.4, batch_first=True, bidirectional=True))
+
+    def work(grid, kept):
+        x, model = split(noise(5, 3, 6), *grid).requires_grad_(), copy.deepcopy(layer)
+        call = model.forward if kept else functools.partial(checkpoint, model.forward, use_reentrant=False)
+        model = distdl.distribute(_Calling(model, call), x.layout.partition, fallback="error")
+        y, z = (model(x) for _ in range(2))
+        assert not torch.equal(y.full_tensor(), z.full_tensor())
+        (y * z).sum().backward()
+        found.append([y.full_tensor().detach(), z.full_tensor().detach(), x.grad.full_tensor()])
+
+    for grid, kept in (((1, 1, 1), True), ((2, 1, 1), True), ((1, 3, 1), False), ((2, 1, 2), False)):
+        distdl.run_workers(lambda grid=grid, kept=kept: work(grid, kept), torch.Size(grid).numel())
+    for others in found[1:]:
+        for ours, theirs in zip(others, found[0], strict=True):
+            assert_close(ours, theirs)
+
+
+class _Calling(nn.Module):
+    def __init__(self, inner, call):
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x):
+        return self.call(x)[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entering import enter
@@ -22,13 +23,11 @@ from distdl.tensors.connection import zeros_on
 
 @handles("lstm gru rnn_tanh rnn_relu", "torch")
 def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Layers over all steps. Sequences of different lengths, and dropout between layers, fall back."""
+    """Layers over all steps. Sequences of different lengths fall back."""
     if len(args) != 9 or type(args[0]) is not GlobalTensor or args[0].dim() != 3 or not args[0].numel():
         return fall_back(func, args, kwargs)
     input, hx, weights, *options = args
-    dropout, train, batch_first = options[2], options[3], options[5]
-    if dropout and train:
-        return fall_back(func, args, kwargs)
+    count, dropout, train, batch_first = options[1], options[2], options[3], options[5]
     states = hx if isinstance(hx, (tuple, list)) else (hx,)
 
     def check() -> bool:
@@ -36,11 +35,30 @@ def layers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return judge(func, (torch.empty(shape, dtype=input.dtype, device="meta"), *args[1:]), kwargs)
 
     input._context.keep(("states", func, batch_first, input.shape, *(one.shape for one in states)), check)
+    if dropout and train and count > 1:
+        return _with_dropout(func, input, states, weights, options)
 
     def call(block: Any, states: Sequence[Any], weights: Sequence[Any]) -> Any:
         return func(block, tuple(states) if len(states) > 1 else states[0], list(weights), *options)
 
     return _over_samples(call, input, 0 if batch_first else 1, states, 1, weights, func.__name__)
+
+
+def _with_dropout(
+    func: Callable[..., Any], input: Any, states: Sequence[Any], weights: Sequence[Any], options: Sequence[Any]
+) -> Any:
+    """Layer by layer, with dropout of what the next one takes: an element is drawn by its place in the whole tensor."""
+    biases, count, dropout, train, both, batch_first = options
+    rows, of_layer = 2 if both else 1, len(weights) // count
+    y, last = input, []
+    for layer in range(count):
+        begin = [one[layer * rows : (layer + 1) * rows] for one in states]
+        own = weights[layer * of_layer : (layer + 1) * of_layer]
+        y = functional.dropout(y, dropout) if layer else y
+        hx = tuple(begin) if len(begin) > 1 else begin[0]
+        y, *end = func(y, hx, own, biases, 1, 0.0, train, both, batch_first)
+        last.append(end)
+    return (y, *(torch.cat(each) for each in zip(*last, strict=True)))
 
 
 @handles("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", "torch")
