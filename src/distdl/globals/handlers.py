@@ -32,6 +32,7 @@ from distdl.globals.functions import (
     ordering,
     pointwise,
     products,
+    quantising,
     random,
     recurrent,
     reductions,
