@@ -47,11 +47,13 @@ def test_rows_that_are_looked_up_are_shortened_in_every_table(weights, split):
     ("options", "fallback"),
     [
         ({"sparse": True}, "error"), ({"max_norm": 0.5, "mode": "sum"}, "error"), ({"mode": "max"}, "error"),
-        ({"sparse": True, "padding_idx": 4, "max_norm": 0.5}, "silent"),
+        ({"sparse": True, "padding_idx": 4, "max_norm": 0.5}, "error"), ({"mode": "sum", "padding_idx": -9}, "error"),
+        ({"mode": "max", "padding_idx": 4}, "error"),
+        ({"scale_grad_by_freq": True}, "silent"),
     ],
 )  # fmt: skip
 def test_bags(weights, options, fallback):
-    """Those with padding run on one worker. A sparse gradient is dense there, as the parts of other workers are."""
+    """Where frequencies count, they run on one worker. A sparse gradient is dense, as others' parts are."""
 
     def work():
         sequential = network(lambda: nn.EmbeddingBag(9, 4, **options))
@@ -62,6 +64,40 @@ def test_bags(weights, options, fallback):
         expected.exp().sum().backward()
         assert_close(model.weight.grad, sequential.weight.grad.to_dense())
         assert_close(model.weight, sequential.weight)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        distdl.run_workers(work, 4)
+
+
+class _Weighted(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.bags, self.factors = nn.EmbeddingBag(9, 4, mode="sum", **options), nn.Parameter(torch.ones(9))
+
+    def forward(self, indices):
+        return self.bags(indices, per_sample_weights=self.factors[indices])
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}])
+def test_bags_with_factors(options):
+    """Those that are all padding, too."""
+    indices = torch.tensor([[1, 2, 0], [4, 4, 4], [4, 6, 1]])
+
+    def work():
+        sequential = network(lambda: _Weighted(**options))
+        for grid in ((3, 1), (1, 3)):
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), fallback="error")
+            y, expected = model(distdl.distribute_tensor(indices, partition(grid))), sequential(indices)
+            assert_close(y, expected)
+            sequential.zero_grad()
+            y.exp().sum().backward()
+            expected.exp().sum().backward()
+            for ours, theirs in zip(model.parameters(), sequential.parameters(), strict=True):
+                assert_close(ours.grad, theirs.grad)
+        with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
+            x = distdl.distribute_tensor(indices, partition((3, 1)))
+            nn.functional.embedding_bag(x, model.bags.weight, mode="mean", per_sample_weights=model.factors[indices])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

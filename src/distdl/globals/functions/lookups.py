@@ -58,7 +58,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("embedding_bag", "functional")
 def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, without padding."""
+    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, padded or not."""
 
     def run(
         input: Any,
@@ -77,16 +77,33 @@ def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _shorten(weight, input, max_norm, norm_type)
             max_norm = None
         alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
-        options = (per_sample_weights, max_norm, padding_idx)
-        plain = all(one is None for one in options) and not scale_grad_by_freq and type(weight) is not GlobalTensor
+        plain = max_norm is None and not scale_grad_by_freq and type(weight) is not GlobalTensor
+        if alike and plain and per_sample_weights is not None:
+            same = per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
+            plain = same and mode == "sum"
+        if alike and plain and padding_idx is not None:
+            plain = -weight.shape[0] <= padding_idx < weight.shape[0]
         if not (alike and plain and mode in _OF_BAGS):
             return fall_back(
                 func, (input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
                        per_sample_weights, include_last_offset, padding_idx), {}
             )  # fmt: skip
-        return _OF_BAGS[mode](functional.embedding(input, weight))
+        rows = functional.embedding(input, weight, padding_idx)
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights.unsqueeze(-1)
+        return _OF_BAGS[mode](rows) if padding_idx is None else _of_padded(mode, rows, input, padding_idx % len(weight))
 
     return run(*args, **kwargs)
+
+
+def _of_padded(mode: str, rows: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
+    """The same without the rows of an index; zero of a bag that has no others."""
+    left_out = (indices == padding).unsqueeze(-1)
+    if mode == "max":
+        found = _OF_BAGS[mode](rows.masked_fill(left_out, -torch.inf))
+        return found.masked_fill(left_out.all(1), 0)
+    total = _OF_BAGS["sum"](rows.masked_fill(left_out, 0))
+    return total if mode == "sum" else total / (~left_out).sum(1).clamp(min=1)
 
 
 _OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
