@@ -652,6 +652,55 @@ def test_a_forward_reads_weights_again_that_a_list_has_written_in_it(change, gra
     distdl.run_workers(work, 3)
 
 
+def _triple_its_data(model):
+    model.weight.data.mul_(3)
+
+
+def _triple(model):
+    with torch.no_grad():
+        model.weight.mul_(3)
+
+
+@pytest.mark.parametrize("listed", [HALVED[name] for name in ("set", "its data", "in place", "applied", "loaded")])
+@pytest.mark.parametrize("by_name", [_triple_its_data, _triple])
+def test_a_list_has_what_a_forward_has_written_by_name(by_name, listed):
+    class Both(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            by_name(self)
+            listed(self)
+            return super().forward(x)
+
+    model = Both(5, 5).double()
+
+    def outcome(model, x):
+        return [model(x), *model.state_dict().values()]
+
+    wanted = outcome(deepcopy(model), x35)
+
+    def work() -> None:
+        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
+        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+@on_workers
+def test_a_write_into_what_was_read_before_a_list_has_written_is_an_error_with_shares():
+    class Late(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                weight = self.weight
+                for p in self.parameters():
+                    p.mul_(0.5)
+                weight.mul_(3)
+            return super().forward(x)
+
+    distributed = distdl.distribute(Late(5, 5).double(), split(x35).layout.partition, weights="sharded")
+    with pytest.raises(RuntimeError, match="into a copy that goes behind it"):
+        distributed(split(x35))
+
+
 class Product(nn.Linear):
     """A layer that reads a view of its weight, as linear maps do, or the weight itself."""
 

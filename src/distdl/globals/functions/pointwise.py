@@ -83,7 +83,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                     raise
                 y = _of_copies(func, blocks, kwargs)
             made = result_of(func, first, y, (first,))
-            for one in args:
+            for one in args if made is not first else ():
                 if type(one) is GlobalTensor and "_strides" in one.__dict__:
                     note_elements(func, args, kwargs, made)
                     break

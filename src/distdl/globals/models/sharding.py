@@ -221,7 +221,9 @@ class _Frame:
             if brought is not None and torch.allclose(plain_of(one), brought, 0, 0, equal_nan=True):
                 continue
             counted = now.writes != before.writes or not key[1]
-            if ((key[0], True) in self.copies and counted) or one.shape != parameter.shape:
+            late = self.states[key] != _state_of(parameter)  # (a list has written since this was read)
+            behind = late and now.writes != before.writes
+            if ((key[0], True) in self.copies and counted) or behind or one.shape != parameter.shape:
                 self.untie()
                 self.copies.clear()  # (one error is enough)
                 raise RuntimeError(
@@ -229,8 +231,8 @@ class _Frame:
                     'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
                 )
             self.noted[key] = now
-            if now.writes == before.writes and self.states[key] != _state_of(parameter):
-                continue  # (a list has written later: data set by name is in the share since)
+            if late:
+                continue  # (data set by name was in the share before)
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             if not counted and now.lies != before.lies:
