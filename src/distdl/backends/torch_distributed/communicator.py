@@ -163,7 +163,7 @@ class TorchCommunicator(Communicator):
             text = f"worker {self.rank} {how}"
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
-        self._close()
+        self._close(failure is not None)
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
         """Close the connections of gloo. There is no call for that, but a wait that takes too long does it."""
@@ -177,9 +177,11 @@ class TorchCommunicator(Communicator):
                         timedelta(milliseconds=1)
                     )
 
-    def _close(self) -> None:
+    def _close(self, failed: bool = False) -> None:
         for (direct, _), group in self._groups.items():
             if direct:  # (gloo closes what nobody has any more; NCCL only warns of it)
+                if not failed:  # (its waits return at once, so messages may be under way that others need)
+                    torch.cuda.synchronize()
                 group.abort()
         self._groups.clear()
 
