@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import distdl
 from distdl import GlobalTensor
+from distdl.globals.models import gathering
 from distdl.globals.models.gathering import Gathered, Gathering
 
 
@@ -120,6 +121,13 @@ def weights_in(book):
     return [one for one in book.entries if one.layer.startswith("weights")]
 
 
+@pytest.fixture
+def apart(monkeypatch):
+    """The weights of each module come by themselves."""
+    monkeypatch.setattr(gathering, "_ALONG", -1)
+
+
+@pytest.mark.usefixtures("apart")
 def test_weights_come_together_once_for_each_module_and_once_more_in_backward():
     def work():
         model = sharded(network(), (2, 1, 2))
@@ -137,6 +145,7 @@ def test_weights_come_together_once_for_each_module_and_once_more_in_backward():
     run(work)
 
 
+@pytest.mark.usefixtures("apart")
 def test_a_table_comes_together_once():
     """The gradient of a lookup reads no row. What else a module does may, and then the table comes again."""
     indices = torch.tensor([[1, 2, 0, 2], [8, 3, 3, 1]])
@@ -163,6 +172,7 @@ def test_a_table_comes_together_once():
     run(work)
 
 
+@pytest.mark.usefixtures("apart")
 def test_autograd_keeps_no_whole_weight(monkeypatch):
     """There is no whole weight between modules, and in backward those of one module at a time."""
     made = threading.local()
@@ -939,6 +949,7 @@ class Adapted(nn.Module):
         return (self.frozen(x) + self.up(self.down(x))).tanh()
 
 
+@pytest.mark.usefixtures("apart")
 def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
     def work() -> None:
         P = distdl.world().reshape(2, 1)
@@ -970,3 +981,86 @@ def test_frozen_weights_go_as_soon_as_a_backward_has_read_them():
         assert len(gathered) == 15 and not whole()
 
     distdl.run_workers(work, 2)
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """How many messages' weights this worker has whole."""
+    made, init = threading.local(), Gathered.__init__
+
+    def noted(self, *given):
+        init(self, *given)
+        made.__dict__.setdefault("each", []).append(self)
+
+    monkeypatch.setattr(Gathered, "__init__", noted)
+    return lambda: sum(one._wholes is not None or one.ready is not None for one in made.each)
+
+
+def in_a_row(count=6):
+    return network(lambda: nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(count))))
+
+
+@pytest.mark.parametrize(("bytes_along", "together"), [(1 << 19, 1), (2 * 8 * (48 + 4), 2), (0, 6)])
+def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along, together):
+    """From the second forward on, which expects the order of the first."""
+    monkeypatch.setattr(gathering, "_ALONG", bytes_along)
+
+    def messages(book):
+        return sum(one.calls for one in weights_in(book))
+
+    def work():
+        alone, ours = in_a_row(), sharded(in_a_row(), (1, 1, 2))
+        for step in range(3):
+            x = noise(1, 4, 7, seed=step)
+            with distdl.ledger() as book:
+                y = ours(x)
+            assert messages(book) == (together if step else 6), str(book)
+            with distdl.ledger() as book:
+                y.square().sum().backward()
+            assert messages(book) == together + 6, str(book)
+            assert not whole()
+            alone(x).square().sum().backward()
+            for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12)
+
+    run(work)
+
+
+class Turning(nn.Module):
+    """Other layers, in another order, and other weights than what has come along."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = in_a_row()
+        self.step = -1
+
+    def forward(self, x):
+        self.step += 1
+        for place in ([0, 1, 2, 3], [0, 1, 3, 2], [0, 5], [0, 5, 5, 1], [0, 5, 5, 1])[self.step]:
+            x = self.layers[place](x)
+            if self.step == 4 and place == 0:
+                with torch.no_grad():
+                    self.layers[5].weight.mul_(0.5)  # (behind what has come along)
+                self.layers[1].bias.data = self.layers[1].bias.data + 1
+        return x
+
+
+def test_what_has_come_along_is_not_read_where_it_does_not_hold(whole):
+    def work():
+        alone, ours = Turning(), sharded(Turning(), (1, 1, 2))
+        for step in range(5):
+            for model in (alone, ours):
+                model.zero_grad()
+            x = noise(1, 4, 7, seed=step).requires_grad_()
+            y, expected = ours(x), alone(x)
+            assert torch.allclose(y.full_tensor(), expected, 1e-12, 1e-12)
+            if step == 2:  # (a part of the backward, which leaves nothing)
+                torch.autograd.grad(y.square().sum(), [x], retain_graph=True)
+                assert not whole()
+            y.square().sum().backward()
+            expected.square().sum().backward()
+            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), (step, name)
+                assert mine.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+
+    run(work)

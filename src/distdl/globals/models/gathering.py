@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, tee
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import data_given
+from distdl.globals.ties import data_given, writes_of
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
@@ -95,6 +96,37 @@ class Gathering:
         )
 
 
+_ALONG = 1 << 19
+"""Bytes of weights that come along with others, at most, before they are needed."""
+
+
+def that_come_along(
+    first: Sequence[GlobalTensor], others: Iterable[Sequence[GlobalTensor]]
+) -> Iterator[Sequence[GlobalTensor]]:
+    """Of lists of parameters, those at the beginning that are few bytes, and of the dtype and device of the first."""
+    kinds, size = {(one.dtype, one.device) for one in first}, 0
+    for some in others:
+        size += sum(one.numel() * one.element_size() for one in some)
+        kinds |= {(one.dtype, one.device) for one in some}
+        if size > _ALONG or len(kinds) > 1:
+            return
+        yield some
+
+
+def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
+    """What tells whether a share has been written, or given other data; the same on every worker."""
+    memory = parameter.__dict__.get("_memory")  # (that its ``data`` has, too, whose writes torch counts apart)
+    return writes_of(parameter._block), data_given(parameter), 0 if memory is None else memory.writes
+
+
+def gather_each(lists: Sequence[Sequence[GlobalTensor]]) -> list[tuple[torch.Tensor, ...]]:
+    """The whole tensors of several lists, as one message."""
+    parameters = [one for some in lists for one in some]
+    with torch.no_grad():
+        wholes = iter(Gathering.of(parameters).gather([one._block for one in parameters]))
+    return [tuple(islice(wholes, len(some))) for some in lists]
+
+
 class Gathered:
     """Parameters that have come together, for as long as they are needed; they can come together again.
 
@@ -102,11 +134,14 @@ class Gathered:
     what its data is by then, and a view what it was. So the shares of what it was stay as long as the graph does.
 
     Attributes:
+        ready: the whole tensors, if they have come along with others.
         recorded: whether what they have come together to depends on them.
+        before: those of the module whose forward ended before.
+        parameters: which they are.
     """
 
     def __init__(self, gathering: Gathering, parameters: list[GlobalTensor], keep: Keep) -> None:
-        self.gathering, self._parameters, self._keep = gathering, parameters, keep
+        self.gathering, self.parameters, self._keep = gathering, parameters, keep
         self._blocks = [one._block for one in parameters]
         self._shares = [one.detach() for one in self._blocks]  # (other data goes past these; torch counts writes on)
         self._versions = [one._version for one in self._shares]
@@ -114,13 +149,13 @@ class Gathered:
         self._wholes: tuple[torch.Tensor, ...] | None = None
         self._former: tuple[torch.Tensor, ...] | None = None
         self._copies: Sequence[torch.Tensor] = ()  # as long as the forward goes on
+        self.ready: tuple[torch.Tensor, ...] | None = None
         self.recorded = False
+        self.before: Sequence[Gathered] = ()
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors, which depend on the shares."""
-        copies: tuple[torch.Tensor, ...] = _Gather.apply(
-            self.gathering, self, *(one._block for one in self._parameters)
-        )
+        copies: tuple[torch.Tensor, ...] = _Gather.apply(self.gathering, self, *(one._block for one in self.parameters))
         return copies
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
@@ -134,7 +169,19 @@ class Gathered:
         """Let the whole tensors go."""
         for address in (*(one.untyped_storage()._cdata for one in self._wholes or ()), *map(id, self._copies)):
             self._keep.held.pop(address, None)
-        self._wholes, self._former, self._copies = None, None, ()
+        self._wholes, self._former, self._copies, self.ready = None, None, (), None
+
+    def take_ready(self) -> tuple[torch.Tensor, ...] | None:
+        """The whole tensors that have come along, once."""
+        ready, self.ready = self.ready, None
+        return ready
+
+    def _is_as_it_was(self) -> bool:
+        return [data_given(one) for one in self.parameters] == self._given
+
+    def is_to_come(self) -> bool:
+        """Whether they have gone, and can come together again."""
+        return self._wholes is None and self.ready is None and self._is_as_it_was() and not self.is_outdated()
 
     def is_itself(self, x: torch.Tensor, place: int) -> bool:
         """Whether what is saved is a weight itself, and no view of it: then backward reads what its data is by then."""
@@ -152,13 +199,13 @@ class Gathered:
 
     def gather_former(self) -> None:
         """Let what they were come together, too, if one of them has been given other data since."""
-        if self._former is None and [data_given(one) for one in self._parameters] != self._given:
+        if self._former is None and not self._is_as_it_was():
             with torch.no_grad():
                 self._former = self.gathering.gather(self._shares)
 
     def _gather_now(self) -> tuple[torch.Tensor, ...]:
         """What they are now: other data may have another dtype, and that without a gradient another layout."""
-        now = self._parameters
+        now = self.parameters
         together = [now] if len({one.dtype for one in now}) == 1 else [[one] for one in now]
         return tuple(whole for some in together for whole in Gathering.of(some).gather([one._block for one in some]))
 
@@ -166,7 +213,7 @@ class Gathered:
         """Whether parameters have been written since. (One without a gradient gets another block with other data.)"""
         if [one._version for one in self._shares] != self._versions:
             return True
-        now = [one._block for one in self._parameters]
+        now = [one._block for one in self.parameters]
         return any(one is not block and one._version for one, block in zip(now, self._blocks, strict=True))
 
     def wholes(self) -> tuple[torch.Tensor, ...]:
@@ -180,9 +227,35 @@ class Gathered:
                     "a weight that backward needs has been modified by an inplace operation since the forward; call "
                     "backward before optimizer.step()"
                 )
+            ready = self.take_ready()
             with torch.no_grad():
-                self._wholes = self._gather_now()
+                self._wholes = ready if ready is not None and self._is_as_it_was() else self._gather_now()
         return self._wholes
+
+
+def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
+    """Let those that a backward needs now come together, and with them those that it will most likely need next.
+
+    Returns: which have, if they are several.
+    """
+
+    def to_come() -> Iterator[Gathered]:
+        some = gathered
+        while some and all(one.is_to_come() for one in some):
+            yield from some
+            some = some[0].before
+
+    first, rest = next(to_come(), None), islice(to_come(), 1, None)
+    if first is None:
+        return []
+    others, known = tee(rest)
+    along = that_come_along(first.parameters, (one.parameters for one in known))
+    each = [first, *(one for one, _ in zip(others, along, strict=False))]
+    if len(each) < 2:
+        return []
+    for one, wholes in zip(each, gather_each([one.parameters for one in each]), strict=True):
+        one.ready = wholes
+    return each
 
 
 class _Gather(Function):
@@ -197,12 +270,13 @@ class _Gather(Function):
         ctx: Any, gathering: Gathering, gathered: Gathered | None, *blocks: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.gathering, ctx.gathered, ctx.device = gathering, gathered, blocks[0].device
-        ctx.began = gathering.operator.history
+        ready = None if gathered is None else gathered.take_ready()
+        ctx.began = gathering.operator.history if ready is None else gathering.operator.pass_by()
         ctx.set_materialize_grads(False)
         ctx.checkpointed = is_checkpointed()
         if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
             ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
-        return gathering.gather(blocks)
+        return gathering.gather(blocks) if ready is None else ready
 
     @staticmethod
     def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
@@ -288,6 +362,8 @@ class Keep:
         if backward not in self._again:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._release(backward))
         self._release(backward, number)
+        if not torch.is_grad_enabled():
+            self._again[backward] += [(one, 0) for one in come_along(gathered)]
         for one in gathered:
             one.wholes()
             one.gather_former()

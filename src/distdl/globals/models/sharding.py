@@ -9,7 +9,8 @@ weights are gathered once more when the gradient of the module's result is there
 the shares (the adjoint of gathering: a reduce-scatter); those that get none, when the backward has left the module. So
 between steps a worker has its shares. At the peak it has, beside them, the weights of the modules whose forward runs,
 one inside another (most often one module has weights of its own), twice while the message is unpacked, or in backward
-those of one module and their gradients.
+those of one module and their gradients; and some small ones that have come along before they are needed (see
+:mod:`~distdl.globals.models.course`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch
 
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Additions, Parameters
-from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore
+from distdl.globals.models.course import Course
+from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore, state_of
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
@@ -32,7 +34,7 @@ from distdl.globals.operands import block_of, taken
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import data_given, note_given, writes_of
+from distdl.globals.ties import note_given, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
@@ -52,6 +54,8 @@ class Shares:
         self.keep = Keep()
         self._frames: list[_Frame] = []
         self._hooks: Any = None
+        self._course = Course()
+        self._latest: Sequence[Gathered] = ()  # of the module whose forward ended last
 
     @property
     def _context(self) -> Context:
@@ -67,6 +71,7 @@ class Shares:
 
     def begin(self) -> None:
         self.keep.settle()
+        self._course.begin()
         # (inside of hooks of others, as in a checkpoint of the whole model, it is up to them what is kept)
         others = saved_tensors_hooks()
         counts = None if others is None else getattr(others[0], "counts", None)
@@ -78,12 +83,14 @@ class Shares:
                 self._frames[-1].hooks = self.keep
 
     def end(self) -> None:
+        self._course.end()
+        self._latest = ()
         if self._hooks is not None:
             self._hooks.__exit__()
             self._hooks = None
 
     def begin_module(self, module: torch.nn.Module) -> None:
-        self._frames.append(_Frame(module, _hooks_now()))
+        self._frames.append(_Frame(module, _hooks_now(), self._course))
 
     def end_module(self, module: torch.nn.Module, result: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -93,6 +100,7 @@ class Shares:
             finally:
                 frame.untie()
                 if frame.gathered and not _forgets_weights(module):
+                    frame.gathered[0].before, self._latest = self._latest, frame.gathered
                     _gather_before(result, self.keep, frame.gathered, frame.first)
                 for one in frame.gathered:
                     one.release()
@@ -114,7 +122,7 @@ class Shares:
             for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
                 frame.noted[id(one), graph] = _Written.of(copy)
-                frame.states[id(one), graph] = _state_of(one)
+                frame.states[id(one), graph] = state_of(one)
                 frame.tie(one)
         return frame.copies[id(parameter), graph]
 
@@ -137,6 +145,8 @@ class Shares:
         for one in parameters:
             block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
+        if frame is not None:
+            gathered.ready = self._course.take(parameters)
         copies = gathered.copies()
         gathered.recorded = any(one.requires_grad for one in copies)
         if frame is not None and frame.hooks is self.keep:
@@ -157,6 +167,7 @@ class _Frame:
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
+        course: which may have brought along what this forward has written since.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         noted: of each of them, what had been written by then.
         states: of each of them, what had been written into the share itself by then, as a loop over a list does.
@@ -165,8 +176,8 @@ class _Frame:
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
 
-    def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
-        self.module, self.hooks = module, hooks
+    def __init__(self, module: torch.nn.Module, hooks: Any, course: Course) -> None:
+        self.module, self.hooks, self.course = module, hooks, course
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.noted: dict[tuple[int, bool], _Written] = {}
         self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
@@ -176,7 +187,7 @@ class _Frame:
 
     def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
         """Whether a parameter has to be gathered: it was not, or its share has been written since."""
-        return self.states.get((id(parameter), graph)) != _state_of(parameter)
+        return self.states.get((id(parameter), graph)) != state_of(parameter)
 
     def tie(self, parameter: GlobalTensor) -> None:
         ties = parameter.__dict__.get("_ties", [])
@@ -221,7 +232,7 @@ class _Frame:
             if brought is not None and torch.allclose(plain_of(one), brought, 0, 0, equal_nan=True):
                 continue
             counted = now.writes != before.writes or not key[1]
-            late = self.states[key] != _state_of(parameter)  # (a list has written since this was read)
+            late = self.states[key] != state_of(parameter)  # (a list has written since this was read)
             behind = late and now.writes != before.writes
             if ((key[0], True) in self.copies and counted) or behind or one.shape != parameter.shape:
                 self.untie()
@@ -238,18 +249,13 @@ class _Frame:
             if not counted and now.lies != before.lies:
                 note_given(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
-            self.states[key] = _state_of(parameter)
+            self.states[key] = state_of(parameter)
+            self.course.forget()
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
 
 
 _BOTH = (False, True)
-
-
-def _state_of(parameter: GlobalTensor) -> tuple[int, ...]:
-    """What tells whether a share has been written, or given other data; the same on every worker."""
-    memory = parameter.__dict__.get("_memory")  # (that its ``data`` has, too, whose writes torch counts apart)
-    return writes_of(parameter._block), data_given(parameter), 0 if memory is None else memory.writes
 
 
 class _Written:
