@@ -1161,3 +1161,44 @@ def test_data_of_another_layout():
     part.data = split(x35 * 3)
     part.add_(1)
     assert_close(copy, x35.view(15))
+
+
+class Halving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.linear, self.tied = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.tied.weight = self.linear.weight
+
+    def forward(self, x, sets):
+        x = self.before(x)
+        if sets:
+            self.linear.weight.data = self.linear.weight.data / 2
+        return self.linear(x).sigmoid() + self.tied(x)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_data_that_a_second_forward_sets_is_not_read_by_the_graph_of_the_first(weights):
+    """Also where the weight has been read from its state_dict before."""
+    torch.manual_seed(0)
+    model = Halving().double()
+
+    def outcome(model, x):
+        optimiser, found = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(2):
+            optimiser.zero_grad()
+            (model(x, False) + model(x, True)).square().sum().backward()
+            found += [one.grad.clone() for one in model.parameters()]
+            found += [one.clone() for one in model.state_dict().values()]
+            optimiser.step()
+        return found
+
+    x = noise(4, 3, 5)
+    wanted = outcome(deepcopy(model), x)
+
+    def work() -> None:
+        P = distdl.world()[1:].reshape(2, 1, 1)
+        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        for ours, theirs in zip(outcome(distributed, distdl.distribute_tensor(x, P)), wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)

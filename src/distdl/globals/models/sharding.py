@@ -242,12 +242,12 @@ class _Frame:
                     'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
                 )
             self.noted[key] = now
+            if not counted and now.lies != before.lies:
+                note_given(parameter)
             if late:
                 continue  # (data set by name was in the share before)
             # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
-            if not counted and now.lies != before.lies:
-                note_given(parameter)
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
             self.states[key] = state_of(parameter)
             self.course.forget()
