@@ -1064,3 +1064,150 @@ def test_what_has_come_along_is_not_read_where_it_does_not_hold(whole):
                 assert mine.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
 
     run(work)
+
+
+class Watched(nn.Module):
+    """Layers, of which the gradient of one's result calls a function of the test."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = in_a_row(4)
+        self.seen = lambda: None
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if place == 2:
+                x.register_hook(lambda gradient: self.seen())
+        return x
+
+
+class Broken(Exception):
+    """What a backward raises."""
+
+
+def halve(model):
+    model.layers[1].weight.data.mul_(0.5)
+
+
+def halve_each(model):
+    torch._foreach_mul_([one.weight.data for one in model.layers[:2]], 0.5)
+
+
+@pytest.mark.parametrize("write", [halve, halve_each])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_backward_reads_what_is_written_by_data_while_it_runs(write, breaks):
+    """As in torch, which does not count such writes; also behind what has come along, and where a backward failed."""
+
+    def step(model, x):
+        def seen():
+            if not breaks:
+                write(model)
+            elif not failed:
+                raise Broken
+
+        failed = []
+        model.zero_grad()
+        model.seen = seen
+        loss = model(x).square().sum()
+        if breaks:
+            with pytest.raises(Broken):
+                loss.backward(retain_graph=True)
+            failed.append(True)
+            write(model)
+            model.zero_grad()
+        loss.backward()
+
+    def work():
+        alone, ours = Watched(), sharded(Watched(), (1, 1, 2))
+        for seed in range(2):
+            x = noise(1, 4, 7, seed=seed)
+            step(ours, x)
+            step(alone, x)
+            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+
+    run(work)
+
+
+class Shrinking(nn.Module):
+    """It writes the weight of another module unseen, each time it runs."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x):
+        self.weight.data.mul_(0.7)
+        return x.tanh() + 1
+
+
+class Recomputing(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layers, self.reentrant = in_a_row(3), reentrant
+        self.shrinking = Shrinking(self.layers[1])
+
+    def forward(self, x):
+        x = checkpoint(self.shrinking, self.layers[1](self.layers[0](x)), use_reentrant=self.reentrant)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_backward_reads_what_a_checkpoint_has_written_by_data(reentrant):
+    def work():
+        alone, ours = Recomputing(reentrant), sharded(Recomputing(reentrant), (1, 1, 2))
+        for seed in range(2):
+            x = noise(1, 4, 7, seed=seed)
+            for model in (alone, ours):
+                model.zero_grad()
+                model(x).square().sum().backward()
+            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+
+    run(work)
+
+
+class Guided(nn.Module):
+    """One layer runs in another mode than the others: what comes along for it does so in theirs."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.layers, self.place = in_a_row(3), place
+
+    def forward(self, x, y):
+        found = []
+        for place, layer in enumerate(self.layers):
+            if place != self.place:
+                found.append(layer(x))
+            elif torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.enable_grad():
+                    layer(y.clone()).square().sum().backward()
+            else:
+                with torch.inference_mode():
+                    layer(x)
+        return found[0] + found[1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_part_in_inference_mode_or_outside_of_it(place, inference):
+    def work():
+        alone, ours = Guided(place), sharded(Guided(place), (1, 1, 2))
+        x = noise(1, 4, 7)
+        for _ in range(3):
+            found = []
+            for model in (alone, ours):
+                model.zero_grad()
+                if inference:
+                    with torch.inference_mode():
+                        found.append(model(x, x))
+                else:
+                    found.append(model(x, x))
+                    found[-1].square().sum().backward()
+            assert torch.allclose(found[1].full_tensor(), found[0], 1e-12, 1e-12)
+            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), name
+                assert mine.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+
+    run(work)

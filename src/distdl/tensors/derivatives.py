@@ -108,6 +108,6 @@ def keeps_graph() -> bool:
 
 def next_node() -> int:
     """A number between those of the autograd nodes that this thread has made and those that it will make."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         node = torch.ops.aten.alias(torch.empty(0, device="meta", requires_grad=True)).grad_fn
     return int(node._sequence_nr())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 
@@ -32,7 +31,7 @@ class Course:
         self.forget()
 
     def forget(self) -> None:
-        """Let go what has come along. (It may have been written where that is not told.)"""
+        """Let go what has come along."""
         self._ahead.clear()
 
     def take(self, parameters: Sequence[GlobalTensor]) -> tuple[torch.Tensor, ...] | None:
@@ -45,7 +44,8 @@ class Course:
             self._known = []
             return None
         if place not in self._ahead:
-            each = [parameters, *that_come_along(parameters, islice(self._known, place + 1, None))]
+            rest = (self._known[one] for one in range(place + 1, len(self._known)))  # (islice would walk up to there)
+            each = [parameters, *that_come_along(parameters, rest)]
             if len(each) < 2:
                 return None
             states = [[state_of(one) for one in some] for some in each]

@@ -120,9 +120,9 @@ def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
 
 
 def gather_each(lists: Sequence[Sequence[GlobalTensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """The whole tensors of several lists, as one message."""
+    """The whole tensors of several lists, as one message. (Some may be needed outside of an inference mode.)"""
     parameters = [one for some in lists for one in some]
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         wholes = iter(Gathering.of(parameters).gather([one._block for one in parameters]))
     return [tuple(islice(wholes, len(some))) for some in lists]
 
@@ -150,6 +150,7 @@ class Gathered:
         self._former: tuple[torch.Tensor, ...] | None = None
         self._copies: Sequence[torch.Tensor] = ()  # as long as the forward goes on
         self.ready: tuple[torch.Tensor, ...] | None = None
+        self._states: list[tuple[int, ...]] = []  # when they came along
         self.recorded = False
         self.before: Sequence[Gathered] = ()
 
@@ -170,6 +171,10 @@ class Gathered:
         for address in (*(one.untyped_storage()._cdata for one in self._wholes or ()), *map(id, self._copies)):
             self._keep.held.pop(address, None)
         self._wholes, self._former, self._copies, self.ready = None, None, (), None
+
+    def bring(self, wholes: tuple[torch.Tensor, ...]) -> None:
+        """Keep the whole tensors, which have come along in a backward, until it needs them."""
+        self.ready, self._states = wholes, [state_of(one) for one in self.parameters]
 
     def take_ready(self) -> tuple[torch.Tensor, ...] | None:
         """The whole tensors that have come along, once."""
@@ -227,9 +232,9 @@ class Gathered:
                     "a weight that backward needs has been modified by an inplace operation since the forward; call "
                     "backward before optimizer.step()"
                 )
-            ready = self.take_ready()
-            with torch.no_grad():
-                self._wholes = ready if ready is not None and self._is_as_it_was() else self._gather_now()
+            ready, holds = self.take_ready(), [state_of(one) for one in self.parameters] == self._states
+            with torch.no_grad():  # (a write by ``data`` is no error: backward reads what they are by then)
+                self._wholes = ready if ready is not None and holds else self._gather_now()
         return self._wholes
 
 
@@ -254,7 +259,7 @@ def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
     if len(each) < 2:
         return []
     for one, wholes in zip(each, gather_each([one.parameters for one in each]), strict=True):
-        one.ready = wholes
+        one.bring(wholes)
     return each
 
 
@@ -375,6 +380,12 @@ class Keep:
         if torch._C._current_graph_task_id() == -1:
             for backward in list(self._again):
                 self._release(backward)
+
+    def forget(self) -> None:
+        """Let go what has come along with others and was not needed yet."""
+        for waiting in self._again.values():
+            for one, _ in waiting:
+                one.ready = None
 
     def _release(self, backward: int, number: int = -1) -> None:
         """Let go what nodes behind a number have read in a backward; without one, all."""

@@ -15,7 +15,7 @@ those of one module and their gradients; and some small ones that have come alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -89,8 +89,13 @@ class Shares:
             self._hooks.__exit__()
             self._hooks = None
 
+    def forget(self) -> None:
+        """Let go what has come along for a forward or a backward: it may have been written where that is not told."""
+        self._course.forget()
+        self.keep.forget()
+
     def begin_module(self, module: torch.nn.Module) -> None:
-        self._frames.append(_Frame(module, _hooks_now(), self._course))
+        self._frames.append(_Frame(module, _hooks_now(), self.forget))
 
     def end_module(self, module: torch.nn.Module, result: Any) -> None:
         if self._frames and self._frames[-1].module is module:
@@ -167,7 +172,7 @@ class _Frame:
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
-        course: which may have brought along what this forward has written since.
+        forget: lets go what has come along, of which this forward may have written something since.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
         noted: of each of them, what had been written by then.
         states: of each of them, what had been written into the share itself by then, as a loop over a list does.
@@ -176,8 +181,8 @@ class _Frame:
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
 
-    def __init__(self, module: torch.nn.Module, hooks: Any, course: Course) -> None:
-        self.module, self.hooks, self.course = module, hooks, course
+    def __init__(self, module: torch.nn.Module, hooks: Any, forget: Callable[[], None]) -> None:
+        self.module, self.hooks, self.forget = module, hooks, forget
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
         self.noted: dict[tuple[int, bool], _Written] = {}
         self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
@@ -250,7 +255,7 @@ class _Frame:
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
             self.states[key] = state_of(parameter)
-            self.course.forget()
+            self.forget()
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
 
