@@ -1211,3 +1211,35 @@ def test_a_part_in_inference_mode_or_outside_of_it(place, inference):
                 assert mine.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
 
     run(work)
+
+
+class Fading(nn.Module):
+    """Layers whose weights it writes, of which one is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = in_a_row(3)
+        self.scale = nn.Parameter(noise(4, 1, seed=5))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+            self.layers[1].weight[0] = 0.1
+        return self.layers(x) * self.scale
+
+
+@pytest.mark.parametrize("bytes_along", [-1, 1 << 19])
+def test_what_a_forward_writes_in_inference_mode_reaches_the_shares(monkeypatch, bytes_along):
+    monkeypatch.setattr(gathering, "_ALONG", bytes_along)
+
+    def work():
+        alone, ours = Fading(), sharded(Fading(), (1, 1, 2))
+        x = noise(1, 4, 7)
+        for _ in range(3):
+            with torch.inference_mode():
+                y, expected = ours(x), alone(x)
+            assert torch.allclose(y.full_tensor(), expected, 1e-12, 1e-12)
+        for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+            assert torch.allclose(mine.full_tensor(), theirs, 1e-12, 1e-12), name
+
+    run(work)

@@ -64,8 +64,11 @@ class Gathering:
         return layouts[0].context.keep((cls, layouts, dtype), lambda: cls(layouts, dtype))
 
     def gather(self, blocks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The whole tensors."""
-        with unobserved():
+        """The whole tensors. In inference mode, too, torch is to count what a forward writes into them.
+
+        (And what has come along in one may be needed outside of it.)
+        """
+        with unobserved(), torch.inference_mode(False), torch.no_grad():
             counts = blocks[0].new_zeros(len(blocks))
             found = self.operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
             wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
@@ -120,9 +123,9 @@ def state_of(parameter: GlobalTensor) -> tuple[int, ...]:
 
 
 def gather_each(lists: Sequence[Sequence[GlobalTensor]]) -> list[tuple[torch.Tensor, ...]]:
-    """The whole tensors of several lists, as one message. (Some may be needed outside of an inference mode.)"""
+    """The whole tensors of several lists, as one message."""
     parameters = [one for some in lists for one in some]
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         wholes = iter(Gathering.of(parameters).gather([one._block for one in parameters]))
     return [tuple(islice(wholes, len(some))) for some in lists]
 
