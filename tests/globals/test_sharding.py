@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import gathering
-from distdl.globals.models.gathering import Gathered, Gathering
+from distdl.globals.models.gathering import Gathered, Gathering, Keep
 
 
 def sharded(model, grid, fallback="error"):
@@ -1241,5 +1241,25 @@ def test_what_a_forward_writes_in_inference_mode_reaches_the_shares(monkeypatch,
             assert torch.allclose(y.full_tensor(), expected, 1e-12, 1e-12)
         for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
             assert torch.allclose(mine.full_tensor(), theirs, 1e-12, 1e-12), name
+
+    run(work)
+
+
+def test_a_backward_keeps_no_list_of_all_that_came_along(monkeypatch):
+    """Each module looks through it."""
+    monkeypatch.setattr(gathering, "_ALONG", 2 * 8 * (48 + 4))
+    counts, release = threading.local(), Keep._release
+
+    def counted(self, backward, *number):
+        counts.__dict__.setdefault("each", []).append(len(self._again.get(backward, [])))
+        release(self, backward, *number)
+
+    monkeypatch.setattr(Keep, "_release", counted)
+
+    def work():
+        ours = sharded(in_a_row(12), (1, 1, 2))
+        for seed in range(2):
+            ours(noise(1, 4, 7, seed=seed)).square().sum().backward()
+        assert 2 <= max(counts.each) <= 6, counts.each
 
     run(work)

@@ -140,6 +140,7 @@ class Gathered:
         ready: the whole tensors, if they have come along with others.
         recorded: whether what they have come together to depends on them.
         before: those of the module whose forward ended before.
+        first: a number before those of the autograd nodes that read them.
         parameters: which they are.
     """
 
@@ -156,6 +157,7 @@ class Gathered:
         self._states: list[tuple[int, ...]] = []  # when they came along
         self.recorded = False
         self.before: Sequence[Gathered] = ()
+        self.first = 0
 
     def copies(self) -> tuple[torch.Tensor, ...]:
         """The whole tensors, which depend on the shares."""
@@ -371,7 +373,7 @@ class Keep:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._release(backward))
         self._release(backward, number)
         if not torch.is_grad_enabled():
-            self._again[backward] += [(one, 0) for one in come_along(gathered)]
+            self._again[backward] += [(one, one.first) for one in come_along(gathered)]
         for one in gathered:
             one.wholes()
             one.gather_former()

@@ -159,6 +159,7 @@ class Shares:
             if not frame.gathered:
                 node = copies[0].grad_fn
                 frame.first = next_node() if node is None else int(node._sequence_nr())
+            gathered.first = frame.first
             frame.gathered.append(gathered)
         found: list[torch.Tensor] = []
         for copy, parameter in zip(copies, parameters, strict=True):
