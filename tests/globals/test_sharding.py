@@ -31,7 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import gathering
-from distdl.globals.models.gathering import Gathered, Gathering, Keep
+from distdl.globals.models.gathering import Gathering
+from distdl.globals.models.keeping import Gathered, Keep
 
 
 def sharded(model, grid, fallback="error"):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import copies
-from distdl.globals.models.gathering import Gathered
+from distdl.globals.models.keeping import Gathered
 
 x35 = noise(3, 5)
 
@@ -626,6 +626,18 @@ HALVED = {
 }  # fmt: skip
 
 
+def _assert_as_alone(model, outcome):
+    """With weights in shares, a model gives the tensors that it gives alone."""
+    wanted = outcome(deepcopy(model), x35)
+
+    def work() -> None:
+        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
+        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("change", HALVED.values(), ids=HALVED)
 def test_a_forward_reads_weights_again_that_a_list_has_written_in_it(change, graph):
@@ -642,14 +654,7 @@ def test_a_forward_reads_weights_again_that_a_list_has_written_in_it(change, gra
             y = model(x)
         return [y, *model.state_dict().values()]
 
-    wanted = outcome(deepcopy(model), x35)
-
-    def work() -> None:
-        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
-        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 3)
+    _assert_as_alone(model, outcome)
 
 
 def _triple_its_data(model):
@@ -675,14 +680,7 @@ def test_a_list_has_what_a_forward_has_written_by_name(by_name, listed):
     def outcome(model, x):
         return [model(x), *model.state_dict().values()]
 
-    wanted = outcome(deepcopy(model), x35)
-
-    def work() -> None:
-        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
-        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 3)
+    _assert_as_alone(model, outcome)
 
 
 @on_workers

@@ -26,7 +26,8 @@ import torch
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.course import Course
-from distdl.globals.models.gathering import Gathered, Gathering, Keep, restore, state_of
+from distdl.globals.models.gathering import Gathering, state_of
+from distdl.globals.models.keeping import Gathered, Keep, restore
 from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
