@@ -32,6 +32,55 @@ def test_backward_of_several_tensors():
     assert_close(x.grad, 2 * x35 * x35 + 3 * x35)
 
 
+class Halves(torch.nn.Module):
+    """A backbone and a head, of which the results of both are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 5))
+        self.head = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        features = self.backbone(x)
+        return features, self.head(features.tanh())
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_gradients_by_some_of_the_weights_leave_the_rest_of_the_graph(weights):
+    """The weights of a model come to its forward together, and torch frees what a backward has gone through."""
+    torch.manual_seed(0)
+    made = Halves().double()
+
+    def each(model, x):
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            features, y = model(x)
+            down, *of_head = torch.autograd.grad(y.square().sum(), [features, *model.head.parameters()])
+            features.backward(down)
+            found += [*of_head, *(one.grad for one in model.backbone.parameters()), model.head.weight.grad]
+            model.zero_grad()
+            features, y = model(x)
+            y.square().sum().backward(inputs=[model.head.bias])
+            found += [model.head.bias.grad, model.head.weight.grad, model.backbone[0].weight.grad]
+            features.sum().backward()
+            found += [one.grad for one in model.backbone.parameters()]
+        return found
+
+    def main():
+        alone, P = copy.deepcopy(made), distdl.world().reshape(-1, 1)
+        ours = distdl.distribute(copy.deepcopy(made), P, weights=weights)
+        for mine, theirs in zip(each(ours, distdl.distribute_tensor(x35, P)), each(alone, x35), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or assert_close(mine, theirs) is None
+        loss = ours(x35)[1].sum()
+        torch.autograd.grad(loss, [one for one in ours.parameters() if one.requires_grad])
+        with pytest.raises(RuntimeError, match="second time"):  # (all of the weights: as in torch)
+            loss.backward()
+
+    distdl.run_workers(main, 2)
+
+
 @on_workers
 def test_a_gradient_has_the_shape_of_its_tensor():
     y = split(x35).requires_grad_() * 2

@@ -14,7 +14,7 @@ from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import summed, variable_of
-from distdl.globals.replicas import parameter_of, plain_of
+from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
@@ -53,14 +53,15 @@ def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ) -> None:
         outputs = _listed(tensors)
         seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
+        wanted = None if inputs is None else _listed(inputs)
         try:
             with redrawing(outputs), forgetting():
                 _backward(
                     [_output(y) for y in outputs],
                     [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                    retain_graph,
+                    True if wanted is not None and _leaves_out(outputs, wanted) else retain_graph,
                     create_graph,
-                    inputs=None if inputs is None else [_plain(one) for one in _listed(inputs)],
+                    inputs=None if wanted is None else [_plain(one) for one in wanted],
                 )
         except Exception as error:
             _meet_in(error, outputs)
@@ -94,7 +95,7 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
                     [_output(y) for y in outputs],
                     [_plain(x) for x in inputs],
                     [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                    retain_graph,
+                    True if _leaves_out(outputs, inputs) else retain_graph,
                     create_graph,
                     allow_unused=allow_unused,
                     materialize_grads=materialize_grads,
@@ -105,6 +106,21 @@ def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
         return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
 
     return run(*args, **kwargs)
+
+
+def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether gradients by some of a model's weights are asked for, and not by all.
+
+    Weights come to a forward together, so a backward goes on to where the first of those is used that travel with one.
+    What lies there torch would not reach, and so not free: the graph stays.
+    """
+    wanted = {id(one) for one in map(parameter_of, inputs) if isinstance(one, torch.nn.Parameter)}
+    contexts = {one._context for one in (*outputs, *inputs) if type(one) in (GlobalTensor, Replica)} if wanted else ()
+    for model in (model for context in contexts for model in context.models):
+        trained = {id(one) for one in model.parameters() if one.requires_grad}
+        if not (trained.isdisjoint(wanted) or trained <= wanted):
+            return True
+    return False
 
 
 def _meet_in(error: Exception, outputs: Sequence[Any]) -> None:
