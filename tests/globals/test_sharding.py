@@ -26,6 +26,7 @@ from nets import (
 from same import noise
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import distdl
@@ -1023,6 +1024,33 @@ def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along,
             alone(x).square().sum().backward()
             for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
                 assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12)
+
+    run(work)
+
+
+class Seen(TorchFunctionMode):
+    """Keeps the names of all functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_what_the_model_calls():
+    """And nothing that brings the weights."""
+
+    def work():
+        x, seen = noise(1, 4, 7), []
+        ours = sharded(in_a_row(), (1, 1, 2))
+        for model, given in ((in_a_row(), x), (ours, distdl.distribute_tensor(x, distdl.world()[:2].reshape(1, 1, 2)))):
+            with Seen() as mode:
+                model(given)
+            seen.append(mode.names)
+        assert seen[0] == seen[1] == ["conv1d"] * 6
 
     run(work)
 

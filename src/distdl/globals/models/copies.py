@@ -140,7 +140,8 @@ class Parameters(dict[str, Any]):
         parameter = super().__getitem__(name)
         if parameter is None or not (self.copies.running or self._is_recomputed()):
             return parameter
-        return self.copies.of(self, parameter)
+        with torch._C.DisableTorchFunction():  # (no mode is to see each call on the way to a copy, nor ours)
+            return self.copies.of(self, parameter)
 
     def _is_recomputed(self) -> bool:
         """Whether a checkpoint recomputes what it has computed in a forward of the model."""

@@ -303,7 +303,8 @@ class _Begin:
         self.shares = shares
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        self.shares.begin_module(module)
+        with torch._C.DisableTorchFunction():
+            self.shares.begin_module(module)
 
     leave_uncompiled(__call__)
 
@@ -313,7 +314,8 @@ class _End:
         self.shares = shares
 
     def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
-        self.shares.end_module(module, result)
+        with torch._C.DisableTorchFunction():
+            self.shares.end_module(module, result)
 
     leave_uncompiled(__call__)
 
