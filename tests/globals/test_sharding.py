@@ -1004,7 +1004,7 @@ def in_a_row(count=6):
 
 @pytest.mark.parametrize(("bytes_along", "together"), [(1 << 19, 1), (2 * 8 * (48 + 4), 2), (0, 6)])
 def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along, together):
-    """From the second forward on, which expects the order of the first."""
+    """From the second forward on, which expects the order of the first. Their gradients go back together, too."""
     monkeypatch.setattr(gathering, "_ALONG", bytes_along)
 
     def messages(book):
@@ -1019,11 +1019,66 @@ def test_weights_of_the_next_modules_come_along(monkeypatch, whole, bytes_along,
             assert messages(book) == (together if step else 6), str(book)
             with distdl.ledger() as book:
                 y.square().sum().backward()
-            assert messages(book) == together + 6, str(book)
+            assert messages(book) == together + (together if step else 6), str(book)
             assert not whole()
             alone(x).square().sum().backward()
             for mine, theirs in zip(ours.parameters(), alone.parameters(), strict=True):
                 assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12)
+
+    run(work)
+
+
+def test_weights_below_a_module_come_along_in_a_backward(whole):
+    """Attention reads those of its projection itself, so they are none of the module's own."""
+
+    def work():
+        ours = sharded(network(lambda: nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)), (2, 1, 1))
+        for step in range(3):
+            with distdl.ledger() as book:
+                ours(distdl.distribute_tensor(noise(2, 3, 8), distdl.world()[:2].reshape(2, 1, 1))).sum().backward()
+            assert sum(one.calls for one in weights_in(book)) == (3 if step else 15), str(book)
+            assert not whole()
+
+    run(work)
+
+
+class Frozen(nn.Module):
+    """Layers of which some are trained: each takes another way to its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = in_a_row()
+        self.layers[1].requires_grad_(False)
+        self.layers[3].weight.requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            shift = self.layers[0](x)
+        x = self.layers[2](self.layers[1](self.layers[0](x)))
+        x = checkpoint(self.layers[3], x, use_reentrant=False) + shift
+        self.layers[5].requires_grad_(not self.layers[5].weight.requires_grad)
+        return self.layers[5](self.layers[4](x))
+
+
+def test_gradients_that_go_back_together_are_those_of_what_is_trained(whole):
+    def work():
+        alone, ours = Frozen(), sharded(Frozen(), (1, 1, 2))
+        for step in range(5):
+            for model in (alone, ours):
+                model.zero_grad()
+            x = noise(1, 4, 7, seed=step)
+            losses = [model(x).square().sum() for model in (ours, alone)]
+            if step == 3:  # (derivatives that are differentiated)
+                for number, model in enumerate((ours, alone)):
+                    wanted = [one for one in model.parameters() if one.requires_grad]
+                    found = torch.autograd.grad(losses[number], wanted, create_graph=True)
+                    losses[number] = sum(one.square().sum() for one in found)
+            for loss in losses:
+                loss.backward()
+            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
+                assert (mine.grad is None) == (theirs.grad is None), (step, name)
+                assert mine.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+            assert not whole()
 
     run(work)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from distdl.globals.models.gathering import gather_each, state_of, that_come_along
+from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
+from distdl.globals.models.keeping import Gathered
 from distdl.globals.tensor import GlobalTensor
 
 
@@ -20,7 +21,7 @@ class Course:
     def __init__(self) -> None:
         self._known: list[Sequence[GlobalTensor]] = []
         self._now: list[Sequence[GlobalTensor]] = []
-        self._ahead: dict[int, tuple[list[tuple[int, ...]], tuple[torch.Tensor, ...]]] = {}  # by the place in these
+        self._ahead: dict[int, _Message] = {}  # by the place in these
         self._runs = False
 
     def begin(self) -> None:
@@ -34,8 +35,23 @@ class Course:
         """Let go what has come along."""
         self._ahead.clear()
 
-    def take(self, parameters: Sequence[GlobalTensor]) -> tuple[torch.Tensor, ...] | None:
-        """The whole of these parameters, if they have come along with others before, or others come along with them."""
+    def copies(self, gathered: Gathered, joined: bool) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, which depend on the shares.
+
+        Args:
+            joined: whether the gradients may go back as one message with those of what has come along.
+        """
+        parameters = gathered.parameters
+        message = self._message(parameters)
+        if message is None:
+            return gathered.copies()
+        place = len(self._now) - 1
+        if joined and torch.is_grad_enabled() and all(one.requires_grad for one in parameters):
+            return message.copies(place, gathered)
+        return gathered.copies(message.wholes(place))
+
+    def _message(self, parameters: Sequence[GlobalTensor]) -> _Message | None:
+        """That in which these parameters have come with others, now or before."""
         if not self._runs:  # (a checkpoint that is recomputed in backward)
             return None
         place = len(self._now)
@@ -48,7 +64,50 @@ class Course:
             each = [parameters, *that_come_along(parameters, rest)]
             if len(each) < 2:
                 return None
-            states = [[state_of(one) for one in some] for some in each]
-            self._ahead.update(enumerate(zip(states, gather_each(each), strict=True), start=place))
-        before, wholes = self._ahead.pop(place)
-        return wholes if before == [state_of(one) for one in parameters] else None
+            self._ahead.update(dict.fromkeys(range(place, place + len(each)), _Message(place, each)))
+        message = self._ahead.pop(place)
+        return message if message.holds(place) else None
+
+
+class _Message:
+    """Parameters that have come together as one message. Their gradients go back as one, too: they have one node."""
+
+    def __init__(self, first: int, lists: Sequence[Sequence[GlobalTensor]]) -> None:
+        self._lists = dict(enumerate(lists, start=first))
+        self._states = {place: [state_of(one) for one in some] for place, some in self._lists.items()}
+        self._wholes = dict(enumerate(gather_each(lists), start=first))
+        self._copies: dict[int, tuple[torch.Tensor, ...]] | None = None
+        self._users: list[Gathered] = []  # (the node knows these, and so not the copies, which know the node)
+
+    def holds(self, place: int) -> bool:
+        """Whether the shares of these parameters are still what they were when the message was sent."""
+        return self._states[place] == [state_of(one) for one in self._lists[place]]
+
+    def wholes(self, place: int) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, once."""
+        return tuple(one.detach() for one in self._wholes.pop(place))  # (the node may have made them its own)
+
+    def copies(self, place: int, gathered: Gathered) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, once, as results of the node of all that were not taken before."""
+        if self._copies is None:
+            self._copies = self._joined()
+        found = self._copies.pop(place, None)
+        if found is None:  # (they did not require a gradient by then)
+            return gathered.copies(self.wholes(place))
+        del self._wholes[place]
+        self._users.append(gathered)
+        return found
+
+    def _joined(self) -> dict[int, tuple[torch.Tensor, ...]]:
+        places = [place for place in self._wholes if all(one.requires_grad for one in self._lists[place])]
+        parameters = [one for place in places for one in self._lists[place]]
+        wholes = tuple(one for place in places for one in self._wholes[place])
+        users = self._users
+
+        def release() -> None:
+            for one in users:
+                one.release()
+
+        blocks = [one._block for one in parameters]
+        copies = iter(Gather.apply(Gathering.of(parameters), wholes, release, *blocks))
+        return {place: tuple(next(copies) for _ in self._lists[place]) for place in places}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
-from distdl.globals.context import KnownLayout
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given, writes_of
-from distdl.tensors.derivatives import NONE
+from distdl.tensors.derivatives import NONE, is_checkpointed
+from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
 
 
@@ -96,6 +97,72 @@ class Gathering:
             share.reshape(layout.local) if n else None
             for share, layout, n in zip(shares, self.layouts, holders, strict=True)
         )
+
+
+class Gather(Function):
+    """From shares to the whole tensors on every worker."""
+
+    @staticmethod
+    def entered_into(node: Any) -> Context:
+        return node.gathering.context  # type: ignore[no-any-return]  # (nodes of autograd have no types)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gathering: Gathering,
+        wholes: tuple[torch.Tensor, ...] | None,
+        release: Callable[[], None] | None,
+        *blocks: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """
+        Args:
+            wholes: the whole tensors, if they have come together already.
+            release: what a backward calls that needs them no more.
+        """
+        ctx.gathering, ctx.release, ctx.device = gathering, release, blocks[0].device
+        ctx.began = gathering.operator.history if wholes is None else gathering.operator.pass_by()
+        ctx.set_materialize_grads(False)
+        ctx.checkpointed = is_checkpointed()
+        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
+            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
+        return gathering.gather(blocks) if wholes is None else wholes
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.checkpointed and ctx.saved_tensors
+        ctx.gathering.operator.derive(ctx.began)
+        if torch.is_grad_enabled():
+            return None, None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)
+        if ctx.release is not None:
+            ctx.release()
+        return None, None, None, *ctx.gathering.scatter(parts, ctx.device)
+
+
+class _Scatter(Function):
+    """The adjoint: from each worker's part of a gradient to shares of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gathering: Gathering, device: torch.device, *parts: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        ctx.gathering, ctx.device, ctx.given = gathering, device, [part is not None for part in parts]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(_NOTHING)
+        return tuple(None if one is None else one.clone() for one in gathering.scatter(parts, device))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        gathering: Gathering = ctx.gathering
+        blocks = [
+            torch.zeros(layout.local, dtype=gathering.dtype, device=ctx.device) if one is None else one
+            for one, layout in zip(cotangents, gathering.layouts, strict=True)
+        ]
+        found = Gather.apply(gathering, None, None, *blocks)
+        return None, None, *(one if given else None for one, given in zip(found, ctx.given, strict=True))
+
+
+_NOTHING = torch.empty(0)
 
 
 _ALONG = 1 << 19

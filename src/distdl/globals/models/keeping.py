@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.context import Context
-from distdl.globals.models.gathering import Gathering, gather_each, state_of, that_come_along
+from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given
-from distdl.tensors.derivatives import is_checkpointed
-from distdl.tensors.function import Function
 
 
 class Gathered:
@@ -23,7 +20,7 @@ class Gathered:
     what its data is by then, and a view what it was. So the shares of what it was stay as long as the graph does.
 
     Attributes:
-        ready: the whole tensors, if they have come along with others.
+        ready: the whole tensors, if they have come along with others in a backward.
         recorded: whether what they have come together to depends on them.
         before: those of the module whose forward ended before.
         first: a number before those of the autograd nodes that read them.
@@ -45,9 +42,14 @@ class Gathered:
         self.before: Sequence[Gathered] = ()
         self.first = 0
 
-    def copies(self) -> tuple[torch.Tensor, ...]:
-        """The whole tensors, which depend on the shares."""
-        copies: tuple[torch.Tensor, ...] = _Gather.apply(self.gathering, self, *(one._block for one in self.parameters))
+    def copies(self, wholes: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+        """The whole tensors, which depend on the shares.
+
+        Args:
+            wholes: their values, if they have come along with others.
+        """
+        blocks = [one._block for one in self.parameters]
+        copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
         return copies
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
@@ -67,17 +69,16 @@ class Gathered:
         """Keep the whole tensors, which have come along in a backward, until it needs them."""
         self.ready, self._states = wholes, [state_of(one) for one in self.parameters]
 
-    def take_ready(self) -> tuple[torch.Tensor, ...] | None:
-        """The whole tensors that have come along, once."""
-        ready, self.ready = self.ready, None
-        return ready
-
     def _is_as_it_was(self) -> bool:
         return [data_given(one) for one in self.parameters] == self._given
 
+    def is_there(self) -> bool:
+        """Whether the whole tensors are there, or have come along."""
+        return self._wholes is not None or self.ready is not None
+
     def is_to_come(self) -> bool:
         """Whether they have gone, and can come together again."""
-        return self._wholes is None and self.ready is None and self._is_as_it_was() and not self.is_outdated()
+        return not self.is_there() and self._is_as_it_was() and not self.is_outdated()
 
     def is_itself(self, x: torch.Tensor, place: int) -> bool:
         """Whether what is saved is a weight itself, and no view of it: then backward reads what its data is by then."""
@@ -123,7 +124,8 @@ class Gathered:
                     "a weight that backward needs has been modified by an inplace operation since the forward; call "
                     "backward before optimizer.step()"
                 )
-            ready, holds = self.take_ready(), [state_of(one) for one in self.parameters] == self._states
+            ready, self.ready = self.ready, None
+            holds = [state_of(one) for one in self.parameters] == self._states
             with torch.no_grad():  # (a write by ``data`` is no error: backward reads what they are by then)
                 self._wholes = ready if ready is not None and holds else self._gather_now()
         return self._wholes
@@ -137,10 +139,12 @@ def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
 
     def to_come() -> Iterator[Gathered]:
         some = gathered
-        while some and all(one.is_to_come() for one in some):
-            yield from some
+        while some and all(one.is_to_come() or one.is_there() for one in some):
+            yield from (one for one in some if one.is_to_come())
             some = some[0].before
 
+    if not any(one.is_to_come() for one in gathered):
+        return []
     first, rest = next(to_come(), None), islice(to_come(), 1, None)
     if first is None:
         return []
@@ -152,64 +156,6 @@ def come_along(gathered: Sequence[Gathered]) -> list[Gathered]:
     for one, wholes in zip(each, gather_each([one.parameters for one in each]), strict=True):
         one.bring(wholes)
     return each
-
-
-class _Gather(Function):
-    """From shares to the whole tensors on every worker."""
-
-    @staticmethod
-    def entered_into(node: Any) -> Context:
-        return node.gathering.context  # type: ignore[no-any-return]  # (nodes of autograd have no types)
-
-    @staticmethod
-    def forward(
-        ctx: Any, gathering: Gathering, gathered: Gathered | None, *blocks: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.gathering, ctx.gathered, ctx.device = gathering, gathered, blocks[0].device
-        ready = None if gathered is None else gathered.take_ready()
-        ctx.began = gathering.operator.history if ready is None else gathering.operator.pass_by()
-        ctx.set_materialize_grads(False)
-        ctx.checkpointed = is_checkpointed()
-        if ctx.checkpointed:  # so that checkpointing recomputes this node, on every worker alike
-            ctx.save_for_backward(_NOTHING)  # (else not: the backwards of several graphs may go through here)
-        return gathering.gather(blocks) if ready is None else ready
-
-    @staticmethod
-    def backward(ctx: Any, *parts: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.checkpointed and ctx.saved_tensors
-        ctx.gathering.operator.derive(ctx.began)
-        if torch.is_grad_enabled():
-            return None, None, *_Scatter.apply(ctx.gathering, ctx.device, *parts)
-        if ctx.gathered is not None:
-            ctx.gathered.release()
-        return None, None, *ctx.gathering.scatter(parts, ctx.device)
-
-
-class _Scatter(Function):
-    """The adjoint: from each worker's part of a gradient to shares of the sum."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, gathering: Gathering, device: torch.device, *parts: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.gathering, ctx.device, ctx.given = gathering, device, [part is not None for part in parts]
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(_NOTHING)
-        return tuple(None if one is None else one.clone() for one in gathering.scatter(parts, device))
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        gathering: Gathering = ctx.gathering
-        blocks = [
-            torch.zeros(layout.local, dtype=gathering.dtype, device=ctx.device) if one is None else one
-            for one, layout in zip(cotangents, gathering.layouts, strict=True)
-        ]
-        found = _Gather.apply(gathering, None, *blocks)
-        return None, None, *(one if given else None for one, given in zip(found, ctx.given, strict=True))
-
-
-_NOTHING = torch.empty(0)
 
 
 class _Again(NamedTuple):

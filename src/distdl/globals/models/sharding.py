@@ -6,11 +6,11 @@ A parameter is a global tensor that is split over all workers. The forward of th
 
 and after the module's forward the whole is gone again. What autograd would keep of it for backward is not kept: the
 weights are gathered once more when the gradient of the module's result is there, and go when theirs has been given to
-the shares (the adjoint of gathering: a reduce-scatter); those that get none, when the backward has left the module. So
-between steps a worker has its shares. At the peak it has, beside them, the weights of the modules whose forward runs,
-one inside another (most often one module has weights of its own), twice while the message is unpacked, or in backward
-those of one module and their gradients; and some small ones that have come along before they are needed (see
-:mod:`~distdl.globals.models.course`).
+the shares (the adjoint of gathering: a reduce-scatter) or the backward has left the module. So between steps a worker
+has its shares. At the peak it has, beside them, the weights of the modules whose forward runs, one inside another (most
+often one module has weights of its own), twice while the message is unpacked, or in backward those of one module and
+their gradients; and some small ones that have come along before they are needed, or whose gradients wait to go back as
+one message (see :mod:`~distdl.globals.models.course`).
 """
 
 from __future__ import annotations
@@ -151,15 +151,13 @@ class Shares:
         for one in parameters:
             block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
-        if frame is not None:
-            gathered.ready = self._course.take(parameters)
-        copies = gathered.copies()
+        kept = frame is not None and frame.hooks is self.keep
+        copies = gathered.copies() if frame is None else self._course.copies(gathered, joined=kept)
         gathered.recorded = any(one.requires_grad for one in copies)
-        if frame is not None and frame.hooks is self.keep:
+        if frame is not None and kept:
             gathered.hold(copies)
             if not frame.gathered:
-                node = copies[0].grad_fn
-                frame.first = next_node() if node is None else int(node._sequence_nr())
+                frame.first = next_node()
             gathered.first = frame.first
             frame.gathered.append(gathered)
         found: list[torch.Tensor] = []
