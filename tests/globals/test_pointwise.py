@@ -1,8 +1,10 @@
 """Functions of each element by itself, over operands that lie anywhere."""
 
+from math import inf
+
 import pytest
 import torch
-from launched import assert_told_apart
+from launched import assert_close, assert_told_apart
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
@@ -223,6 +225,47 @@ def test_assert_close():
         ):  # fmt: skip
             with pytest.raises(AssertionError, match=text):
                 close(left, right)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("order", [0, 0.5, 1, 2, 3, inf, -inf])
+def test_norms_of_a_list_that_is_not_differentiated(order):
+    """Also of blocks without cells, of numbers, and of several kinds."""
+    a, row, number = Global(noise(3, 5)), Global(noise(1, 2, seed=1)), Global(noise())
+
+    def listed(a, row, number):
+        return [one.detach() for one in (a, row, number, a[:0] if order not in (inf, -inf) else a, a.mT)]
+
+    assert_same(lambda *given: torch._foreach_norm(listed(*given), order), a, row, number)
+    assert_same(lambda *given: torch._foreach_norm(listed(*given)[:3], order), a, row, number)
+    if order:  # (of one complex number, torch warns)
+        assert_same(lambda a: torch._foreach_norm([a.detach() * 1j, (a * 1j).mT.detach()], order), a)
+    assert_same(lambda a: torch._foreach_norm([a.detach(), a.float().detach()], order), a, tolerance=1e-6)
+    wide = {"tolerance": 1e-3 if order in (inf, -inf) else 2e-2}
+    assert_same(lambda a: torch._foreach_norm([a.detach().bfloat16(), a.mT.detach().bfloat16()], order), a, **wide)
+    assert_same(lambda a: torch._foreach_norm([torch.full_like(a, torch.nan).detach(), a.detach()], order), a)
+    assert_raises_the_same(lambda a: torch._foreach_norm([a.int(), a.int()], order), noise(4, 4), text=True)
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_clipping_takes_two_messages(foreach):
+    """One for all norms, and one for the factor of all gradients; of lists, which torch takes where it can."""
+    whole = [noise(n, seed=n) for n in (1, 3, 7)]
+
+    def clipped(given):
+        leaves = [one.requires_grad_() for one in given]
+        sum(one.square().sum() for one in leaves).backward()
+        with distdl.ledger() as book:
+            norm = torch.nn.utils.clip_grad_norm_(leaves, 0.5, foreach=foreach)
+        return sum(one.calls for one in book.entries), [norm, *(one.grad for one in leaves)]
+
+    def work():
+        _, expected = clipped([one.clone() for one in whole])
+        calls, found = clipped([distdl.distribute_tensor(one, distdl.world()) for one in whole])
+        assert calls > 2 if foreach is False else calls == 2
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
 
     distdl.run_workers(work, 3)
 

@@ -6,15 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as _STEPPED
+from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 
 from distdl.globals.adopting import adopt
+from distdl.globals.context import KnownLayout
+from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.operands import aligned, block_of, entire, moved, numbers_of
+from distdl.globals.operands import aligned, block_of, derivatives_of, entire, moved, numbers_of
 from distdl.globals.standing import is_of_model
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
 from distdl.partition.sharing import reduce_values
+from distdl.tensors.derivatives import NONE
 
 
 def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,6 +33,8 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
+    if count > 1:  # (a factor for all of them comes once)
+        args = tuple(one.full_tensor() if type(one) is GlobalTensor and _is_number(one) else one for one in args)
     if _lie_alike(args, lists):
         return _at_once(func, args, kwargs, lists[0])
     results = []
@@ -66,7 +73,7 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _lie_alike(args: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
     """Whether all tensors are in lists, and those of an entry lie on the same workers. (Those of optimisers do.)"""
-    if not lists or any(isinstance(one, torch.Tensor) for one in args):
+    if not lists or any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
         return False
     for first, *others in zip(*lists, strict=True):
         if type(first) is not GlobalTensor or not first._layout.rulers:
@@ -74,6 +81,12 @@ def _lie_alike(args: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
         if any(type(one) is not GlobalTensor or one._layout is not first._layout for one in others):
             return False
     return True
+
+
+def _is_number(x: torch.Tensor) -> bool:
+    """Whether a tensor stands for a number that is not differentiated."""
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    return not x.dim() and not recorded and type(x) in (GlobalTensor, torch.Tensor)
 
 
 def _at_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Sequence[GlobalTensor]) -> Any:
@@ -104,6 +117,53 @@ def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     if isinstance(ord, bool):
         torch._foreach_norm([torch.zeros(1)], ord)  # (for torch's error)
     return torch.linalg.vector_norm(x, ord, dtype=dtype)
+
+
+@handles("_foreach_norm", "torch")
+def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norms of a list: as clipping takes them of gradients, those of all blocks come together as one message."""
+
+    def run(self: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+        counted = isinstance(ord, (int, float)) and type(ord) is not bool and ord > 0 and dtype is None
+        if counted and len(self) > 1 and _are_alike(self):
+            return _norms_of(self, float(ord))
+        return by_itself(func, (self, ord, dtype), {})
+
+    return run(*args, **kwargs)
+
+
+def _are_alike(tensors: Sequence[Any]) -> bool:
+    """Whether tensors are global over one world, have cells, and are of one kind; and none is differentiated."""
+    first = tensors[0]
+    return all(
+        type(one) is GlobalTensor
+        and one._context is first._context
+        and (one.dtype, one.device) == (first.dtype, first.device)
+        and (one.is_floating_point() or one.is_complex())
+        and one.numel() > 0
+        and derivatives_of(one._block) == NONE
+        for one in tensors
+    )
+
+
+def _norms_of(tensors: Sequence[GlobalTensor], p: float) -> tuple[GlobalTensor, ...]:
+    """Their norms, as norms of the norms of all blocks."""
+    context, dtype = tensors[0]._context, tensors[0].dtype.to_real()
+    blocks = [block_of(one) for one in tensors]
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+    parts = torch.zeros(1, len(blocks), dtype=wide or dtype, device=blocks[0].device)
+    filled = [place for place, block in enumerate(blocks) if block.numel()]  # (there is no largest cell of none)
+    if filled:
+        found = torch._foreach_norm([blocks[place] for place in filled], p, wide)
+        parts[0, filled] = torch.stack(found)
+
+    def make() -> KnownLayout:
+        workers = context.world.workers.reshape(-1, 1)
+        return context.layout(workers, [[(n, n + 1) for n in range(len(workers))], [(0, len(blocks))]])
+
+    layout = context.keep(("norms", len(blocks)), make)
+    whole: Any = norm_over(GlobalTensor._of(parts, layout), p, 0)
+    return tuple(whole.to(dtype).unbind())
 
 
 def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
@@ -170,7 +230,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 for _name in dir(torch):
-    if _name in _BY_ITSELF:
+    if _name in _BY_ITSELF and getattr(torch, _name) not in TABLE:
         TABLE[getattr(torch, _name)] = by_itself
     elif _name.startswith("_foreach_") and _is_elementwise(_name.removeprefix("_foreach_")):
         TABLE[getattr(torch, _name)] = of_each
@@ -238,3 +298,8 @@ def _check_fused(name: str, x: Any, one: Any) -> None:
         )
     if torch.is_grad_enabled() and one.requires_grad and type(one) is GlobalTensor:
         raise RuntimeError(f"{name} writes in place into a tensor that requires a gradient; call it in torch.no_grad()")
+
+
+for _types in (_STEPPED, _CLIPPED):
+    if GlobalTensor not in _types:  # (so clipping takes lists where nobody says otherwise, and optimisers on a GPU do)
+        _types.append(GlobalTensor)
