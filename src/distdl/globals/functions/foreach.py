@@ -32,55 +32,67 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and not one.dim() else one for one in args)
     if writes and torch.is_grad_enabled() and any(_is_leaf_with_gradient(one) for one in first):  # (before any is)
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
     if count > 1:  # (a factor for all of them comes once)
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and _is_number(one) else one for one in args)
-    if _lie_alike(args, lists):
-        return _at_once(func, args, kwargs, lists[0])
-    results = []
+    alike = _alike(args, count)
+    found = dict(zip(alike, _at_once(func, _of_places(args, alike), kwargs), strict=True)) if alike else {}
     for place in range(count):
-        # (each list as one of a single entry; what is no list goes with every entry)
-        own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
-        whole = [one for one in own if type(one) is GlobalTensor]
-        if writes and type(own[0]) is GlobalTensor:
-            check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
-        elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
-            own, whole = [entire(one) for one in own], []
-        found: Any = own
-        if whole:
-            lead = 0 if writes else None
-            if writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
-                adopt(own[0], own, name)
-                whole = [own[0], *whole]
-            target, found = aligned(whole[0]._context, own, lead, name)
-        nothing = bool(whole) and not (target.rulers or target.active)
-        block = found[0]
-        if nothing:  # (where a tensor stands for a number, it has to be one)
-            found = numbers_of(whole[0]._context, own, found)
-        given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
-        y = func(*given, **kwargs)
-        if nothing:
-            y = [(given[0][0] if writes else y[0]).reshape(1)[:0]]
-        if nothing and writes:  # (as on the worker that has it: refused where that is, and in the same graph)
-            block.add_(y[0])
-        if writes:
-            if whole:
-                result_of(func, own[0], own[0]._block, (own[0],))
-        else:
-            results.append(GlobalTensor._of(y[0], target) if whole else y[0])
-    return first if writes else tuple(results)
+        if place not in found:
+            found[place] = _at_one_place(func, args, kwargs, place)
+    return first if writes else tuple(found[place] for place in range(count))
 
 
-def _lie_alike(args: Sequence[Any], lists: Sequence[Sequence[Any]]) -> bool:
-    """Whether all tensors are in lists, and those of an entry lie on the same workers. (Those of optimisers do.)"""
-    if not lists or any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
-        return False
-    for first, *others in zip(*lists, strict=True):
-        if type(first) is not GlobalTensor or not first._layout.rulers:
-            return False
-        if any(type(one) is not GlobalTensor or one._layout is not first._layout for one in others):
-            return False
-    return True
+def _of_places(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments for some places of the lists; what is no list goes with every place."""
+    return tuple([one[place] for place in places] if isinstance(one, (tuple, list)) else one for one in args)
+
+
+def _alike(args: Sequence[Any], count: int) -> list[int]:
+    """The places at which all tensors of the lists lie on the same workers. (Those of optimisers do at most.)"""
+    if any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
+        return []
+    lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
+    return [
+        place
+        for place, (first, *others) in enumerate(zip(*lists, strict=True))
+        if type(first) is GlobalTensor
+        and first._layout.rulers
+        and all(type(one) is GlobalTensor and one._layout is first._layout for one in others)
+    ]
+
+
+def _at_one_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int) -> Any:
+    """Apply a function to the entries at one place of the lists."""
+    name = func.__name__
+    writes = name.endswith("_")
+    own = [one[place] if isinstance(one, (tuple, list)) else one for one in args]
+    whole = [one for one in own if type(one) is GlobalTensor]
+    if writes and type(own[0]) is GlobalTensor:
+        check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
+    elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
+        own, whole = [entire(one) for one in own], []
+    found: Any = own
+    if whole:
+        lead = 0 if writes else None
+        if writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
+            adopt(own[0], own, name)
+            whole = [own[0], *whole]
+        target, found = aligned(whole[0]._context, own, lead, name)
+    nothing = bool(whole) and not (target.rulers or target.active)
+    block = found[0]
+    if nothing:  # (where a tensor stands for a number, it has to be one)
+        found = numbers_of(whole[0]._context, own, found)
+    given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
+    y = func(*given, **kwargs)
+    if nothing:
+        y = [(given[0][0] if writes else y[0]).reshape(1)[:0]]
+    if nothing and writes:  # (as on the worker that has it: refused where that is, and in the same graph)
+        block.add_(y[0])
+    if not writes:
+        return GlobalTensor._of(y[0], target) if whole else y[0]
+    if whole:
+        result_of(func, own[0], own[0]._block, (own[0],))
+    return own[0]
 
 
 def _is_number(x: torch.Tensor) -> bool:
@@ -89,23 +101,22 @@ def _is_number(x: torch.Tensor) -> bool:
     return not x.dim() and not recorded and type(x) in (GlobalTensor, torch.Tensor)
 
 
-def _at_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: Sequence[GlobalTensor]) -> Any:
-    """Apply a function to all blocks of such lists, of which one is given."""
+def _at_once(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[GlobalTensor]:
+    """Apply a function to the blocks of lists whose tensors lie alike at each place."""
     name = func.__name__
     writes = name.endswith("_")
-    if writes:
-        for x in like:
-            check_written(x, name)
+    like = next(one for one in args if isinstance(one, list) and isinstance(one[0], torch.Tensor))
+    for x in like if writes else ():
+        check_written(x, name)
     given = [
-        [block_of(x) if type(x) is GlobalTensor else x for x in one] if isinstance(one, (tuple, list)) else one
-        for one in args
+        [block_of(x) if type(x) is GlobalTensor else x for x in one] if isinstance(one, list) else one for one in args
     ]
     y = func(*given, **kwargs)
     if not writes:
         return tuple(GlobalTensor._of(block, x._layout) for block, x in zip(y, like, strict=True))
     for x in like:
         note_written(x, name)
-    return args[0]
+    return like
 
 
 def _is_leaf_with_gradient(x: Any) -> bool:
