@@ -72,18 +72,18 @@ class Gathering:
             counts = blocks[0].new_zeros(len(blocks))
             found = self.operator.execute(torch.cat([*(block.reshape(-1) for block in blocks), counts]))
             wholes = tuple(found.new_empty(layout.extents) for layout in self.layouts)
-            for tensor, box, extents, start, stop in self._pieces:
-                wholes[tensor][box] = found[start:stop].reshape(extents)
+            into = [wholes[one.tensor][one.box] for one in self._pieces]
+            torch._foreach_copy_(into, [found[one.start : one.stop].view(one.shape) for one in self._pieces])
             return wholes
 
     def scatter(self, parts: Sequence[torch.Tensor | None], device: torch.device) -> tuple[torch.Tensor | None, ...]:
         """This worker's shares of the sums over all workers; none where nobody has a part."""
         missing = [place for place, part in enumerate(parts) if part is None]
         flat = torch.zeros(self._whole.extents, dtype=self.dtype, device=device)
-        for tensor, box, extents, start, stop in self._pieces:
-            part = parts[tensor]
-            if part is not None:
-                flat[start:stop].view(extents).copy_(part[box])
+        there = [(one, part) for one in self._pieces if (part := parts[one.tensor]) is not None]
+        into = [flat[one.start : one.stop].view(one.shape) for one, _ in there]
+        if into:
+            torch._foreach_copy_(into, [part[one.box] for one, part in there])
         for counts in self._counts:
             flat[counts].fill_(1)
             for place in missing:
