@@ -229,6 +229,19 @@ def test_odd_tensors(tmp_path):
         distdl.run_workers(lambda workers=workers: work(workers), workers)
 
 
+def test_complex_numbers_that_lie_between_others(tmp_path):
+    """In the file one of the two begins at an odd multiple of 8 bytes, where torch's loops would end the process."""
+
+    def made(fill):
+        values = {"a": fill * noise(3) + 1j, "b": fill * noise(1), "c": fill * noise(3) - 1j}
+        return nn.ParameterDict({name: nn.Parameter(value) for name, value in values.items()})
+
+    distdl.save(tmp_path, made(1.0))
+    found = made(0.0)
+    distdl.load(tmp_path, found)
+    assert_equal(dict(found.state_dict()), dict(made(1.0).state_dict()))
+
+
 def test_a_module_with_two_names_is_listed_in_both_places():
     shared = nn.Linear(2, 2)
     whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": shared, "c": nn.Linear(2, 2), "d": shared})

@@ -110,7 +110,8 @@ class Reader:
             part = (shape(block.box), saved.dtype)
             whole: torch.Tensor = found[slices(within(box, block.box)) or ...]
             if saved.dtype.is_complex:
-                whole = torch.view_as_complex(whole.contiguous())
+                # (a copy: a file has it at a multiple of 8 bytes, and torch's loops over complex128 need one of 16)
+                whole = torch.view_as_complex(whole.clone(memory_format=torch.contiguous_format))
             if tuple(found.get_shape())[: len(part[0])] != part[0] or whole.dtype != saved.dtype:
                 raise ValueError(f"{key} has shape {found.get_shape()} and {whole.dtype}; the index says {part}")
         return whole
