@@ -5,6 +5,7 @@ import torch
 from saved_models import KINDS, OPTIMISERS, assert_equal, equip, make, train
 
 import distdl
+from distdl.checkpoint.converting import convert
 
 
 def saved(path, kind, workers, optimiser="adamw"):
@@ -72,6 +73,49 @@ def test_an_optimiser_whose_state_has_other_shapes(tmp_path):
             distdl.save(tmp_path, model, steps)
 
     distdl.run_workers(work, 2)
+
+
+class Counting(torch.optim.SGD):
+    """An optimiser that keeps something of no parameter: in its state, and beside it."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, 0.01, momentum=0.9)
+        self.slow = {}
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["all"] = {"count": self.state["all"].get("count", 0) + 1, "mean": torch.tensor([0.5, 2.0])}
+        self.slow = {"seen": [self.state["all"]["count"]], "mean": torch.tensor(3.0)}
+
+    def state_dict(self):
+        return {**super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict):
+        self.slow = state_dict["slow"]
+        super().load_state_dict({key: one for key, one in state_dict.items() if key != "slow"})
+
+
+def test_what_an_optimiser_keeps_of_no_parameter(tmp_path, monkeypatch):
+    monkeypatch.setitem(OPTIMISERS, "counting", lambda groups: Counting(groups))
+    expected = saved(tmp_path / "ours", "sharded", 2, "counting")
+    assert expected[1]["slow"]["seen"] == [2] and expected[1]["state"]["all"]["count"] == 2
+    for kind, workers in (("plain", 1), ("replicated", 3), ("sharded", 3), ("modules", 2)):
+        for _, state, _ in loaded(tmp_path / "ours", kind, workers, "counting"):
+            assert_equal(state, expected)
+    assert "left out: random numbers, all of the optimiser, slow of the optimiser" in convert(
+        tmp_path / "ours", tmp_path / "torch's"
+    )
+
+    def differs():
+        model = make("replicated", distdl.world())
+        optimiser = Counting(model.parameters())
+        optimiser.state["all"] = {"count": distdl.world().rank}
+        with pytest.raises(
+            ValueError, match=r"besides its parameters .*state is .*0.* on worker 0 and .*1.* on worker"
+        ):
+            distdl.save(tmp_path / "other", model, optimiser)
+
+    distdl.run_workers(differs, 2)
 
 
 def test_the_state_is_that_of_the_sequential_training(tmp_path):

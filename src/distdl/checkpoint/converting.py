@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distdl.checkpoint import optimisers
 from distdl.checkpoint.exporting import States, plain_states
 from distdl.checkpoint.files import Reader, name_of, on_disk, safetensors, write_blocks
 from distdl.checkpoint.folders import INDEX, Place, find
@@ -80,19 +81,28 @@ def _ours(source: Path) -> tuple[dict[str, Any], list[str]]:
         found = {key: reader.read(key, whole(saved.extents)) for key, saved in kept.items()}
     model, numbered = plain_states(index, found)
     state: dict[str, Any] = {"model": model}
+    left = [] if index.facts["random"] is None else ["random numbers"]
     if numbered is not None:
+        left += [f"{key} of the optimiser" for key in _further(numbered)]
         state["optimizer"] = _by_names(numbered, [group["params"] for group in index.facts["optimiser"]["groups"]])
     if index.facts["scheduler"] is not None:
         state["scheduler"] = decode(index.facts["scheduler"], found.__getitem__)
     if index.step is not None:
         state["step"] = index.step
-    return state, [] if index.facts["random"] is None else ["random numbers"]
+    return state, left
+
+
+def _further(found: dict[str, Any]) -> list[str]:
+    """What a state_dict of an optimiser has that such directories do not: what is of no parameter."""
+    further = optimisers.besides(found)
+    return [*map(str, further.pop("state", {})), *further]
 
 
 def _by_names(numbered: dict[str, Any], keys: list[list[str]]) -> dict[str, Any]:
     names = [key.removeprefix(MODEL) for own in keys for key in own]
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in numbered["param_groups"]]
-    return {"state": {names[number]: kept for number, kept in numbered["state"].items()}, "param_groups": groups}
+    state = {names[number]: numbered["state"][number] for number in range(len(names)) if number in numbered["state"]}
+    return {"state": state, "param_groups": groups}
 
 
 # -- from torch's

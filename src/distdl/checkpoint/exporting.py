@@ -155,7 +155,7 @@ def _optimiser_state(facts: dict[str, Any], found: dict[str, torch.Tensor]) -> d
         for name, number in numbers.items()
         if name in facts["state"]
     }
-    return {"state": state, "param_groups": groups}
+    return optimisers.joined(state, groups, optimisers.further_of(facts, found.__getitem__))
 
 
 class States:
@@ -200,7 +200,8 @@ class States:
             for name, number in zip(own, group["params"], strict=True):
                 if number in state["state"]:
                     kept[name] = {key: self._described(name, key, one) for key, one in state["state"][number].items()}
-        self.index.facts["optimiser"] = {"kind": "", "groups": groups, "state": kept}
+        further = encode(optimisers.besides(state), "optimiser/besides", self.keep)
+        self.index.facts["optimiser"] = {"kind": "", "groups": groups, "state": kept, "besides": further}
         self._list()
 
     def read(self, key: str, box: Box) -> torch.Tensor:

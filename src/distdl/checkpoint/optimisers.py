@@ -21,8 +21,9 @@ Read = Callable[[str, "Record | None"], torch.Tensor]
 def describe(optimiser: torch.optim.Optimizer, records: Records) -> dict[str, Any]:
     """What stands in the index for this worker's part of an optimiser; its tensors are added to the records.
 
-    Returns: ``groups``, each with its options and the names of its parameters, and the ``state`` of each parameter: of
-        each of its values the key of a tensor and whether it ``follows`` the parameter's blocks, or the value.
+    Returns: ``groups``, each with its options and the names of its parameters; the ``state`` of each parameter: of
+        each of its values the key of a tensor and whether it ``follows`` the parameter's blocks, or the value; and what
+        it has ``besides``, as of :func:`besides`.
     Raises: TypeError if it is no optimiser; ValueError for a parameter that the model does not have, and for a tensor
         that is neither a block like that of its parameter nor the same on every worker.
     """
@@ -46,7 +47,8 @@ def describe(optimiser: torch.optim.Optimizer, records: Records) -> dict[str, An
         if parameter.box is not None:  # (what is kept of no cells tells nothing)
             own = found["state"].get(number, {})
             state[name] = {key: _described(value, key, parameter, records) for key, value in own.items()}
-    return {"kind": type(optimiser).__name__, "groups": groups, "state": state}
+    further = encode(besides(found), "optimiser/besides", keep)
+    return {"kind": type(optimiser).__name__, "groups": groups, "state": state, "besides": further}
 
 
 def names_of(optimiser: torch.optim.Optimizer, records: Records) -> list[list[str]]:
@@ -67,6 +69,19 @@ def names_of(optimiser: torch.optim.Optimizer, records: Records) -> list[list[st
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group: all but its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def besides(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state_dict has besides the groups and the state of their parameters: in ``state``, and beside it."""
+    numbers = {number for group in found["param_groups"] for number in group["params"]}
+    others = {key: one for key, one in found["state"].items() if key not in numbers}
+    further = {key: one for key, one in found.items() if key not in ("state", "param_groups")}
+    return {**further, "state": others} if others else further
+
+
+def joined(state: dict[Any, Any], groups: list[dict[str, Any]], besides: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict of an optimiser, of which :func:`besides` has told what it has besides."""
+    return {**besides, "state": {**state, **besides.get("state", {})}, "param_groups": groups}
 
 
 def keeper(records: Records) -> Callable[[str, torch.Tensor], None]:
@@ -137,7 +152,13 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
             number += 1
         named = {"param_names": group["param_names"]} if "param_names" in group else {}
         groups.append({**options, "params": numbers, **named})
-    return {"state": state, "param_groups": groups}
+    return joined(state, groups, further_of(index, lambda key: read(key, None)))
+
+
+def further_of(index: dict[str, Any], tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+    """What stands in an index of that which :func:`besides` has told; nothing if an earlier distdl has written it."""
+    found: dict[str, Any] = decode(index.get("besides", {"dict": []}), tensor)
+    return found
 
 
 def _check_kind(optimiser: torch.optim.Optimizer, index: dict[str, Any]) -> None:
@@ -210,6 +231,11 @@ def merge(told: list[dict[str, Any]]) -> dict[str, Any]:
                     f"the options of group {place} of the optimiser have to be the same on every worker; "
                     f"{_difference(ours, theirs, worker)}"
                 )
+        if one["besides"] != first["besides"]:
+            raise ValueError(
+                "what the optimiser keeps besides its parameters has to be the same on every worker; "
+                f"{_difference(first['besides'], one['besides'], worker)}"
+            )
     groups = [
         {
             "params": in_order([one["groups"][place]["params"] for one in told]),
@@ -233,6 +259,7 @@ def merge(told: list[dict[str, Any]]) -> dict[str, Any]:
         "kind": first["kind"],
         "groups": groups,
         "state": {name: kept for name, kept in state.items() if kept},
+        "besides": first["besides"],
     }
 
 
