@@ -242,6 +242,24 @@ def test_complex_numbers_that_lie_between_others(tmp_path):
     assert_equal(dict(found.state_dict()), dict(made(1.0).state_dict()))
 
 
+def test_keys_that_read_alike(tmp_path):
+    """Tensors under 1 and "1", and under "a/b" and "b" in "a", are different ones."""
+    extra = {1: torch.tensor(1.0), "1": torch.tensor(2.0), "a": {"b": torch.tensor(3.0)}, "a/b": torch.tensor(4.0)}
+
+    def made(extra):
+        model = Odd(1.0)
+        model.extra = extra
+        return model
+
+    distdl.save(tmp_path, made(extra))
+    found, again = made(None), made(None)
+    distdl.load(tmp_path, found)
+    state, _ = distdl.export_state(found)
+    distdl.import_state(again, state)
+    for one in (found.extra, state["_extra_state"], again.extra):
+        assert_equal(one, extra)
+
+
 def test_a_module_with_two_names_is_listed_in_both_places():
     shared = nn.Linear(2, 2)
     whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": shared, "c": nn.Linear(2, 2), "d": shared})

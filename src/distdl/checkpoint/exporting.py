@@ -13,7 +13,7 @@ from distdl.checkpoint.index import MODEL, Index, Saved
 from distdl.checkpoint.loading import Staged, install_together
 from distdl.checkpoint.records import Record, communicator_of
 from distdl.checkpoint.together import together
-from distdl.checkpoint.values import decode, encode
+from distdl.checkpoint.values import decode, encode, free
 from distdl.geometry.boxes import Box, slices
 from distdl.transport.communicator import Communicator, as_bytes
 
@@ -212,14 +212,16 @@ class States:
         path = f"optimiser/{name}/{key}"
         if not isinstance(value, torch.Tensor):
             return {"value": encode(value, path, self.keep)}
-        self.keep(path, value)
+        path = self.keep(path, value)
         # (a number beside a parameter that is a number: torch's optimisers count in "step")
         follows = name in self.tensors and value.shape == self.tensors[name].shape and (value.dim() or key != "step")
         return {"tensor": path, "follows": bool(follows)}
 
-    def keep(self, path: str, tensor: torch.Tensor) -> None:
-        """Add a tensor."""
-        self.tensors[path] = tensor
+    def keep(self, path: str, tensor: torch.Tensor) -> str:
+        """Add a tensor; returns its key."""
+        key = free(path, self.tensors)
+        self.tensors[key] = tensor
+        return key
 
     def _list(self) -> None:
         for key, one in self.tensors.items():

@@ -9,7 +9,7 @@ import torch
 
 from distdl.checkpoint.checking import is_kind
 from distdl.checkpoint.records import Record, Records, local
-from distdl.checkpoint.values import decode, encode
+from distdl.checkpoint.values import decode, encode, free
 from distdl.geometry.boxes import whole
 from distdl.globals import GlobalTensor
 from distdl.globals.context import Context
@@ -84,13 +84,15 @@ def joined(state: dict[Any, Any], groups: list[dict[str, Any]], besides: dict[st
     return {**besides, "state": {**state, **besides.get("state", {})}, "param_groups": groups}
 
 
-def keeper(records: Records) -> Callable[[str, torch.Tensor], None]:
+def keeper(records: Records) -> Callable[[str, torch.Tensor], str]:
     """For :func:`encode`: adds tensors that are the same on every worker to the records."""
 
-    def keep(path: str, tensor: torch.Tensor) -> None:
+    def keep(path: str, tensor: torch.Tensor) -> str:
         if isinstance(tensor, GlobalTensor):
             raise ValueError(f"a checkpoint keeps global tensors of models and optimisers only; {path} is one")
-        records.add(Record(path, tuple(tensor.shape), whole(tensor.shape), tensor))
+        key = free(path, records.found)
+        records.add(Record(key, tuple(tensor.shape), whole(tensor.shape), tensor))
+        return key
 
     return keep
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], str]) -> Any:
     """What stands in JSON for a value.
 
     Args:
         value: None, a bool, number or string; a tuple, list, dict or Counter of these; or a tensor.
         path: what it is, for errors, and to name the tensors in it.
-        keep: is handed each tensor in it, with the name under which it is to be found.
+        keep: is handed each tensor in it, with a name; returns the name under which it is to be found.
     Raises: ValueError for anything else.
     """
     if isinstance(value, np.generic):
@@ -30,8 +31,7 @@ def encode(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> 
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if isinstance(value, torch.Tensor):
-        keep(path, value)
-        return {"tensor": path}
+        return {"tensor": keep(path, value)}
     if type(value) in (list, tuple):
         items = [encode(item, f"{path}/{place}", keep) for place, item in enumerate(value)]
         return items if type(value) is list else {"tuple": items}
@@ -79,5 +79,11 @@ def _are_pairs(inside: Any) -> bool:
     )
 
 
-def _no_tensor(path: str, tensor: torch.Tensor) -> None:
+def free(name: str, taken: Container[str]) -> str:
+    """A name that is not taken: this one, or it with a number. (Keys of a dict may read alike: 1 and "1".)"""
+    names = (f"{name}~{number}" for number in count(1))
+    return name if name not in taken else next(one for one in names if one not in taken)
+
+
+def _no_tensor(path: str, tensor: torch.Tensor) -> str:
     raise ValueError(f"a checkpoint keeps no dict whose keys are tensors; {path} is one")
