@@ -261,7 +261,7 @@ def test_keys_that_read_alike(tmp_path):
 
 
 def test_a_module_with_two_names_is_listed_in_both_places():
-    shared = nn.Linear(2, 2)
+    shared = nn.Sequential(nn.Linear(2, 2), Odd(1.0))
     whole = nn.ModuleDict({"a": nn.Linear(2, 2), "b": shared, "c": nn.Linear(2, 2), "d": shared})
 
     def work():

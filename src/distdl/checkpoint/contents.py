@@ -78,9 +78,9 @@ def state_of(scheduler: Any) -> Any:
 
 
 def having_extra_state(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that keep more than tensors, by torch's ``get_extra_state``."""
-    plain = torch.nn.Module.get_extra_state
-    return [(path, module) for path, module in model.named_modules() if type(module).get_extra_state is not plain]
+    """The modules that keep more than tensors, by torch's ``get_extra_state``; one with two names under both."""
+    plain, named = torch.nn.Module.get_extra_state, model.named_modules(remove_duplicate=False)
+    return [(path, module) for path, module in named if type(module).get_extra_state is not plain]
 
 
 def agree(
