@@ -1,6 +1,7 @@
 """What goes wrong with a checkpoint is the same error on every worker, and nothing is loaded in part."""
 
 import contextlib
+import copy
 import json
 import resource
 import time
@@ -380,6 +381,28 @@ def test_a_module_that_has_no_state_yet(tmp_path):
     model = Noted(None)
     distdl.load(tmp_path, model)
     assert model.value == 7 and model.weight.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.fault("threads")
+def test_extra_states_that_are_missing_or_too_many(tmp_path):
+    """As torch's load_state_dict refuses them."""
+
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2))
+
+    for model, name in ((Noted(7), "has"), (Plain(), "none")):
+        distdl.save(tmp_path / name, nn.ModuleDict({"inner": model}))
+    for name, other, words in (
+        ("has", Plain(), "the model keeps no extra state of inner, of which the checkpoint has one"),
+        ("none", Noted(3), "the checkpoint has no extra state of inner, which the model keeps"),
+    ):
+
+        def work(name=name, other=other):
+            distdl.load(tmp_path / name, nn.ModuleDict({"inner": copy.deepcopy(other)}))
+
+        assert run(work) == (ValueError, words)
 
 
 @pytest.mark.fault("threads")

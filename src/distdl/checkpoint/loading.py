@@ -153,9 +153,11 @@ class Staged:
         self._schedule = None if scheduler is None else decode(facts["scheduler"], self._whole)
         if scheduler is not None:
             _check_kind(scheduler, facts["scheduler_kind"], self._schedule)
+        having = having_extra_state(model)
+        _check_extra(having, facts["extra_state"])
         self._extra = [
             (module, decode(facts["extra_state"][path], self._whole))
-            for path, module in having_extra_state(model)
+            for path, module in having
             if path in facts["extra_state"]
         ]
         self._generators: dict[str, torch.Tensor] | None = None
@@ -247,6 +249,22 @@ def _swap(record: Record, cells: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(cells.reshape(target.shape))
         cells.copy_(before.reshape(cells.shape))
+
+
+def _check_extra(having: list[tuple[str, torch.nn.Module]], saved: Mapping[str, Any]) -> None:
+    """Check that the modules that keep an extra state are those of which one was saved.
+
+    (Of one with two names, distdl saved it under the first at first.)
+
+    Raises: ValueError.
+    """
+    found = {id(module) for path, module in having if path in saved}
+    unknown = sorted(path or "the model" for path, module in having if id(module) not in found)
+    if unknown:
+        raise ValueError(f"the checkpoint has no extra state of {_listed(unknown)}, which the model keeps")
+    missing = sorted(path or "the model" for path in saved.keys() - {path for path, _ in having})
+    if missing:
+        raise ValueError(f"the model keeps no extra state of {_listed(missing)}, of which the checkpoint has one")
 
 
 def _check_kind(scheduler: Any, kind: str | None, saved: Any) -> None:
