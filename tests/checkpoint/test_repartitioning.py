@@ -3,6 +3,7 @@
 import pytest
 import torch
 from saved_models import KINDS, OPTIMISERS, assert_equal, equip, make, train
+from torch import nn
 
 import distdl
 from distdl.checkpoint.converting import convert
@@ -116,6 +117,58 @@ def test_what_an_optimiser_keeps_of_no_parameter(tmp_path, monkeypatch):
             distdl.save(tmp_path / "other", model, optimiser)
 
     distdl.run_workers(differs, 2)
+
+
+class Listing(torch.optim.SGD):
+    """An optimiser that keeps a list of tensors of each parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["past"] = [torch.zeros_like(parameter)]
+
+
+def test_lists_of_blocks_are_refused(tmp_path):
+    """Also where all blocks are alike, which would be loaded as the whole tensor."""
+
+    def work():
+        model = make("modules", distdl.world())
+        optimiser = Listing([one for one in model.parameters() if one.numel()])
+        optimiser.step()
+        with pytest.raises(ValueError, match=r"is split to be no list or dict of tensors; .*/past/0 is in one"):
+            distdl.save(tmp_path, model, optimiser)
+
+    distdl.run_workers(work, 2)
+
+
+class Numbers(nn.Module):
+    """Parameters that are a number, and that have no element."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.number, self.nothing = nn.Parameter(torch.tensor(fill)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        return (x * self.number).sum() + self.nothing.sum()
+
+
+def test_parameters_of_one_element_or_none(tmp_path):
+    """What an optimiser counts stays a plain number, and it comes back for a parameter without elements, too."""
+
+    def work(before, after):
+        P = distdl.world().reshape(distdl.world().size, 1)
+        first, second = (distdl.distribute(Numbers(1.0), P, weights=one) for one in (before, after))
+        mine, other = (torch.optim.Adam(one.parameters()) for one in (first, second))
+        first(distdl.distribute_tensor(torch.ones(4, 3), P)).backward()
+        mine.step()
+        distdl.save(tmp_path, first, mine)
+        distdl.load(tmp_path, second, other)
+        assert [type(one["step"]) for one in other.state.values()] == [torch.Tensor, torch.Tensor]
+        assert_equal(distdl.export_state(second, other), distdl.export_state(first, mine))
+        assert list(distdl.export_state(second, other)[1]["state"]) == [0, 1]
+
+    for before, after in (("replicated", "sharded"), ("sharded", "sharded"), ("sharded", "replicated")):
+        distdl.run_workers(lambda before=before, after=after: work(before, after), 3)
 
 
 def test_the_state_is_that_of_the_sequential_training(tmp_path):

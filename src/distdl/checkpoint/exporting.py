@@ -213,9 +213,8 @@ class States:
         if not isinstance(value, torch.Tensor):
             return {"value": encode(value, path, self.keep)}
         path = self.keep(path, value)
-        # (a number beside a parameter that is a number: torch's optimisers count in "step")
-        follows = name in self.tensors and value.shape == self.tensors[name].shape and (value.dim() or key != "step")
-        return {"tensor": path, "follows": bool(follows)}
+        follows = name in self.tensors and value.shape == self.tensors[name].shape
+        return {"tensor": path, "follows": follows and not optimisers.is_count(key, value)}
 
     def keep(self, path: str, tensor: torch.Tensor) -> str:
         """Add a tensor; returns its key."""

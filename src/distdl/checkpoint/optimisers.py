@@ -97,13 +97,20 @@ def keeper(records: Records) -> Callable[[str, torch.Tensor], str]:
     return keep
 
 
+def is_count(key: str, value: torch.Tensor) -> bool:
+    """Whether it is where an optimiser of torch counts: beside a parameter that is a number, too, and no moment."""
+    return key == "step" and not value.dim()
+
+
 def _described(value: Any, key: str, parameter: Record, records: Records) -> dict[str, Any]:
     path = f"optimiser/{parameter.key}/{key}"
+    if not isinstance(key, str):
+        raise ValueError(f"a checkpoint keeps what an optimiser has of a parameter under names; {path} is none")
     if not isinstance(value, torch.Tensor):
-        return {"value": encode(value, path, keeper(records))}
+        return {"value": encode(value, path, _keeper_beside(parameter, records))}
     assert parameter.tensor is not None
     follows = isinstance(value, GlobalTensor) is isinstance(parameter.tensor, GlobalTensor) and (
-        value.shape == parameter.tensor.shape
+        value.shape == parameter.tensor.shape and not is_count(key, value)
     )
     if follows:
         other = parameter.tensor
@@ -118,11 +125,27 @@ def _described(value: Any, key: str, parameter: Record, records: Records) -> dic
     elif value.dim() == 0 or parameter.is_whole:
         records.add(Record(path, tuple(value.shape), whole(value.shape), value))
     else:
+        block = dims(tuple(parameter.tensor.shape))
         raise ValueError(
-            f"a checkpoint needs what an optimiser keeps of a parameter that is split to be one number, or to have the "
-            f"shape of the block, {dims(tuple(parameter.tensor.shape))}; {path} has {dims(tuple(value.shape))}"
+            f"{_SPLIT} to be one number, or to have the shape of the block, {block}; {path} has "
+            f"{dims(tuple(value.shape))}"
         )
     return {"tensor": path, "follows": follows}
+
+
+_SPLIT = "a checkpoint needs what an optimiser keeps of a parameter that is split"
+
+
+def _keeper_beside(parameter: Record, records: Records) -> Callable[[str, torch.Tensor], str]:
+    """For :func:`encode` of a list or dict that is kept of a parameter: tensors in it are not blocks."""
+    keep = keeper(records)
+
+    def whole_only(path: str, tensor: torch.Tensor) -> str:
+        if tensor.dim() and not parameter.is_whole and not isinstance(parameter.tensor, GlobalTensor):
+            raise ValueError(f"{_SPLIT} to be no list or dict of tensors; {path} is in one")
+        return keep(path, tensor)
+
+    return whole_only
 
 
 def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str, Any], read: Read) -> dict[str, Any]:

@@ -130,7 +130,10 @@ def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves:
         assert tensor is not None
         return Record(key, tuple(tensor.shape), whole(tensor.shape), tensor, saves, equal)
     me = layout.partition.comm.rank
-    box = layout[me] if me in layout.partition and volume(layout[me]) else None
+    # (of a tensor without cells, who has a block of it has all of it)
+    nothing = tensor is not None and not volume(whole(layout.extents))
+    holds = me in layout.partition and (volume(layout[me]) or nothing)
+    box = layout[me] if holds else None
     if box is not None and (tensor is None or local(tensor).numel() != volume(box)):
         found = "none" if tensor is None else dims(tuple(local(tensor).shape))
         raise ValueError(f"{key} needs a block of {dims(shape(box))} on worker {me}, by its layout; it has {found}")
