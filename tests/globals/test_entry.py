@@ -1,5 +1,7 @@
 """Where tensors become global, and plain again."""
 
+import warnings
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -10,7 +12,7 @@ from distdl import GlobalTensor
 from distdl.nn import DistributedConv2d
 from distdl.testing import assert_adjoint, assert_matches_sequential
 
-x35 = noise(3, 5)
+x35, square = noise(3, 5), noise(2, 2)
 
 
 def grid(*extents, first=0):
@@ -142,6 +144,11 @@ def test_a_value_for_which_one_worker_asks_is_an_error_that_says_so():
         distdl.run_workers(work, 3)
 
 
+def quantised(x):
+    with warnings.catch_warnings(action="ignore"):  # (torch will not have these for ever)
+        return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
+
+
 WRONG = {
     "no tensor": lambda P: distdl.distribute_tensor(None, P),
     "fewer dims than axes": lambda P: distdl.distribute_tensor(noise(3), P),
@@ -162,6 +169,8 @@ WRONG = {
     "axes of a layout": lambda P: split(x35).redistribute(split(x35).layout, axes=(0, 1)),
     "not there": lambda P: split(x35).full_tensor(on=9),
     "placements": lambda P: distdl.distribute_tensor(x35, P, ["Shard(0)"]),
+    "a quantised tensor": lambda P: distdl.distribute_tensor(quantised(x35), P),
+    "a quantised block": lambda P: GlobalTensor.from_local(quantised(x35) if me() == 1 else x35, P),
 }
 NAMED = {
     "no such worker": "distribute_tensor needs src to be a worker's number, from 0 to 2; got 7",
@@ -183,6 +192,34 @@ def test_errors_are_the_same_on_every_worker(what):
 
     distdl.run_workers(work, 3)
     assert told[0] == told[1] == told[2] == NAMED.get(what, told[0])
+
+
+SPLIT_OTHERWISE = {
+    "another grid": lambda P, first: distdl.distribute_tensor(square, P.T if first else P),
+    "other workers": lambda P, first: distdl.distribute_tensor(square, P[:1] if first else P),
+    "another order": lambda P, first: distdl.distribute_tensor(square, P[::-1] if first else P),
+    "another source": lambda P, first: distdl.distribute_tensor(square, P, src=int(first)),
+    "other axes": lambda P, first: distdl.distribute_tensor(square, P, axes=(1, 0) if first else (0, 1)),
+    "axes of the wrong number": lambda P, first: distdl.distribute_tensor(square, P, axes=(0,) if first else None),
+    "blocks in another grid": lambda P, first: GlobalTensor.from_local(square, P.T if first else P),
+    "blocks along other axes": lambda P, first: GlobalTensor.from_local(square, P, axes=(1, 0) if first else (0, 1)),
+    "blocks along no axis": lambda P, first: GlobalTensor.from_local(square, P, axes=(0, 7) if first else (0, 1)),
+}
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("what", SPLIT_OTHERWISE)
+def test_a_worker_that_splits_otherwise_is_told_at_once(what):
+    """The same error on every worker, before anything has moved; and the world stays usable."""
+
+    def work():
+        P = grid(2, 1)
+        with pytest.raises(distdl.CommunicationError, match="workers make different calls together") as error:
+            SPLIT_OTHERWISE[what](P, me() == 0)
+        assert torch.equal(distdl.distribute_tensor(square, P).full_tensor(), square)
+        return str(error.value)
+
+    assert len(set(distdl.run_workers(work, 2))) == 1
 
 
 def test_what_one_worker_has_on_a_device_lies_there_on_all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -68,6 +69,8 @@ def _header(x: Any) -> _Header | str:
         return f"{type(x).__name__} with a tangent ({NO_TANGENTS})"
     if x.layout is not torch.strided or x.is_nested:
         return f"{type(x).__name__} that is {'nested' if x.is_nested else x.layout}"
+    if x.dtype not in DTYPES:
+        return f"{type(x).__name__} of {x.dtype}, which distdl does not move"
     gradient = x.requires_grad and torch.is_grad_enabled()
     return _Header(tuple(x.shape), dtype_code(x.dtype), x.device.type, gradient, seed(), Bounds.of(x))
 
@@ -124,7 +127,8 @@ def distribute_tensor(
         return redistribute(x, P, axes)
     mine = _header(x) if context.me == src else None
     _begin(context, "distribute_tensor")
-    told = broadcast_value(context.comm, context.everyone, "distribute_tensor", src, mine)
+    call, shown = _call("distribute_tensor", P, axes)
+    told = broadcast_value(context.comm, context.everyone, call, src, mine, shown)
     if isinstance(told, str):
         raise ValueError(f"distribute_tensor needs a tensor on worker {src}; it has a value of type {told}")
     header = _Header(*told)
@@ -145,11 +149,12 @@ def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | N
     if not isinstance(P, Partition):
         raise TypeError(f"GlobalTensor.from_local needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
-    if axes is not None:
-        P = _along(context, P, axes, "GlobalTensor.from_local")
     _begin(context, "GlobalTensor.from_local")
     block = plain_of(block)  # (a block that was computed with a weight is no copy of one)
-    told = gather_values(context.comm, context.everyone, "GlobalTensor.from_local", _header(block))
+    call, shown = _call("GlobalTensor.from_local", P, axes)
+    told = gather_values(context.comm, context.everyone, call, _header(block), shown)
+    if axes is not None:
+        P = _along(context, P, axes, "GlobalTensor.from_local")
     headers = _headers(told, P)
     first = headers[int(P.workers.flat[0])]
     context.draws.seed = first.seed
@@ -240,6 +245,14 @@ def _along(context: Context, P: Partition, axes: Sequence[int | None], what: str
     workers = workers.transpose([sorted(named).index(axis) for axis in named])
     shape = iter(workers.shape)
     return CartesianPartition(context.comm, workers.reshape([1 if axis is None else next(shape) for axis in axes]))
+
+
+def _call(what: str, P: Partition, axes: Any) -> tuple[str, str]:
+    """What workers compare of a call before they tell each other of tensors, and what an error says of it."""
+    shown = f"{what} over {P}"
+    if axes is not None:
+        shown += f" with axes={tuple(axes) if _AXES(axes) else axes!r}"
+    return f"{shown} {crc32(P.workers.tobytes())}", shown  # (of many workers, the text has some)
 
 
 def _begin(context: Context, what: str) -> None:

@@ -69,7 +69,7 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
     Args:
         call: what the workers do, with its options.
         length: of the value that this worker will send.
-        shown: what an error says of the call, if it says more than ``call``.
+        shown: what an error says of the call, if it says other than ``call``.
     Returns: the largest length.
     Raises: CommunicationError, the same on every member, if they are not.
     """

@@ -31,17 +31,19 @@ _REDUCTIONS: dict[str, tuple[Callable[[Iterable[int]], int], _Combine, _Combine]
 
 
 @hidden
-def broadcast_value(comm: Communicator, members: Group, call: str, root: int, value: Any) -> Any:
+def broadcast_value(comm: Communicator, members: Group, call: str, root: int, value: Any, shown: str = "") -> Any:
     """The value of one of the members, on all of them.
 
     Args:
         call: what the workers do, the same text on all members.
+        shown: what an error says of the call, if it says other than ``call``.
         root: the worker whose value it is; the others pass any value.
     Raises: CommunicationError, the same on every member, if they are in different calls; ValueError, likewise, for a
         value that cannot be sent.
     """
     message = _message_of(value) if comm.rank == root else b""
-    length = meet(comm, members, f"{call} from worker {root}", len(message))
+    sender = f"from worker {root}"
+    length = meet(comm, members, f"{call} {sender}", len(message), f"{shown or call} {sender}")
     content = padded(message, length)
     comm.through.broadcast((root, *(worker for worker in members if worker != root)), content).wait()
     return _value_of(root, content.numpy().tobytes())
