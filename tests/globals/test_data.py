@@ -193,6 +193,9 @@ class First(torch.utils.data.Sampler[int]):
         lambda whole, rank: DataLoader(whole, batch_sampler=[torch.tensor([0, 3]), np.array([1 + rank])]),
         lambda whole, rank: DataLoader(whole, 3, sampler=First(5 - rank)),
         lambda whole, rank: DataLoader(torch.utils.data.ConcatDataset([_split_by(rank)(whole), whole]), 2),
+        lambda whole, rank: DataLoader(BlockDataset(IMAGES[..., : 8 - rank], whole.P), 2),
+        lambda whole, rank: DataLoader(BlockDataset(IMAGES.astype(np.float32) if rank else IMAGES, whole.P), 2),
+        lambda whole, rank: DataLoader(BlockDataset(IMAGES, grid_of((1, 1, 1 + rank, 2 - rank))), 2),
     ],
 )
 def test_another_order_on_one_worker(loader):

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from distdl.data.blocks import Blocks, each, leaves
+from distdl.data.blocks import BlockDataset, Blocks, each, leaves
 from distdl.data.wrapped import blocks_of, parts_in
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
-from distdl.partition import Partition
+from distdl.partition import Partition, dims
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
 
@@ -53,8 +53,9 @@ class DataLoader(data.DataLoader[Any]):
         seed: of the order, if it is shuffled. Each epoch has another one.
         options: those of ``torch.utils.data.DataLoader``, but for ``collate_fn`` and ``generator``.
     Raises: TypeError for another dataset, or one whose class changes samples, and not blocks of batches; ValueError for
-        ``in_order=False``. At the begin of an epoch ValueError, the same on every worker, if samples, batches, the
-        seed, or what is known of a sampler (its length, its generator, its indices, options of torch's) differ.
+        ``in_order=False``. At the begin of an epoch ValueError, the same on every worker, if samples, their shapes or
+        dtypes, batches, how these are split, the seed, or what is known of a sampler (its length, its generator, its
+        indices, options of torch's) differ.
     """
 
     @checks_arguments
@@ -96,7 +97,17 @@ class DataLoader(data.DataLoader[Any]):
             order = crc32(one.cpu().numpy().tobytes(), order)
         size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
         count = len(self.dataset)  # type: ignore[arg-type]  # (torch's datasets need not have a length; these have one)
-        return f"{count} of {whole} samples in {size} in the order {order:08x}"
+        kinds = ", ".join(f"{dims(one.shape) or '0-d'} {one.dtype}" for one in leaves(_read_by(self.dataset).sources))
+        split = f"over {self._P} ({crc32(self._P.workers.tobytes()):08x})"  # (of many workers, the text has some)
+        return f"{count} of {whole} samples of {kinds} in {size} {split} in the order {order:08x}"
+
+
+def _read_by(dataset: Any) -> BlockDataset:
+    """The dataset that reads what a loader's dataset gives, which is itself or the whole of which it is a part."""
+    while isinstance(dataset, data.Subset):
+        dataset = dataset.dataset
+    found: BlockDataset = dataset
+    return found
 
 
 _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
