@@ -406,6 +406,24 @@ def test_foreign_byte_order_becomes_this_machines():
     assert torch.equal(block, torch.from_numpy(IMAGES[1][:, :3, :5].astype(np.float32)))
 
 
+@pytest.mark.parametrize(
+    ("numbers", "kind", "words"),
+    [([0, 1, SAMPLES], IndexError, "sample 7 of 7"), ([0, 1, 2.5], TypeError, "a whole one; got 2.5")],
+)
+def test_what_is_no_sample_is_an_error_on_every_worker(numbers, kind, words):
+    """Also where the batch is split, and the sample would be another worker's."""
+
+    def work() -> None:
+        dataset = BlockDataset(LABELS, grid_of((3,)))
+        with pytest.raises(kind, match=words):
+            list(DataLoader(dataset, 3, sampler=numbers))
+        with pytest.raises(kind, match=words):
+            dataset[numbers[-1]]
+        assert len(list(DataLoader(dataset, 3, sampler=[0, torch.tensor(-1), np.int32(3)]))) == 1
+
+    distdl.run_workers(work, 3)
+
+
 def test_errors(tmp_path):
     P = on_worker(0, (1, 1, 2, 2))
     with pytest.raises(ValueError, match="one number of samples; got 7, 6"):

@@ -66,6 +66,7 @@ class BlockDataset(data.Dataset[Any]):
         return each(self.sources, lambda source: self._batch(source, indices))
 
     def _batch(self, source: Source, indices: Sequence[int]) -> Blocks:
+        indices = [checked(index, self._length) for index in indices]  # (also those of others, for all have to raise)
         shape = (len(indices), *source.shape)
         box = _box(_workers_of(self.workers, len(shape)), self.me, shape)
         if box is None:
@@ -78,13 +79,13 @@ class BlockDataset(data.Dataset[Any]):
         workers = _workers_of(self.workers, 1 + len(source.shape))
         box = _box(workers, self.me, (workers.shape[0], *source.shape))
         within = [(0, 0)] * len(source.shape) if box is None else box[1:]
-        return self._cells(source, [index], within)[0]
+        return self._cells(source, [checked(index, self._length)], within)[0]
 
     def _cells(self, source: Source, indices: Sequence[int], within: Sequence[tuple[int, int]]) -> torch.Tensor:
         cells = np.empty((len(indices), *(stop - start for start, stop in within)), source.dtype)
         if cells.size:
             for place, index in enumerate(indices):
-                cells[place] = source.read(checked(index, self._length), tuple(slice(*one) for one in within))
+                cells[place] = source.read(index, tuple(slice(*one) for one in within))
         return torch.from_numpy(cells)
 
     def __getstate__(self) -> dict[str, Any]:

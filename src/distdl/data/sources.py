@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -36,7 +37,7 @@ class Chosen(Source):
         self._source, self._indices = source, indices
 
     def read(self, index: int, box: tuple[slice, ...]) -> Any:
-        return self._source.read(checked(int(self._indices[index]), self._source.length), box)
+        return self._source.read(checked(self._indices[index], self._source.length), box)
 
 
 class Joined(Source):
@@ -158,14 +159,17 @@ def _opened(array: Any) -> Any:
     return array.open() if isinstance(array, _File) else array
 
 
-def checked(index: int, length: int) -> int:
+def checked(index: Any, length: int) -> int:
     """The number of a sample, counted from the first.
 
-    Raises: IndexError if there is none.
+    Raises: TypeError if it is no whole number; IndexError if there is none.
     """
-    if not -length <= index < length:
-        raise IndexError(f"sample {index} of {length}")
-    return int(index) % length
+    if not hasattr(index, "__index__"):
+        raise TypeError(f"a sample's number is a whole one; got {index!r}")
+    number = operator.index(index)
+    if not -length <= number < length:
+        raise IndexError(f"sample {number} of {length}")
+    return number % length
 
 
 def source_of(given: Any) -> Source:
