@@ -449,6 +449,35 @@ def test_errors(tmp_path):
         DataLoader([1, 2])
 
 
+def test_what_cannot_be_read_is_named(tmp_path):
+    """As one of many files; and what no batch can be made of, before a batch is."""
+    P = on_worker(0, (1, 1, 2, 2))
+    paths = written("list of files", tmp_path, "x", IMAGES)
+    paths[2].write_bytes(paths[3].read_bytes()[:-8])
+    paths[4].write_bytes(b"")
+    np.save(tmp_path / "texts.npy", np.array(["a", "b"]))
+    (tmp_path / "no.h5").write_bytes(b"no")
+    group = written("h5", tmp_path, "x", IMAGES).rpartition("/")[0]
+    for given, words in (
+        (paths[2], "x2.npy cannot be read: mmap length is greater than file size"),
+        (f"{paths[1]}:name", "x1.npy:name cannot be read: it has one array, without a name"),
+        (tmp_path / "no.h5", "no.h5 cannot be read: "),
+        (group, "NAME is one of train/x"),
+        (f"{group}/y", "train/y cannot be read: "),
+        (tmp_path / "texts.npy", "of a dtype that torch has; got <U1"),
+        (torch.zeros(2, dtype=torch.bfloat16), "of a dtype that NumPy has; got torch.bfloat16"),
+        ([IMAGES[0]], "a list to have paths; got a ndarray in one"),
+        ((), "an array at least"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            BlockDataset(given, P)
+    with pytest.raises(ValueError, match=r"x4.npy cannot be read: No data left in file"):
+        BlockDataset(paths, P)[4]
+    for name, value in (("collate_fn", list), ("generator", torch.Generator())):
+        with pytest.raises(TypeError, match=f"DataLoader takes no {name}="):
+            DataLoader(BlockDataset(IMAGES, P), **{name: value})
+
+
 def test_a_missing_library_is_named(tmp_path, monkeypatch):
     import builtins
 

@@ -50,6 +50,8 @@ class BlockDataset(data.Dataset[Any]):
         self.me, self.workers = P.comm.rank, P.workers
         self.sources = each(source, source_of)
         lengths = [one.length for one in leaves(self.sources)]
+        if not lengths:
+            raise ValueError("BlockDataset needs an array at least; got an empty tuple or dict")
         if len(set(lengths)) > 1:
             raise ValueError(f"BlockDataset needs sources of one number of samples; got {', '.join(map(str, lengths))}")
         self._length: int = lengths[0]

@@ -65,6 +65,9 @@ class DataLoader(data.DataLoader[Any]):
                 "DataLoader needs in_order=True: which batch a process has ready first differs from worker to worker, "
                 "and blocks of different batches would meet"
             )
+        for name, instead in (("collate_fn", "change batches"), ("generator", "give it seed=")):
+            if name in options:
+                raise TypeError(f"DataLoader takes no {name}=: {instead}")
         self._given = dataset
         blocks, self._P = blocks_of(dataset)
         generator = torch.Generator().manual_seed(seed)

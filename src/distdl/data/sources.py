@@ -23,6 +23,10 @@ class Source(ABC):
 
     def __init__(self, length: int, shape: Sequence[int], dtype: Any) -> None:
         self.length, self.shape, self.dtype = length, tuple(shape), np.dtype(dtype).newbyteorder("=")
+        try:
+            torch.from_numpy(np.empty(0, self.dtype))
+        except TypeError:
+            raise ValueError(f"BlockDataset needs arrays of a dtype that torch has; got {self.dtype}") from None
 
     @abstractmethod
     def read(self, index: int, box: tuple[slice, ...]) -> Any:
@@ -79,9 +83,12 @@ class _Files(Source):
     """A list of files, one for each sample."""
 
     def __init__(self, paths: Sequence[Any]) -> None:
-        self._files = [_File.of(path) for path in paths]
-        if not self._files:
+        if not paths:
             raise ValueError("BlockDataset needs a file at least")
+        other = next((one for one in paths if not isinstance(one, (str, os.PathLike))), None)
+        if other is not None:
+            raise ValueError(f"BlockDataset needs a list to have paths; got a {type(other).__name__} in one")
+        self._files = [_File.of(path) for path in paths]
         first = self._files[0].open()
         super().__init__(len(paths), first.shape, first.dtype)
         self._files[0].close()
@@ -131,14 +138,35 @@ class _File:
 
 
 def _open(path: str, name: str) -> Any:
+    """The array of a file.
+
+    Raises: ValueError that names the file, if it is damaged, or has no array of that name.
+    """
+    try:
+        return _array_of(path, name)
+    except FileNotFoundError:
+        raise
+    except (ValueError, OSError, KeyError, EOFError) as error:
+        if path in str(error):
+            raise
+        raise ValueError(f"{path}{f':{name}' if name else ''} cannot be read: {error}") from error
+
+
+def _array_of(path: str, name: str) -> Any:
     kind = Path(path).suffix
     if kind == ".npy":
+        if name:
+            raise ValueError("it has one array, without a name")
         return np.load(path, mmap_mode="r", allow_pickle=False)
     if kind in (".h5", ".hdf5"):
         file = _library("h5py", "HDF5").File(path, "r")
         if not name and len(file) != 1:
             raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(file)}")
-        return file[name or next(iter(file))]
+        name = name or next(iter(file))
+        if not hasattr(file[name], "shape"):  # (a group)
+            inside = ", ".join(f"{name}/{one}" for one in file[name])
+            raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {inside}")
+        return file[name]
     if kind == ".zarr":
         found = _library("zarr", "Zarr").open(path, mode="r")
         found = found[name] if name else found
@@ -186,7 +214,10 @@ def source_of(given: Any) -> Source:
     if module == "h5py":  # which cannot be pickled, nor read after a fork
         return _Array(_File(given.file.filename, given.name))
     if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
+        try:
+            given = given.detach().cpu().numpy()
+        except TypeError:
+            raise ValueError(f"BlockDataset needs tensors of a dtype that NumPy has; got {given.dtype}") from None
     if not all(hasattr(given, name) for name in ("shape", "dtype", "__getitem__")):
         raise ValueError(f"BlockDataset needs a path, a list of paths, or an array; got {type(given).__name__}")
     return _Array(given)
