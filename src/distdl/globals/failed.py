@@ -30,6 +30,7 @@ def meet_in(error: Exception, what: str, context: Context) -> None:
         with unobserved():
             meet(context.comm, context.everyone, f"{what} that has failed", shown=text)
     except CommunicationError as apart:
+        apart.has_own_cause = True
         raise apart from error
 
 

@@ -42,7 +42,13 @@ SMALL_SUM = 1 << 15  # bytes up to which each member of an all-sum sends its ten
 
 
 class CommunicationError(RuntimeError):
-    """A wait for other workers that cannot end: one of them failed, is absent, or makes another call."""
+    """A wait for other workers that cannot end: one of them failed, is absent, or makes another call.
+
+    Attributes:
+        has_own_cause: whether this worker failed in another way first, by the error that is the cause of this one.
+    """
+
+    has_own_cause = False
 
 
 class LongGroup(tuple[int, ...]):

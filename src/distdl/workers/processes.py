@@ -122,8 +122,12 @@ def _read(report: Connection, rank: int, process: BaseProcess) -> _Report:
 
 def _first_failure(ends: dict[int, _Report]) -> int | None:
     failures = [rank for rank, end in ends.items() if end.how == "failed"]
-    # those that only lost the others tell nothing new
-    return min(failures, key=lambda rank: isinstance(ends[rank].value, CommunicationError), default=None)
+    # those that only lost the others tell nothing new, and one that had failed before has that error as its cause
+    return min(failures, key=lambda rank: _tells_of_others(ends[rank].value), default=None)
+
+
+def _tells_of_others(error: BaseException) -> int:
+    return 0 if not isinstance(error, CommunicationError) else 1 if error.has_own_cause else 2
 
 
 def _results(ends: dict[int, _Report], workers: int) -> list[Any]:

@@ -17,7 +17,7 @@ from distdl.backends import Work, register
 from distdl.backends.threaded.communicator import Post, ThreadCommunicator
 from distdl.backends.threaded.generator import share_generator
 from distdl.backends.threaded.hub import Hub
-from distdl.transport.communicator import Communicator
+from distdl.transport.communicator import CommunicationError, Communicator
 
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
 
@@ -43,6 +43,7 @@ def _run(work: Work, workers: int) -> list[Any]:
     hub, post = Hub(workers), Post()
     results: dict[int, Any] = {}
     exits: dict[int, SystemExit] = {}
+    failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         hub.threads[threading.get_ident()] = rank
@@ -57,6 +58,7 @@ def _run(work: Work, workers: int) -> list[Any]:
                 error.add_note(f"(raised on worker {rank} of {workers})")
                 if isinstance(error, SystemExit) and hub.failure is None:  # which ends a process without a traceback
                     print(f"distdl: worker {rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+                failures.append(error)
                 hub.fail(error)
         else:
             hub.finish(rank, "returned")
@@ -78,10 +80,18 @@ def _run(work: Work, workers: int) -> list[Any]:
         _join(running)
         for thread in running:
             _stop(thread)
-        raise hub.failure
+        raise _telling(hub.failure, failures)
     if exits:
         raise exits[min(exits)]  # nobody waited for those that called sys.exit, so what they asked for can be done
     return [results[rank] for rank in range(workers)]
+
+
+def _telling(first: BaseException, failures: Sequence[BaseException]) -> BaseException:
+    """The first failure; or if it only tells of another worker's error, what that worker raised, of which it is the
+    cause, with the place in the user's code.
+    """
+    caused = [one for one in failures if isinstance(one, CommunicationError) and one.has_own_cause]
+    return caused[0] if caused and isinstance(first, CommunicationError) and not first.has_own_cause else first
 
 
 class _Stopped(SystemExit):
