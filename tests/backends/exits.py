@@ -41,6 +41,29 @@ def leaves_pieces_out():
         P.comm.exchange([(0, torch.ones(100))], []).wait()
 
 
+def ends_beside_its_watch():
+    """Worker 1 ends after a long wait, while the thread that has written of it into the store still asks the store."""
+
+    class Asking:
+        def __init__(self, store):
+            self.store = store
+
+        def __getattr__(self, name):
+            return getattr(self.store, name)
+
+        def set(self, key, value):
+            until = time.monotonic() + (0.7 if value == "" else 0.0)
+            while time.monotonic() < until:
+                self.store.check(["nothing"])
+            self.store.set(key, value)
+
+    P = distdl.world()
+    P.comm._watch._store = Asking(P.comm._watch._store)
+    time.sleep(2.5 if P.rank == 0 else 0)
+    P.allgather_data(0)
+    time.sleep(4 if P.rank == 0 else 0)  # (it keeps the store)
+
+
 def returns():
     """Worker 1 returns while the others wait for it."""
     P = distdl.world()

@@ -98,6 +98,14 @@ def test_gloo_processes_that_lose_another_say_why():
     assert "worker 1 failed with KeyError: 'the reason'" in note
 
 
+@pytest.mark.fault("gloo")
+@pytest.mark.timeout(120)
+def test_a_gloo_process_ends_well_while_its_watch_asks_the_store():
+    """(A thread that comes back from C++ while the interpreter ends is unwound, and C++ aborts the process.)"""
+    status, output = outcome([*STARTS["gloo"][:-2], "ends_beside_its_watch", "alone"])
+    assert status == 0 and "terminate" not in output, output
+
+
 @pytest.mark.fault("mpi")
 @pytest.mark.timeout(120)
 def test_mpi_names_the_worker_that_left_and_prints_one_traceback():

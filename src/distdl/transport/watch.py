@@ -53,7 +53,9 @@ class Watch:
         self._circles = Circles()
         self._ended: Exception | None = None  # by what it does not look any more
         self._bell = threading.Event()
-        threading.Thread(target=self._look, name="distdl-watch", daemon=True).start()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._look, name="distdl-watch", daemon=True)
+        self._thread.start()
 
     def begin(self, comm: Communicator, awaited: Sequence[int]) -> None:
         """This worker begins to wait: for messages of those that are awaited, or in a collective."""
@@ -64,6 +66,15 @@ class Watch:
         self._wait = None
         if self._written is not None:
             self._bell.set()
+
+    def stop(self) -> None:
+        """Look no more. (A thread that comes back from C++ while the interpreter ends aborts the process.)
+
+        A thread to which the store does not answer is left behind.
+        """
+        self._stopped = True
+        self._bell.set()
+        self._thread.join(_PATIENCE)
 
     def tell(self, text: str) -> None:
         """Tell the others why this worker fails, unless another one has failed before."""
@@ -129,7 +140,7 @@ class Watch:
 
     def _look(self) -> None:
         key, failures = f"waits/{self._rank}", 0
-        while True:
+        while not self._stopped:
             self._bell.wait(_PATIENCE / 2)
             self._bell.clear()
             try:

@@ -163,6 +163,7 @@ class TorchCommunicator(Communicator):
             text = f"worker {self.rank} {how}"
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
+        self._watch.stop()
         self._close(failure is not None)
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
