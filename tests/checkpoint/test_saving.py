@@ -187,6 +187,23 @@ def test_copies_are_written_once_and_evenly(tmp_path):
     assert len(sizes) == 3 and all(2 * 64 * 64 * 4 < size < 2 * 64 * 64 * 4 + 16_000 for size in sizes.values())
 
 
+def test_buffers_that_differ_are_those_of_the_first_worker(tmp_path):
+    """All of them: a mean of one worker and a variance of another would fit no data."""
+
+    def work():
+        model = nn.Sequential(nn.Linear(64, 3), nn.BatchNorm1d(3))
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0)
+        for buffer in model[1].buffers():
+            buffer.fill_(1 + distdl.world().rank)
+        distdl.save(tmp_path, model)
+        state, _ = distdl.export_state(model)
+        distdl.load(tmp_path, model)
+        return [{int(one.max()) for one in found.values()} for found in (dict(model.state_dict()), state)]
+
+    assert distdl.run_workers(work, 3) == [[{1}, {1}]] * 3
+
+
 class Odd(nn.Module):
     """Tensors of many dtypes, without dims, without cells, with two names, as views; and more than tensors."""
 

@@ -87,13 +87,15 @@ class Index:
 
 
 def described(record: Record) -> list[Any]:
-    """What a worker tells of a record: dtype, whole shape, its box, whether it may save it, and a print to compare."""
+    """What a worker tells of a record: dtype, whole shape, its box, whether it may save it, a print to compare, and
+    whether the first worker saves it.
+    """
     assert record.tensor is not None
     mark = _print(record.block) if record.equal and record.is_whole and record.tensor.numel() else None
     name = str(record.tensor.dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"a checkpoint keeps no tensors of {record.tensor.dtype}; {record.key} is one")
-    return [name, list(record.extents), record.box, record.saves, mark]
+    return [name, list(record.extents), record.box, record.saves, mark, record.first]
 
 
 def _print(block: torch.Tensor) -> int:
@@ -105,7 +107,8 @@ def _print(block: torch.Tensor) -> int:
 
 
 def blocks_of(told: Sequence[dict[str, Any]]) -> dict[str, Saved]:
-    """All tensors, and who writes which block: of the workers that have it, the one with the least to write so far.
+    """All tensors, and who writes which block: of the workers that have it, the one with the least to write so far; of
+    a buffer that may differ the first, so that all buffers of a module are of one worker.
 
     Args:
         told: for each worker, what it has described, by key.
@@ -124,12 +127,13 @@ def blocks_of(told: Sequence[dict[str, Any]]) -> dict[str, Saved]:
                     f"and {dims(shape)} {other} on worker {worker}"
                 )
         holders: dict[Box, dict[int, int | None]] = {}
-        for worker, (_, _, box, saves, mark) in having:
+        first_saves = having[0][1][-1]
+        for worker, (_, _, box, saves, mark, _) in having:
             if box is not None and saves and volume(_box(box)):
                 holders.setdefault(_box(box), {})[worker] = mark
         blocks = []
         for box, marks in holders.items():
-            least = min(marks, key=lambda worker: (loads[worker], worker))
+            least = min(marks, key=lambda worker: (0 if first_saves else loads[worker], worker))
             other = next((worker for worker in marks if marks[worker] != marks[min(marks)]), None)
             if other is not None:
                 raise ValueError(

@@ -32,6 +32,7 @@ class Record:
         tensor: what has them here, in any shape with so many elements; None if there is nothing.
         saves: whether this worker's cells may be those that are saved.
         equal: whether workers that have the same cells need to have the same values.
+        first: whether they may have others, and those of the first worker are saved.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Record:
     tensor: torch.Tensor | None
     saves: bool = True
     equal: bool = True
+    first: bool = False
 
     @property
     def block(self) -> torch.Tensor:
@@ -111,12 +113,12 @@ def records_of(model: torch.nn.Module) -> Records:
             first[id(tensor)] = key
             if path in parameters:
                 records.keys[id(tensor)] = key
-        saves, equal = stores or layout is not None, path in parameters
-        records.add(_record(key, tensor, layout, saves, equal and saves))
+        saves = stores or layout is not None
+        records.add(_record(key, tensor, layout, saves, path in parameters))
     return records
 
 
-def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves: bool, equal: bool) -> Record:
+def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves: bool, is_parameter: bool) -> Record:
     if tensor is not None and torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"a checkpoint needs a model whose parameters have their shapes; {key} gets it in a forward")
     if tensor is not None and local(tensor).is_meta:
@@ -128,7 +130,8 @@ def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves:
         layout = tensor.layout
     if layout is None:
         assert tensor is not None
-        return Record(key, tuple(tensor.shape), whole(tensor.shape), tensor, saves, equal)
+        equal = is_parameter and saves
+        return Record(key, tuple(tensor.shape), whole(tensor.shape), tensor, saves, equal, first=not is_parameter)
     me = layout.partition.comm.rank
     # (of a tensor without cells, who has a block of it has all of it)
     nothing = tensor is not None and not volume(whole(layout.extents))
@@ -137,7 +140,7 @@ def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves:
     if box is not None and (tensor is None or local(tensor).numel() != volume(box)):
         found = "none" if tensor is None else dims(tuple(local(tensor).shape))
         raise ValueError(f"{key} needs a block of {dims(shape(box))} on worker {me}, by its layout; it has {found}")
-    return Record(key, layout.extents, box, tensor, saves, equal)
+    return Record(key, layout.extents, box, tensor, saves, is_parameter and saves)
 
 
 def _layouts(module: Any) -> Iterator[tuple[str, str, Layout]]:
