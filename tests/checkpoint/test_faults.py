@@ -383,6 +383,27 @@ def test_a_module_that_has_no_state_yet(tmp_path):
     assert model.value == 7 and model.weight.tolist() == [7.0, 7.0]
 
 
+class Further(nn.Linear):
+    """A module that has more in its state_dict than parameters and buffers; or not."""
+
+    def __init__(self, *names):
+        super().__init__(2, 2)
+        self.names = names
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: torch.ones(1) for name in self.names})
+
+
+def test_what_a_module_alone_keeps_in_its_state_dict(tmp_path):
+    distdl.save(tmp_path, zeros(Further()))
+    assert distdl.load(tmp_path, zeros(Further())) is None
+    model = nn.ModuleDict({"inner": Further("scale")})
+    for call in (lambda: distdl.save(tmp_path, model), lambda: distdl.export_state(model)):
+        with pytest.raises(ValueError, match=r"the _save_to_state_dict of a Further gives inner.scale, too"):
+            call()
+
+
 @pytest.mark.fault("threads")
 def test_extra_states_that_are_missing_or_too_many(tmp_path):
     """As torch's load_state_dict refuses them."""

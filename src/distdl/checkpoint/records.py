@@ -6,7 +6,7 @@ sequential model. So what one has saved, another can load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,13 @@ def records_of(model: torch.nn.Module) -> Records:
     """The records of a model: its parameters and its persistent buffers. No message.
 
     Raises: TypeError if it is no module; ValueError for a parameter whose shape is not known yet, for a tensor on the
-        device meta, and for a block that is not what the layout says.
+        device meta, for a block that is not what the layout says, and for a module whose state_dict has more.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"a checkpoint needs a model that is a torch.nn.Module; got a {type(model).__name__}")
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {**parameters, **dict(_buffers(model))}
+    _check_nothing_else(model, tensors)
     layouts: dict[str, tuple[str, Layout | None]] = {}
     # of the tensors that stand beside blocks in a module: whether this worker has such blocks, and their keys
     beside: dict[str, tuple[bool, str]] = {}
@@ -116,6 +117,24 @@ def records_of(model: torch.nn.Module) -> Records:
         saves = stores or layout is not None
         records.add(_record(key, tensor, layout, saves, path in parameters))
     return records
+
+
+def _check_nothing_else(model: torch.nn.Module, tensors: Container[str]) -> None:
+    """Check that modules keep nothing in a state_dict but these tensors, and their extra states.
+
+    Raises: ValueError.
+    """
+    for prefix, module in model.named_modules():
+        if type(module)._save_to_state_dict is not torch.nn.Module._save_to_state_dict:
+            found: dict[str, Any] = {}
+            module._save_to_state_dict(found, _join(prefix, ""), keep_vars=True)
+            more = [name for name in found if name not in tensors and name.rpartition(".")[2] != "_extra_state"]
+            if more:
+                raise ValueError(
+                    f"a checkpoint keeps parameters, buffers and extra states; the _save_to_state_dict of a "
+                    f"{type(module).__name__} gives {', '.join(more[:8])}, too. Make it a buffer, or give the class a "
+                    "get_extra_state"
+                )
 
 
 def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves: bool, is_parameter: bool) -> Record:
