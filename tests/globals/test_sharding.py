@@ -434,6 +434,37 @@ def test_the_state_of_an_optimiser_can_be_saved_and_loaded(name):
     run(work)
 
 
+class Counted(torch.optim.SGD):
+    """An optimiser that keeps something of no parameter."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state["all"]["mean"] = self.state["all"].get("mean", torch.zeros(2)).add_(1)
+        self.state["count"] = 1 if self.state["count"] == {} else self.state["count"] + 1
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_what_an_optimiser_keeps_of_no_parameter_is_loaded(weights):
+    saved = {}
+
+    def work():
+        P = distdl.world().reshape(-1, 1)
+        model = distdl.distribute(torch.nn.Linear(3, 2), P, weights=weights)
+        first, again = (Counted(model.parameters(), 0.1, momentum=0.9) for _ in range(2))
+        model(distdl.distribute_tensor(torch.ones(4, 3), P)).sum().backward()
+        first.step()
+        state = distdl.optimizer_state_dict(first)
+        if P.comm.rank == 0:
+            saved.update(state)
+        P.allgather_data(0)
+        distdl.load_optimizer_state_dict(again, saved)  # (of threads one and the same, of which each has its copy)
+        again.step()
+        P.allgather_data(0)
+        return again.state["count"], again.state["all"]["mean"].tolist(), first.state["all"]["mean"].tolist()
+
+    assert distdl.run_workers(work, 3) == [(2, [2.0, 2.0], [1.0, 1.0])] * 3
+
+
 @pytest.mark.parametrize("make", [
     lambda given: torch.optim.LBFGS(given, 0.1, max_iter=3), lambda given: torch.optim.AdamW(given, 0.1, foreach=True),
 ], ids=["lbfgs", "adamw"])  # fmt: skip

@@ -42,9 +42,14 @@ def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, state: dict[str,
         raise TypeError(f"load_optimizer_state_dict needs the state_dict of an optimiser; got a {type(state).__name__}")
     optimizer.load_state_dict(state)
     for parameter, own in optimizer.state.items():
+        if not isinstance(parameter, torch.Tensor):  # (what some optimisers keep of no parameter)
+            optimizer.state[parameter] = map_tensors(own, torch.clone)
+            continue
         for name, value in own.items():
             if type(value) is torch.Tensor:
                 own[name] = _share(value, parameter, name) if type(parameter) is GlobalTensor else value.clone()
+            else:
+                own[name] = map_tensors(value, torch.clone)
 
 
 def _share(value: torch.Tensor, parameter: GlobalTensor, name: str) -> torch.Tensor:
