@@ -367,6 +367,16 @@ def test_worker_processes_of_workers_that_are_processes():
     assert distdl.run_workers(loads_by_a_process, 2, "gloo") == [True, True]
 
 
+def test_blocks_of_another_partition_are_refused():
+    def work() -> None:
+        rows, columns = grid_of((1, 1, 2, 1)), grid_of((1, 1, 1, 2))
+        loader = torch.utils.data.DataLoader(BlockDataset(IMAGES, rows), 2, collate_fn=collate(columns))
+        with pytest.raises(ValueError, match=r"over 1x1x1x2 .* needs a block of 2x2x5x[45] on worker"):
+            next(iter(loader))
+
+    distdl.run_workers(work, 2)
+
+
 def test_torchs_own_loader():
     P = distdl.world("serial").create_cartesian_topology_partition((1, 1, 1, 1))
     make = partial(torch.utils.data.DataLoader, BlockDataset({"x": IMAGES}, P), batch_size=4, collate_fn=collate(P))

@@ -115,9 +115,18 @@ class Blocks:
             )
 
     def as_global(self, P: Partition) -> GlobalTensor:
-        """The global tensor of the batch. No message is sent: every worker knows the shape."""
+        """The global tensor of the batch. No message is sent: every worker knows the shape.
+
+        Raises: ValueError if the block is not this worker's part of it.
+        """
         context = Context.of(P.comm)
         layout = context.balanced(_workers_of(P.workers, len(self.shape)), self.shape)
+        if tuple(self.block.shape) != tuple(layout.local):
+            needed, found = dims(layout.local), dims(self.block.shape)
+            raise ValueError(
+                f"Blocks of a batch of {dims(self.shape)} over {P} needs a block of {needed} on worker {context.me}; "
+                f"got {found}. Was it read over another partition?"
+            )
         return GlobalTensor._of(self.block, layout)
 
     def pin_memory(self) -> Blocks:
