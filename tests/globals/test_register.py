@@ -123,6 +123,31 @@ def test_results_of_other_layouts():
         distdl.local_map(lambda a: (a, a), out=("same",))(x)
 
 
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (lambda block: block.float(), "needs blocks of one dtype; .* torch.float64 on worker 0 and torch.float32 on"),
+        (lambda block: None, "to be a tensor on every worker or on none; on worker 1, function gave none"),
+        (lambda block: block[:, :1], "on worker 1, function gave 1x1 instead of 1x5"),
+    ],
+)
+def test_a_function_that_gives_something_else_on_one_worker(odd, words):
+    """The same error on every worker, also where the odd one could go on with what it has."""
+
+    def work():
+        P = distdl.world()
+
+        def function(block):
+            return odd(block) if P.rank == 1 else block * 2
+
+        with pytest.raises(ValueError, match=words) as error:
+            distdl.local_map(function)(distdl.distribute_tensor(x35, P.reshape(3, 1)))
+        P.allgather_data(0)
+        return str(error.value)
+
+    assert len(set(distdl.run_workers(work, 3))) == 1
+
+
 @on_workers
 def test_second_derivatives_of_functions_of_blocks():
     found = []

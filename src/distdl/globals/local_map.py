@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -35,8 +35,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         out: where the results lie. ``"same"``: as the first global argument does. A layout. A partition: the blocks
             tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts. Or a
             function from the layouts of the global arguments to one of these; for several results, a tuple of them.
-    Raises: TypeError for another ``out``; ValueError if a block has another shape than its layout says: the same on
-        every worker in the first call with given layouts.
+    Raises: TypeError for another ``out``; ValueError if a block has another shape than its layout says, or another
+        dtype than others, or is no tensor: the same on every worker in the first call with given layouts.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         known = place == "same" if isinstance(place, str) else isinstance(place, (Layout, Partition))
@@ -97,25 +97,32 @@ def _block(x: GlobalTensor) -> torch.Tensor:
 def _layouts(
     context: Context, function: Any, layouts: tuple[KnownLayout, ...], ys: list[Any], places: list[Any]
 ) -> list[KnownLayout | None]:
-    """Where results lie. The workers compare the shapes of their blocks once."""
+    """Where results lie. The workers compare the shapes of their blocks once, and then their dtypes, too."""
     mine = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
     key = ("local_map", function, layouts, tuple(map(_token, places)))
-    told: list[list[Shape | None]] = context.keep_told(
-        key, lambda: gather_values(context.comm, context.everyone, "local_map", mine)
-    )
+
+    def tell() -> list[list[Shape | None]]:
+        kinds = [str(one.dtype) if isinstance(one, torch.Tensor) and one.numel() else None for one in ys]
+        told = gather_values(context.comm, context.everyone, "local_map", (mine, kinds))
+        for number in range(len(ys)):
+            _check_kinds([own[number] for _, own in told], function)
+        return [shapes for shapes, _ in told]
+
+    told = context.keep_told(key, tell)
     found: list[KnownLayout | None] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]
-        if mine[number] is None:
+        if mine[number] is None and not any(shape is not None for shape in shapes):
             found.append(None)
             continue
+        *given, own_now = _all_given([*shapes, mine[number]], context.me, function)
         if isinstance(place, Partition):
-            layout = _tiled(context, place, shapes)
+            layout = _tiled(context, place, given)
         else:
             layout = layouts[0] if isinstance(place, str) and place == "same" else context.known(place)
-        for worker, shape in enumerate(shapes):
+        for worker, shape in enumerate(given):
             _check(layout, worker, shape, function)
-        _check(layout, context.me, mine[number], function)
+        _check(layout, context.me, own_now, function)
         found.append(layout)
     return found
 
@@ -128,15 +135,47 @@ def _tiled(context: Context, P: Partition, shapes: list[Any]) -> KnownLayout:
     return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, shapes, "a result"))
 
 
-def _check(layout: KnownLayout, worker: int, shape: Shape | None, function: Any) -> None:
+def _check_kinds(kinds: Sequence[str | None], function: Any) -> None:
+    """Check that blocks that have elements are of one dtype."""
+    first = next((worker for worker, kind in enumerate(kinds) if kind is not None), 0)
+    other = next((worker for worker, kind in enumerate(kinds) if kind not in (None, kinds[first])), None)
+    if other is not None:
+        raise ValueError(
+            f"local_map needs blocks of one dtype; {_named(function)} gave {kinds[first]} on worker {first} and "
+            f"{kinds[other]} on worker {other}"
+        )
+
+
+def _all_given(shapes: Sequence[Shape | None], me: int, function: Any) -> list[Shape]:
+    """The shapes of a result, which is a tensor on every worker.
+
+    Args:
+        shapes: of the workers' results when they told each other, and of this worker's now.
+    Raises: ValueError where it is no tensor.
+    """
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) < len(shapes):
+        worker = [*range(len(shapes) - 1), me][shapes.index(None)]
+        raise ValueError(
+            f"local_map needs a result to be a tensor on every worker or on none; on worker {worker}, "
+            f"{_named(function)} gave none"
+        )
+    return given
+
+
+def _named(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> None:
     if worker not in layout.partition:
         return
     expected = layout.shapes[worker]
-    if shape is None or tuple(shape) != tuple(expected):
+    if tuple(shape) != tuple(expected):
         raise ValueError(
             f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
-            f"{getattr(function, '__name__', function)} gave {'no tensor' if shape is None else dims(shape)} instead "
-            f"of {dims(expected)}. Where results lie otherwise than the first argument, out= says so"
+            f"{_named(function)} gave {dims(shape)} instead of {dims(expected)}. Where results lie otherwise than the "
+            "first argument, out= says so"
         )
 
 
