@@ -1,8 +1,10 @@
 """What one kind of model has saved, on some workers, any other kind loads, on any number of them: to the last bit."""
 
+import copy
+
 import pytest
 import torch
-from saved_models import KINDS, OPTIMISERS, assert_equal, equip, make, train
+from saved_models import KINDS, OPTIMISERS, assert_equal, equip, make, noise, train
 from torch import nn
 
 import distdl
@@ -137,6 +139,40 @@ def test_lists_of_blocks_are_refused(tmp_path):
         optimiser.step()
         with pytest.raises(ValueError, match=r"is split to be no list or dict of tensors; .*/past/0 is in one"):
             distdl.save(tmp_path, model, optimiser)
+
+    distdl.run_workers(work, 2)
+
+
+def test_lbfgs_of_shares_is_saved_without_its_optimiser(tmp_path):
+    """Which is refused, and says how: the training goes on as the sequential one."""
+
+    def stepped(model, optimiser, x, steps):
+        def closure():
+            optimiser.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            optimiser.step(closure)
+
+    def work():
+        P, x = distdl.world().reshape(-1, 1), noise(6, 4)
+        alone = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        for number, parameter in enumerate(alone.parameters()):
+            parameter.data.copy_(noise(*parameter.shape, seed=number))
+        first, second = (distdl.distribute(copy.deepcopy(alone), P, weights="sharded") for _ in range(2))
+        of_alone, mine, other = (torch.optim.LBFGS(one.parameters(), max_iter=3) for one in (alone, first, second))
+        stepped(alone, of_alone, x, 4)
+        stepped(first, mine, distdl.distribute_tensor(x, P), 2)
+        with pytest.raises(ValueError, match=r"no list or dict of global tensors, as LBFGS has them; .*optimizer"):
+            distdl.save(tmp_path, first, mine)
+        distdl.save(tmp_path, first)
+        distdl.load(tmp_path, second)
+        distdl.load_optimizer_state_dict(other, distdl.optimizer_state_dict(mine))
+        stepped(second, other, distdl.distribute_tensor(x, P), 2)
+        for ours, theirs in zip(second.state_dict().values(), alone.state_dict().values(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
 
     distdl.run_workers(work, 2)
 

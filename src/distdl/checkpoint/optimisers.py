@@ -141,6 +141,11 @@ def _keeper_beside(parameter: Record, records: Records) -> Callable[[str, torch.
     keep = keeper(records)
 
     def whole_only(path: str, tensor: torch.Tensor) -> str:
+        if isinstance(tensor, GlobalTensor):
+            raise ValueError(
+                f"{_SPLIT} to be no list or dict of global tensors, as LBFGS has them; {path} is in one. Save "
+                "distdl.optimizer_state_dict(optimizer), and the model without its optimiser"
+            )
         if tensor.dim() and not parameter.is_whole and not isinstance(parameter.tensor, GlobalTensor):
             raise ValueError(f"{_SPLIT} to be no list or dict of tensors; {path} is in one")
         return keep(path, tensor)
