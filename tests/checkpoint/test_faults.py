@@ -501,11 +501,15 @@ def test_workers_that_call_differently(tmp_path):
 
 
 @pytest.mark.fault("threads")
-def test_copies_that_differ(tmp_path):
+@pytest.mark.parametrize("weight", [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 0.0], [2.0, 0.0]]])
+def test_copies_that_differ(weight, tmp_path):
+    """In their values, or in the order of these."""
+
     def work():
         model = nn.Linear(2, 2)
         for parameter in model.parameters():
-            parameter.data.fill_(float(distdl.world().rank == 2))
+            parameter.data.zero_()
+        model.weight.data.copy_(torch.tensor(weight) if distdl.world().rank == 2 else torch.tensor([[2.0, 0], [1, 0]]))
         distdl.save(tmp_path, model)
 
     kind, text = run(work)
