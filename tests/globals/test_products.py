@@ -1,6 +1,7 @@
 """Products of tensors that lie anywhere."""
 
 import warnings
+from functools import partial
 from itertools import product
 
 import pytest
@@ -181,6 +182,47 @@ def test_products_with_a_sparse_constant(product):
     assert_same(function, Global(x))
     if product != "mv":
         assert_same(function, Global(x), grids=[(1, 3) if x.dim() == 2 else (1, 1, 3)], twice=True)
+
+
+OF_PARAMETERS = {
+    "mm": torch.mm,
+    "sparse.mm": torch.sparse.mm,
+    "on the right": lambda a, x: x @ a,
+    "softmax": lambda a, x: torch.sparse.mm(torch.sparse.softmax(a, 1), x),
+}
+
+
+@pytest.mark.parametrize(
+    ("product", "inside"),
+    [(name, inside) for name in OF_PARAMETERS for inside in (True, False) if inside or name != "softmax"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_products_with_a_sparse_tensor_of_parameters(product, inside):
+    """As of learnt weights of a graph's edges. (Softmax takes a sparse gradient; a sum over workers is dense.)"""
+
+    class Edges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(noise(7))
+
+        def forward(self, x):
+            ends = torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 2, 3, 4, 0, 3, 0]])
+            return OF_PARAMETERS[product](torch.sparse_coo_tensor(ends, self.weight, (5, 5)), x)
+
+    def gradients(model, x):
+        y = model(x)
+        y.square().sum().backward()
+        return y.detach(), model.weight.grad
+
+    def work(grid):
+        P = distdl.world()[1:].reshape(*grid)
+        model = distdl.distribute(Edges(), P, fallback="error") if inside else Edges()
+        y, dw = gradients(model, distdl.distribute_tensor(noise(5, 5, seed=2), P, 1))
+        return y.full_tensor(), dw
+
+    expected = [gradients(Edges(), noise(5, 5, seed=2))] * 3
+    for grid in ((2, 1), (1, 2)):
+        torch.testing.assert_close(distdl.run_workers(partial(work, grid), 3, "threads"), expected)
 
 
 def test_a_sparse_constant_is_refused_on_every_worker_also_without_cells():

@@ -17,6 +17,7 @@ from distdl.globals.context import Context
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.derivatives import NONE, Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
+from distdl.tensors.memory import as_dense
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # (the stubs lack it)
 _RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
@@ -100,9 +101,7 @@ class Apart:
                     kept = self.again or keeps_graph()
                     listed = torch.autograd.grad(ys, self.edges, dys, kept, again, allow_unused=True)
                     # (a sparse one, as of a table, is added up with those of other workers)
-                    found = [
-                        None if dx is None else dx if dx.layout is torch.strided else dx.to_dense() for dx in listed
-                    ]
+                    found = [None if dx is None else as_dense(dx) for dx in listed]
             except Exception as problem:
                 failure = Failure.of(problem)
         self._agree(failure)

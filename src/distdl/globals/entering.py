@@ -37,7 +37,7 @@ from distdl.globals.samples import BITS
 from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
-from distdl.tensors.memory import empty, readable
+from distdl.tensors.memory import as_dense, empty, readable
 from distdl.transport import Label
 from distdl.transport.calls import LAST_TAG
 from distdl.transport.communicator import Pending
@@ -209,10 +209,13 @@ class _Sum:
     def packed(
         self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
     ) -> torch.Tensor:
-        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits."""
+        """What travels: the parts, zeros in the place of those that are missing, which these are, and bits.
+
+        A sparse part, as of a sparse tensor, is dense in a sum: other workers may have other places.
+        """
         dtype = self.operator.dtype
         full = [
-            torch.zeros(shape, dtype=dtype, device=device) if part is None else part
+            torch.zeros(shape, dtype=dtype, device=device) if part is None else as_dense(part)
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
         missing = [place for place, part in enumerate(parts) if part is None]

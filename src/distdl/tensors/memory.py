@@ -183,6 +183,11 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=tensor.dtype, device="meta").expand(tensor.shape)
 
 
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a sparse one with its zeros."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The dense tensors that a tensor is made of: of a sparse one, its indices and its values."""
     if tensor.layout is torch.strided:

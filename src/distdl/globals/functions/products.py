@@ -176,7 +176,7 @@ def _times_sparse(
     """A product with a sparse constant, of which no part can be taken: split along the dims that it does not have."""
     at = 0 if _is_sparse(factors[0]) else 1
     dense, name = factors[1 - at], operator.__name__
-    if factors[at].requires_grad or type(dense) is not GlobalTensor:
+    if type(dense) is not GlobalTensor:
         return fall_back(operator, tuple(factors), {})
     whole = [label for label in labels[at] if label in out]
     work = work_on(factors, labels, out, adds=False, whole=whole)
@@ -192,7 +192,7 @@ def _times_sparse(
 
 
 def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else torch.mm(*args)
+    return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else matmul(func, args, kwargs)
 
 
 TABLE[torch.sparse.mm] = _sparse_mm
@@ -200,7 +200,12 @@ TABLE[torch.sparse.mm] = _sparse_mm
 
 _OF_BLOCKS: dict[str, Any] = {
     name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "vdot")
-} | {"__matmul__": torch.matmul, "vecdot": torch.linalg.vecdot, "linalg_vecdot": torch.linalg.vecdot}
+} | {
+    "_sparse_mm": torch.sparse.mm,
+    "__matmul__": torch.matmul,
+    "vecdot": torch.linalg.vecdot,
+    "linalg_vecdot": torch.linalg.vecdot,
+}
 
 
 @handles("__rmatmul__", "Tensor")
