@@ -10,6 +10,7 @@ import copy
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
 
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.paths import Place, current_path, put
-from distdl.globals.table import name_of
+from distdl.globals.table import name_of, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import next_node
@@ -242,6 +244,8 @@ class _Watch(TorchFunctionMode):
         found = tensors_in((args, kwargs))
         first = next((one for one in found if type(one) is GlobalTensor), None)
         if any(one.is_meta for one in found):  # a table that the model made on the way
+            if writes(func, kwargs) and type(args[0]) is torch.Tensor:
+                _lose_memory(args[0])
             args, kwargs = map_tensors((args, kwargs), _on_meta if first is None else _on_meta_if_dense)
         if first is not None and current_path() != self._marks[-1][1]:
             self._marks.append((next_node(), current_path()))
@@ -317,6 +321,17 @@ class _Saving:
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """What this worker has of a parameter or buffer, as dense tensors: of one in shares, its block."""
     return parts_of(tensor._block if type(tensor) is GlobalTensor else tensor)
+
+
+def _lose_memory(table: torch.Tensor) -> None:
+    """Let a tensor be on the device "meta" under all of its names, so that what is written into it is not lost.
+
+    What is a view, or has a node that refers to it, stays what it is: then what is written goes into a copy.
+    """
+    if table.is_meta or table.layout is not torch.strided or table._is_view():
+        return
+    with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
+        swap_tensors(table, table.to("meta"))
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
