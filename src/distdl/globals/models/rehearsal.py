@@ -28,7 +28,7 @@ from distdl.globals.paths import Place, current_path, put
 from distdl.globals.table import name_of, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
-from distdl.tensors.derivatives import next_node
+from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
 from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
 from distdl.transport.communicator import Group, IntArray, Message, Pending
@@ -305,7 +305,7 @@ class _Watch(TorchFunctionMode):
 
 
 class _Saving:
-    """A hook that only counts what is saved.
+    """A hook that only counts what is saved. It is none of a checkpoint.
 
     Attributes:
         counts: for what other hooks keep in its place (see ``distdl.ops.keeping``).
@@ -313,6 +313,7 @@ class _Saving:
 
     def __init__(self, counts: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.counts = counts
+        setattr(self, KEEPS_TENSORS, True)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.counts(tensor)
