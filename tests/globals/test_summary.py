@@ -175,7 +175,13 @@ def test_a_function_whose_backward_goes_through_weights_more_than_once(weights):
         assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
 
 
-@pytest.mark.parametrize("ask", [lambda x: x.mean().item(), lambda x: x.nonzero().sum(), lambda x: x[x > 0].sum()])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.mean().item(), lambda x: x.nonzero().sum(), lambda x: x[x > 0].sum(), lambda x: len(x.cpu()),
+        lambda x: float(f"{x.mean():.2f}"), lambda x: torch.linalg.lstsq(x[0, 0], x[0, 1]).solution.mean(),
+    ],
+)  # fmt: skip
 def test_a_forward_that_asks_for_values_is_refused_with_the_reason(ask):
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

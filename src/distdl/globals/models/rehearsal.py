@@ -103,7 +103,10 @@ class Rehearsal:
 
 
 Inputs = Sequence[torch.Tensor]
-_VALUES = ("called on meta tensors", "correct data-independent implementation does not exist")
+_VALUES = (
+    "called on meta tensors", "correct data-independent implementation does not exist", "out of meta tensor",
+    "attempted to run this operator with Meta tensors", "unsupported format string passed to",
+)  # fmt: skip
 """What torch says where meta tensors are asked for values."""
 
 
@@ -197,7 +200,7 @@ class _Watch(TorchFunctionMode):
         try:
             with self:
                 return self._model(*inputs)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError) as error:
             if not any(text in str(error) for text in _VALUES):
                 raise
             raise RuntimeError(
