@@ -1,5 +1,8 @@
 """Functions of a user's own, applied to global tensors."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -146,6 +149,40 @@ def test_a_function_that_gives_something_else_on_one_worker(odd, words):
         return str(error.value)
 
     assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+class Scaling:
+    def __init__(self, n):
+        self.n = n
+
+    def scale(self, a):
+        return self.n * a
+
+
+@on_workers
+def test_a_function_of_blocks_is_not_kept():
+    """One that each forward makes may hold activations. The same one is asked about once, and so is a method."""
+    x = split(x35)
+    held = []
+    for n in (1, 2, 3):  # (each function may be where the one before was)
+        block = x.to_local() + n
+        held.append(weakref.ref(block))
+        y = distdl.local_map(lambda a, n=n, block=block: torch.cat([a] * n, 1), out=x.layout.partition)(x)
+        assert_close(y, torch.cat([x35] * n, 1))
+    del block
+    assert not any(one() is not None for one in held)
+
+    twice = Scaling(2)
+    for function in (torch.exp, partial(torch.mul, 2.0), lambda a: twice.scale(a)):
+        distdl.local_map(function)(x)
+        with distdl.ledger(comm=x.layout.partition.comm) as book:
+            distdl.local_map(function)(x)
+        assert not book.entries
+    distdl.local_map(twice.scale)(x)
+    with distdl.ledger(comm=x.layout.partition.comm) as book:
+        distdl.local_map(twice.scale)(x)  # (each time, Python makes another object of it)
+    assert not book.entries
+    assert_close(distdl.local_map(Scaling(3).scale)(x), 3 * x35)
 
 
 @on_workers

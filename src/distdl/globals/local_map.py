@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from types import MethodType
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -99,7 +101,7 @@ def _layouts(
 ) -> list[KnownLayout | None]:
     """Where results lie. The workers compare the shapes of their blocks once, and then their dtypes, too."""
     mine = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
-    key = ("local_map", function, layouts, tuple(map(_token, places)))
+    key = ("local_map", _weak(function), layouts, tuple(map(_token, places)))
 
     def tell() -> list[list[Shape | None]]:
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) and one.numel() else None for one in ys]
@@ -125,6 +127,14 @@ def _layouts(
         _check(layout, context.me, own_now, function)
         found.append(layout)
     return found
+
+
+def _weak(function: Any) -> Any:
+    """What equals that of the same function, and does not keep it: one that a forward makes may hold activations."""
+    try:
+        return WeakMethod(function) if isinstance(function, MethodType) else ref(function)
+    except TypeError:  # (some objects of C)
+        return function
 
 
 def _token(place: Any) -> Any:
