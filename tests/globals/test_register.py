@@ -122,6 +122,10 @@ def test_results_of_other_layouts():
     assert_close(means, x35)
     with pytest.raises(ValueError, match=r"local_map needs blocks.*on worker 0.* gave 2x1 instead of 2x5"):
         distdl.local_map(lambda a: a[:, :1])(x)
+    with pytest.raises(
+        ValueError, match=r"as many dims as the partition of out= has axes \(2x1 .*gave \[2\] on 0, \[1\] on 1"
+    ):
+        distdl.local_map(lambda a: a.sum(1), out=x.layout.partition)(x)
     with pytest.raises(ValueError, match="as many places as results"):
         distdl.local_map(lambda a: (a, a), out=("same",))(x)
 

@@ -119,7 +119,7 @@ def _layouts(
             continue
         *given, own_now = _all_given([*shapes, mine[number]], context.me, function)
         if isinstance(place, Partition):
-            layout = _tiled(context, place, given)
+            layout = _tiled(context, place, given, function)
         else:
             layout = layouts[0] if isinstance(place, str) and place == "same" else context.known(place)
         for worker, shape in enumerate(given):
@@ -141,8 +141,16 @@ def _token(place: Any) -> Any:
     return (place.workers.shape, place.workers.tobytes()) if isinstance(place, Partition) else place
 
 
-def _tiled(context: Context, P: Partition, shapes: list[Any]) -> KnownLayout:
-    return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, shapes, "a result"))
+def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: Any) -> KnownLayout:
+    gave = {worker: shapes[worker] for worker in P.workers.ravel().tolist()}
+    ranks = {len(shape) for shape in gave.values()}
+    if len(ranks) > 1 or min(ranks) < P.workers.ndim:
+        listed = ", ".join(f"{list(shape)} on {worker}" for worker, shape in gave.items())
+        raise ValueError(
+            f"local_map needs blocks of as many dims as the partition of out= has axes ({P}), or of more, and of one "
+            f"number of them; {_named(function)} gave {listed}"
+        )
+    return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, gave, "a result"))
 
 
 def _check_kinds(kinds: Sequence[str | None], function: Any) -> None:
