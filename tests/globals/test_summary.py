@@ -253,6 +253,51 @@ def test_models_that_are_hard_to_run_without_memory(function):
             assert told.sequential.peak > 7 * 5 * 4
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    return x[:, ::2]
+
+
+def doubled(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.cat([x, y], 1), x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, P: distdl.local_map(torch.exp)(x), lambda x, P: distdl.local_map(halves, out=P)(x),
+        lambda x, P: distdl.local_map(doubled, out=(P, "same"))(x, x)[0],
+    ],
+)  # fmt: skip
+def test_functions_of_blocks(function):
+    """Others' blocks are of the shapes that the function gives. (Real workers tell each other in their first call.)"""
+
+    class Mapped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = function(x, x.layout.partition)
+            return y + y.sum()
+
+    def work():
+        P = distdl.world().reshape(3, 1)
+        own, x = distdl.distribute(Mapped(), P), distdl.distribute_tensor(torch.ones(7, 5), P)
+        own(x)
+        with distdl.ledger(comm=P.comm) as book:
+            y = own(x)
+        return _sum(book), tuple(y.to_local().shape)
+
+    for worker, (sent, shape) in enumerate(distdl.run_workers(work, 3)):
+        told = distdl.summary(Mapped(), (3, 1), (7, 5), worker=worker, dtype=torch.float32)
+        assert (told.totals.forward, told.rows[0].block) == (sent, shape)
+
+
+def test_what_asks_other_workers_is_refused_with_the_reason():
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return distdl.local_map(distdl.nn.AllSumReduce(x.layout.partition, [0]))(x)
+
+    with pytest.raises(RuntimeError, match=r"its forward asks the others what they have: AllSumReduce"):
+        distdl.summary(Sums(), (2, 1), (7, 5), dtype=torch.float32)
+
+
 def _sent(function, grid: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """What each worker of a real run has sent, forward and backward."""
 

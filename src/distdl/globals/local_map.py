@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, entered, tied_of
+from distdl.globals.replicas import Replica, entered, plain_of, tied_of
 from distdl.globals.running import on_blocks
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.memory import without_memory
 
 
 @checks_arguments
@@ -72,13 +74,21 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         if found_context is None:
             return y
         layouts = tuple(one._layout for one in found)
+
+        def shapes_on(worker: int) -> list[Shape | None]:
+            """Of the results of another worker that is not there."""
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                given, named = map_tensors((args, kwargs), partial(_without_values, worker=worker))
+                y = function(*given, **named)
+            return _shapes(y if isinstance(y, (tuple, list)) else [y])
+
         several = isinstance(y, (tuple, list))
         ys = list(y) if several else [y]
         wanted = out(*layouts) if callable(out) and not isinstance(out, (Layout, Partition)) else out
         places = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted] * len(ys)
         if len(places) != len(ys):
             raise ValueError(f"local_map needs as many places as results; got {len(places)} and {len(ys)}")
-        known = _layouts(found_context, function, layouts, ys, places)
+        known = _layouts(found_context, function, layouts, ys, places, shapes_on)
         results = [_global(block, layout, inputs) for block, layout in zip(ys, known, strict=True)]
         if not several:
             return results[0]
@@ -96,20 +106,43 @@ def _block(x: GlobalTensor) -> torch.Tensor:
     return zeros_on(block, (0, *rest))
 
 
+def _without_values(one: torch.Tensor, worker: int) -> torch.Tensor:
+    """What another worker would have, without memory."""
+    if type(one) is not GlobalTensor:
+        return without_memory(plain_of(one))
+    layout, shape = one._layout, one._layout.local
+    if worker in layout.partition:
+        shape = layout.shapes[worker]
+    elif layout.rulers:
+        shape = (0, *layout.shapes[int(layout.partition.workers.flat[0])][1:])
+    return torch.empty(shape, dtype=one.dtype, device="meta")
+
+
+def _shapes(ys: Sequence[Any]) -> list[Shape | None]:
+    return [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
+
+
 def _layouts(
-    context: Context, function: Any, layouts: tuple[KnownLayout, ...], ys: list[Any], places: list[Any]
+    context: Context,
+    function: Any,
+    layouts: tuple[KnownLayout, ...],
+    ys: list[Any],
+    places: list[Any],
+    shapes_on: Callable[[int], list[Shape | None]],
 ) -> list[KnownLayout | None]:
     """Where results lie. The workers compare the shapes of their blocks once, and then their dtypes, too."""
-    mine = [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
-    key = ("local_map", _weak(function), layouts, tuple(map(_token, places)))
+    mine = _shapes(ys)
 
     def tell() -> list[list[Shape | None]]:
+        if context.comm.imagined:
+            return [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) and one.numel() else None for one in ys]
         told = gather_values(context.comm, context.everyone, "local_map", (mine, kinds))
         for number in range(len(ys)):
             _check_kinds([own[number] for _, own in told], function)
         return [shapes for shapes, _ in told]
 
+    key = ("local_map", _weak(function), layouts, tuple(map(_token, places)))
     told = context.keep_told(key, tell)
     found: list[KnownLayout | None] = []
     for number, place in enumerate(places):

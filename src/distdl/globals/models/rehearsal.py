@@ -53,6 +53,13 @@ class Imagined(Communicator):
     def all_max(self, group: Group, values: IntArray) -> IntArray:
         return values
 
+    def all_gather(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta or len(group) == 1:
+            return super().all_gather(group, tensor)
+        raise RuntimeError(
+            f"a model is summed up from what one worker sees; its forward asks the others what they have: {self.where}"
+        )
+
 
 @dataclass
 class Part:
@@ -113,14 +120,14 @@ _VALUES = (
 def rehearse_sequential(model: torch.nn.Module, inputs: Inputs, backward: bool) -> Rehearsal:
     """Run a model on meta tensors, as torch would on one worker.
 
-    Where torch cannot (of ``torch.cov``, say), it runs as that of one worker of ours.
+    Where torch cannot (of ``torch.cov``, say, or of ``x.layout.partition``), it runs as that of one worker of ours.
     """
     own = on_meta(model)
     for path, module in own.named_modules():
         put(module, Place(path))
     try:
         return _Watch(own, None).run([one.to("meta") for one in inputs], backward)
-    except RuntimeError:
+    except Exception:  # (which is raised again if it has another reason)
         return rehearse(model, np.zeros((1,), dtype=int), 1, 0, inputs, backward)
 
 
