@@ -221,7 +221,7 @@ def there_and_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def column_by_column(x: torch.Tensor) -> torch.Tensor:
-    y = torch.zeros(7, 6)
+    y = torch.zeros(42).view(7, 6)
     y[:, 0] = 1.0  # (while nobody knows yet what will be written into it)
     for t in range(5):
         y[:, t + 1] = y[:, t].clone() * x[:, t]
@@ -232,7 +232,8 @@ def column_by_column(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        lambda model, x: column_by_column(x), lambda model, x: torch.zeros(3, 5).index_add_(0, torch.arange(7) % 3, x),
+        lambda model, x: column_by_column(x), lambda model, x: torch.zeros(7, 5).copy_(x) * 2,
+        lambda model, x: torch.zeros(3, 5).index_add_(0, torch.arange(7) % 3, x),
         lambda model, x: torch.sparse.mm(model.table, x.mT), lambda model, x: model.other @ x.mT,
         lambda model, x: torch.mm(x, torch.eye(5).to_sparse_csc()), lambda model, x: torch.cov(x),
         lambda model, x: there_and_back(x), lambda model, x: x[:, torch.tensor([0, 2, 1])],

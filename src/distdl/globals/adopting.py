@@ -89,7 +89,7 @@ def adopt(target: Any, beside: Any, name: str) -> None:
 
 def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, under all of its names; gives why that must not be, or nothing if it is done."""
-    why = _why_not(target)
+    why = why_not(target)
     if why:
         return why
     made = _own_beside(target, beside)
@@ -207,7 +207,7 @@ def _judge_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 TABLE["out"] = write_out
 
 
-def _why_not(target: Any) -> str:
+def why_not(target: Any) -> str:
     """Why a plain tensor must not become global; empty if it may."""
     replica = type(target) is Replica and "_plain" in target.__dict__  # (and no tensor that has become a copy itself)
     if type(target) not in (torch.Tensor, Replica):

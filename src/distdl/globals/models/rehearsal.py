@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
+from distdl.globals.adopting import why_not
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
 from distdl.globals.nested import map_tensors, tensors_in
@@ -337,9 +338,10 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _lose_memory(table: torch.Tensor) -> None:
     """Let a tensor be on the device "meta" under all of its names, so that what is written into it is not lost.
 
-    What is a view, or has a node that refers to it, stays what it is: then what is written goes into a copy.
+    What is a view of a tensor that others have, or has a node that refers to it, stays what it is: then what is written
+    goes into a copy.
     """
-    if table.is_meta or table.layout is not torch.strided or table._is_view():
+    if table.is_meta or table.layout is not torch.strided or (table._is_view() and why_not(table)):
         return
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
         swap_tensors(table, table.to("meta"))
