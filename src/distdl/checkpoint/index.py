@@ -101,7 +101,7 @@ def described(record: Record) -> list[Any]:
 def _print(block: torch.Tensor) -> int:
     """A number by which copies that differ by chance are told apart: the CRC of the cells in their order."""
     cells = block.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return zlib.crc32(memoryview(cells.reshape(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(cells.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def blocks_of(told: Sequence[dict[str, Any]]) -> dict[str, Saved]:
