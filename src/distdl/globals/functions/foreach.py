@@ -162,11 +162,10 @@ def _norms_of(tensors: Sequence[GlobalTensor], p: float) -> tuple[GlobalTensor, 
     context, dtype = tensors[0]._context, tensors[0].dtype.to_real()
     blocks = [block_of(one) for one in tensors]
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-    parts = torch.zeros(1, len(blocks), dtype=wide or dtype, device=blocks[0].device)
-    filled = [place for place, block in enumerate(blocks) if block.numel()]  # (there is no largest cell of none)
-    if filled:
-        found = torch._foreach_norm([blocks[place] for place in filled], p, wide)
-        parts[0, filled] = torch.stack(found)
+    filled = [block for block in blocks if block.numel()]  # (there is no largest cell of none)
+    found = iter(torch._foreach_norm(filled, p, wide) if filled else ())
+    nothing = torch.zeros((), dtype=wide or dtype, device=blocks[0].device)
+    parts = torch.stack([next(found) if block.numel() else nothing for block in blocks])[None]
 
     def make() -> KnownLayout:
         workers = context.world.workers.reshape(-1, 1)
