@@ -148,6 +148,7 @@ def stepping(model, x, labels):
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(x), labels)
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         return loss
 
