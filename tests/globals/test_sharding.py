@@ -1114,6 +1114,85 @@ def test_gradients_that_go_back_together_are_those_of_what_is_trained(whole):
     run(work)
 
 
+class Apart(nn.Module):
+    """Heads of which each has a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = in_a_row(3)
+
+    def forward(self, x):
+        return [head(x).tanh() for head in self.heads]
+
+
+def of_heads(work):
+    """What a function of a model and its input finds, each time and on each worker; and what it finds of torch's."""
+    alone = network(Apart)
+    want = [work(alone, noise(1, 4, 7)) for _ in range(3)]
+    ours = sharded(network(Apart), (1, 1, 2))
+    x = distdl.distribute_tensor(noise(1, 4, 7), distdl.world()[:2].reshape(1, 1, 2))
+    for theirs in want:
+        mine = work(ours, x)
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert one == other if isinstance(other, str) else assert_close(one, other) is None
+
+
+def test_hooks_of_weights_that_a_loss_does_not_reach_are_not_called():
+    """Though their gradients go back with others."""
+
+    def each(model, x):
+        seen, handles = [], []
+        for name, one in model.named_parameters():
+            handles.append(one.register_hook(lambda gradient: gradient * 2))
+            handles.append(one.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name)))
+        losses = [y.square().sum() for y in model(x)]
+        losses[0].backward(retain_graph=True)
+        seen.append("")
+        losses[2].backward()
+        for one in handles:
+            one.remove()
+        losses = [y.square().sum() for y in model(x)]
+        losses[0].backward()
+        found = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        model.zero_grad()
+        return [*sorted(seen[: seen.index("")]), *sorted(seen[seen.index("") :]), *found]
+
+    run(lambda: of_heads(each))
+
+
+def test_weights_that_follow_from_others_are_differentiated_apart():
+    """(A node that led to the graphs of several would let torch go through all of these, and free them.)"""
+
+    def each(model, x):
+        made = {name: one.square().exp() for name, one in model.named_parameters()}
+        for _ in range(2):
+            losses = [y.square().sum() for y in torch.func.functional_call(model, made, (x,))]
+        for loss in losses:
+            loss.backward()
+        found = [one.grad.clone() for one in model.parameters()]
+        model.zero_grad()
+        return found
+
+    run(lambda: of_heads(each))
+
+
+def test_a_gradient_may_be_written_while_a_graph_has_that_of_another_weight():
+    def each(model, x):
+        sum(y.square().sum() for y in model(x)).backward()
+        q = torch.ones((), dtype=torch.float64, requires_grad=True)
+        gradients = [one.grad for one in model.parameters()]
+        loss = (gradients[0] * q).square().sum()
+        for one in gradients[1:]:
+            one.zero_()
+        loss.backward()
+        found = [q.grad, *(one.clone() for one in gradients)]
+        model.zero_grad()
+        return found
+
+    run(lambda: of_heads(each))
+
+
 class Seen(TorchFunctionMode):
     """Keeps the names of all functions of torch that are called."""
 

@@ -307,7 +307,9 @@ def _hooking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
     layout, name = x._layout, getattr(hook, "__name__", "<unknown>")
 
-    def on_block(gradient: torch.Tensor) -> Any:
+    def on_block(gradient: torch.Tensor | None) -> Any:
+        if gradient is None:  # (it has come with others to a forward, and this backward reaches only those)
+            return None
         changed = hook(GlobalTensor._of(gradient, layout))
         if not isinstance(changed, torch.Tensor):
             return changed  # (of what is not None, torch raises)
@@ -325,14 +327,26 @@ TABLE[torch.Tensor.register_hook] = _hooking
 def _hooking_later(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, hook = args
     layout, itself = x._layout, weakref.ref(x)  # (the block keeps the hook, in C++, and so would keep x and itself)
+    came = True
+
+    def look(gradient: torch.Tensor | None) -> None:
+        nonlocal came
+        came = gradient is not None
 
     def on_block(block: torch.Tensor) -> None:
+        if not came:  # (see above; torch calls this one even so)
+            return
         leaf = itself()
         leaf = GlobalTensor._of(block, layout) if leaf is None else leaf
         if hook(leaf) is not None:  # (of which torch says one thing or another, as the block may be)
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
-    return x._block.register_post_accumulate_grad_hook(on_block)
+    handle = x._block.register_post_accumulate_grad_hook(on_block)
+    x._block.register_hook(look)
+    first = x._block._backward_hooks
+    first[handle.id] = first.popitem()[1]  # (so that both go by one handle)
+    handle.extra_dict_ref = (weakref.ref(first),)
+    return handle
 
 
 TABLE[torch.Tensor.register_post_accumulate_grad_hook] = _hooking_later

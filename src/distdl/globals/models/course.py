@@ -46,7 +46,7 @@ class Course:
         if message is None:
             return gathered.copies()
         place = len(self._now) - 1
-        if joined and torch.is_grad_enabled() and all(one.requires_grad for one in parameters):
+        if joined and torch.is_grad_enabled() and _are_trained(parameters):
             return message.copies(place, gathered)
         return gathered.copies(message.wholes(place))
 
@@ -99,7 +99,7 @@ class _Message:
         return found
 
     def _joined(self) -> dict[int, tuple[torch.Tensor, ...]]:
-        places = [place for place in self._wholes if all(one.requires_grad for one in self._lists[place])]
+        places = [place for place in self._wholes if _are_trained(self._lists[place])]
         parameters = [one for place in places for one in self._lists[place]]
         wholes = tuple(one for place in places for one in self._wholes[place])
         users = self._users
@@ -111,3 +111,11 @@ class _Message:
         blocks = [one._block for one in parameters]
         copies = iter(Gather.apply(Gathering.of(parameters), wholes, release, *blocks))
         return {place: tuple(next(copies) for _ in self._lists[place]) for place in places}
+
+
+def _are_trained(parameters: Sequence[GlobalTensor]) -> bool:
+    """Whether all of them get a gradient, and none has a graph of its own, through which each backward goes once.
+
+    (``torch.func.functional_call`` sets such ones, and a node that has several leads to the graphs of all of them.)
+    """
+    return all(one._block.requires_grad and one._block.is_leaf for one in parameters)

@@ -94,7 +94,7 @@ class Gathering:
         # knows which ones nobody has)
         holders: list[float] = owners.real.tolist() if missing and not owners.is_meta else [1.0] * len(parts)
         return tuple(
-            share.reshape(layout.local) if n else None
+            share.data.reshape(layout.local) if n else None  # (so that torch counts what is written into each apart)
             for share, layout, n in zip(shares, self.layouts, holders, strict=True)
         )
 
