@@ -1114,6 +1114,44 @@ def test_gradients_that_go_back_together_are_those_of_what_is_trained(whole):
     run(work)
 
 
+class Middle(nn.Module):
+    """Layers of which those in the middle run in checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = in_a_row()
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for layer in self.layers[1:5]:
+            x = checkpoint(layer, x, use_reentrant=False).tanh()
+        return self.layers[5](x)
+
+
+def test_only_gradients_that_are_there_go_back_together():
+    """What runs in a checkpoint has nodes of its own. A forward without gradients, or a frozen one, changes nothing."""
+
+    def work():
+        ours, sent = sharded(Middle(), (1, 1, 2)), []
+        for step in range(5):
+            if step == 3:
+                with torch.no_grad():
+                    ours(noise(1, 4, 7))
+            if step == 4:
+                ours.requires_grad_(False)
+                ours(noise(1, 4, 7).requires_grad_()).sum().backward()
+                ours.requires_grad_(True)
+            loss = ours(noise(1, 4, 7)).square().sum()
+            with distdl.ledger() as book:
+                loss.backward()
+            every = weights_in(book)
+            sent.append((sum(one.calls for one in every), sum(one.sent for one in every)))
+        calls, nbytes = sent[0]
+        assert sent[1:] == [(calls - 1, nbytes)] * 4, sent
+
+    run(work)
+
+
 class Apart(nn.Module):
     """Heads of which each has a loss of its own."""
 

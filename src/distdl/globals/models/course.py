@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.models.keeping import Gathered
 from distdl.globals.tensor import GlobalTensor
+
+
+class _Step(NamedTuple):
+    """What a forward gathers at once.
+
+    Attributes:
+        joins: whether the gradients may go back with others: not those of what runs in a checkpoint, or without graph.
+    """
+
+    parameters: Sequence[GlobalTensor]
+    joins: bool
 
 
 class Course:
@@ -19,13 +31,14 @@ class Course:
     """
 
     def __init__(self) -> None:
-        self._known: list[Sequence[GlobalTensor]] = []
-        self._now: list[Sequence[GlobalTensor]] = []
+        self._known: list[_Step] = []
+        self._now: list[_Step] = []
         self._ahead: dict[int, _Message] = {}  # by the place in these
-        self._runs = False
+        self._runs, self._graph = False, False
 
     def begin(self) -> None:
         self._known, self._now, self._runs = self._now, [], True
+        self._graph = torch.is_grad_enabled()
 
     def end(self) -> None:
         self._runs = False
@@ -42,29 +55,34 @@ class Course:
             joined: whether the gradients may go back as one message with those of what has come along.
         """
         parameters = gathered.parameters
-        message = self._message(parameters)
+        joins = joined and torch.is_grad_enabled()
+        message = self._message(parameters, joins)
         if message is None:
             return gathered.copies()
         place = len(self._now) - 1
-        if joined and torch.is_grad_enabled() and _are_trained(parameters):
+        if joins and _are_trained(parameters):
             return message.copies(place, gathered)
         return gathered.copies(message.wholes(place))
 
-    def _message(self, parameters: Sequence[GlobalTensor]) -> _Message | None:
+    def _message(self, parameters: Sequence[GlobalTensor], joins: bool) -> _Message | None:
         """That in which these parameters have come with others, now or before."""
         if not self._runs:  # (a checkpoint that is recomputed in backward)
             return None
         place = len(self._now)
-        self._now.append(parameters)
-        if [id(one) for some in self._known[place : place + 1] for one in some] != [id(one) for one in parameters]:
+        known = self._known[place] if place < len(self._known) else None
+        if not self._graph:  # (a forward without any says nothing of the next one that has)
+            joins = known is None or known.joins
+        self._now.append(_Step(parameters, joins))
+        if known is None or [id(one) for one in known.parameters] != [id(one) for one in parameters]:
             self._known = []
             return None
         if place not in self._ahead:
             rest = (self._known[one] for one in range(place + 1, len(self._known)))  # (islice would walk up to there)
-            each = [parameters, *that_come_along(parameters, rest)]
-            if len(each) < 2:
+            count = 1 + sum(1 for _ in that_come_along(parameters, (one.parameters for one in rest)))
+            if count < 2:
                 return None
-            self._ahead.update(dict.fromkeys(range(place, place + len(each)), _Message(place, each)))
+            message = _Message(place, self._known[place : place + count])
+            self._ahead.update(dict.fromkeys(range(place, place + count), message))
         message = self._ahead.pop(place)
         return message if message.holds(place) else None
 
@@ -72,8 +90,10 @@ class Course:
 class _Message:
     """Parameters that have come together as one message. Their gradients go back as one, too: they have one node."""
 
-    def __init__(self, first: int, lists: Sequence[Sequence[GlobalTensor]]) -> None:
+    def __init__(self, first: int, steps: Sequence[_Step]) -> None:
+        lists = [one.parameters for one in steps]
         self._lists = dict(enumerate(lists, start=first))
+        self._joins = {place for place, one in enumerate(steps, start=first) if one.joins}
         self._states = {place: [state_of(one) for one in some] for place, some in self._lists.items()}
         self._wholes = dict(enumerate(gather_each(lists), start=first))
         self._copies: dict[int, tuple[torch.Tensor, ...]] | None = None
@@ -90,16 +110,17 @@ class _Message:
     def copies(self, place: int, gathered: Gathered) -> tuple[torch.Tensor, ...]:
         """The whole tensors, once, as results of the node of all that were not taken before."""
         if self._copies is None:
-            self._copies = self._joined()
+            self._copies = self._joined(place)
         found = self._copies.pop(place, None)
-        if found is None:  # (they did not require a gradient by then)
+        if found is None:  # (they did not require a gradient by then, or had no graph the last time)
             return gathered.copies(self.wholes(place))
         del self._wholes[place]
         self._users.append(gathered)
         return found
 
-    def _joined(self) -> dict[int, tuple[torch.Tensor, ...]]:
-        places = [place for place in self._wholes if _are_trained(self._lists[place])]
+    def _joined(self, now: int) -> dict[int, tuple[torch.Tensor, ...]]:
+        joins = {now, *self._joins}
+        places = [place for place in self._wholes if place in joins and _are_trained(self._lists[place])]
         parameters = [one for place in places for one in self._lists[place]]
         wholes = tuple(one for place in places for one in self._wholes[place])
         users = self._users
