@@ -1215,6 +1215,19 @@ def test_weights_that_follow_from_others_are_differentiated_apart():
     run(lambda: of_heads(each))
 
 
+def test_weights_that_follow_from_others_go_with_their_graph():
+    def work():
+        ours = sharded(network(Apart), (1, 1, 2))
+        for _ in range(2):
+            made = {name: one.square() for name, one in ours.named_parameters()}
+            there = [weakref.ref(one) for one in made.values()]
+            torch.func.functional_call(ours, made, (noise(1, 4, 7),))
+            del made
+        assert not any(one() is not None for one in there)
+
+    run(work)
+
+
 def test_a_gradient_may_be_written_while_a_graph_has_that_of_another_weight():
     def each(model, x):
         sum(y.square().sum() for y in model(x)).backward()

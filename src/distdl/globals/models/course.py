@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ class Course:
 
     def end(self) -> None:
         self._runs = False
+        with torch._C.DisableTorchFunction():  # (others would keep their graphs until the next forward)
+            self._now = list(takewhile(_are_leaves, self._now))
         self.forget()
 
     def forget(self) -> None:
@@ -132,6 +135,10 @@ class _Message:
         blocks = [one._block for one in parameters]
         copies = iter(Gather.apply(Gathering.of(parameters), wholes, release, *blocks))
         return {place: tuple(next(copies) for _ in self._lists[place]) for place in places}
+
+
+def _are_leaves(step: _Step) -> bool:
+    return all(one._block.is_leaf for one in step.parameters)
 
 
 def _are_trained(parameters: Sequence[GlobalTensor]) -> bool:
