@@ -1,6 +1,7 @@
 """Functions of a user's own, applied to global tensors."""
 
 import weakref
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -136,6 +137,12 @@ def test_results_of_other_layouts():
         (lambda block: block.float(), "needs blocks of one dtype; .* torch.float64 on worker 0 and torch.float32 on"),
         (lambda block: None, "to be a tensor on every worker or on none; on worker 1, function gave none"),
         (lambda block: block[:, :1], "on worker 1, function gave 1x1 instead of 1x5"),
+        (
+            lambda block: block[:0].float(),
+            "needs blocks of one dtype; .* torch.float64 on worker 0 and torch.float32 on",
+        ),
+        (lambda block: (block, block), "as many results .* gave one result on worker 0 and a tuple of 2 on worker 1"),
+        (lambda block: [], "as many results .* gave one result on worker 0 and a list of 0 on worker 1"),
     ],
 )
 def test_a_function_that_gives_something_else_on_one_worker(odd, words):
@@ -187,6 +194,34 @@ def test_a_function_of_blocks_is_not_kept():
         distdl.local_map(twice.scale)(x)  # (each time, Python makes another object of it)
     assert not book.entries
     assert_close(distdl.local_map(Scaling(3).scale)(x), 3 * x35)
+
+
+@dataclass
+class Adding:
+    n: float
+
+    def to(self, a):
+        return a + self.n
+
+
+@dataclass(frozen=True)
+class Multiplying:
+    n: float
+
+    def __call__(self, a):
+        return a * self.n
+
+
+@on_workers
+def test_equal_functions_are_not_the_same():
+    """Of an equal one, some workers may still know and others not: who asks again would wait for the others."""
+    x = split(x35)
+    first = Multiplying(2.0)
+    assert_close(distdl.local_map(first)(x), 2 * x35)
+    if distdl.world().rank != 0:
+        del first
+    assert_close(distdl.local_map(Multiplying(2.0))(x), 2 * x35)
+    assert_close(distdl.local_map(Adding(2.0).to)(x), x35 + 2)  # (of an object without a hash)
 
 
 @on_workers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -37,10 +37,12 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     Args:
         function: of the arguments.
         out: where the results lie. ``"same"``: as the first global argument does. A layout. A partition: the blocks
-            tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts. Or a
-            function from the layouts of the global arguments to one of these; for several results, a tuple of them.
+            tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts and
+            dtypes. Or a function from the layouts of the global arguments to one of these; for several results, a tuple
+            of them.
     Raises: TypeError for another ``out``; ValueError if a block has another shape than its layout says, or another
-        dtype than others, or is no tensor: the same on every worker in the first call with given layouts.
+        dtype than others, or is no tensor, and for results of another number than places, or than on other workers: the
+        same on every worker in the first call with given layouts and dtypes.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         known = place == "same" if isinstance(place, str) else isinstance(place, (Layout, Partition))
@@ -73,7 +75,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             y = map_tensors(function(*given, **named), tied_of)
         if found_context is None:
             return y
-        layouts = tuple(one._layout for one in found)
+        layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
 
         def shapes_on(worker: int) -> list[Shape | None]:
             """Of the results of another worker that is not there."""
@@ -86,9 +88,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         ys = list(y) if several else [y]
         wanted = out(*layouts) if callable(out) and not isinstance(out, (Layout, Partition)) else out
         places = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted] * len(ys)
-        if len(places) != len(ys):
-            raise ValueError(f"local_map needs as many places as results; got {len(places)} and {len(ys)}")
-        known = _layouts(found_context, function, layouts, ys, places, shapes_on)
+        form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
+        known = _layouts(found_context, function, layouts, kinds, form, ys, places, shapes_on)
         results = [_global(block, layout, inputs) for block, layout in zip(ys, known, strict=True)]
         if not several:
             return results[0]
@@ -126,6 +127,8 @@ def _layouts(
     context: Context,
     function: Any,
     layouts: tuple[KnownLayout, ...],
+    dtypes: tuple[torch.dtype, ...],
+    form: str,
     ys: list[Any],
     places: list[Any],
     shapes_on: Callable[[int], list[Shape | None]],
@@ -136,14 +139,19 @@ def _layouts(
     def tell() -> list[list[Shape | None]]:
         if context.comm.imagined:
             return [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
-        kinds = [str(one.dtype) if isinstance(one, torch.Tensor) and one.numel() else None for one in ys]
-        told = gather_values(context.comm, context.everyone, "local_map", (mine, kinds))
+        kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
+        told = gather_values(context.comm, context.everyone, "local_map", (form, mine, kinds))
+        _check_one("as many results on every worker", [own for own, _, _ in told], function)
         for number in range(len(ys)):
-            _check_kinds([own[number] for _, own in told], function)
-        return [shapes for shapes, _ in told]
+            _check_one("blocks of one dtype", [own[number] for _, _, own in told], function)
+        return [shapes for _, shapes, _ in told]
 
-    key = ("local_map", _weak(function), layouts, tuple(map(_token, places)))
+    key = ("local_map", _weak(function), layouts, dtypes, tuple(map(_token, places)))
     told = context.keep_told(key, tell)
+    if not len(places) == len(ys) == len(told[0]):
+        raise ValueError(
+            f"local_map needs as many places as results, of one number in all calls; got {len(places)} and {len(ys)}"
+        )
     found: list[KnownLayout | None] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]
@@ -162,11 +170,34 @@ def _layouts(
     return found
 
 
+class _Same:
+    """Equals that of the same function, and does not keep it: one that a forward makes may hold activations.
+
+    (Not that of an equal function: workers may not agree on whether that is still there.)
+
+    Raises: TypeError for what cannot be referred to weakly, as some objects of C.
+    """
+
+    def __init__(self, function: Any) -> None:
+        parts = (function.__self__, function.__func__) if isinstance(function, MethodType) else (function,)
+        self._ids = tuple(map(id, parts))
+        self._parts = tuple(map(ref, parts))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._ids == other._ids and self._is_there and other._is_there
+
+    @property
+    def _is_there(self) -> bool:
+        return all(part() is not None for part in self._parts)
+
+
 def _weak(function: Any) -> Any:
-    """What equals that of the same function, and does not keep it: one that a forward makes may hold activations."""
     try:
-        return WeakMethod(function) if isinstance(function, MethodType) else ref(function)
-    except TypeError:  # (some objects of C)
+        return _Same(function)
+    except TypeError:
         return function
 
 
@@ -186,14 +217,14 @@ def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: An
     return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, gave, "a result"))
 
 
-def _check_kinds(kinds: Sequence[str | None], function: Any) -> None:
-    """Check that blocks that have elements are of one dtype."""
-    first = next((worker for worker, kind in enumerate(kinds) if kind is not None), 0)
-    other = next((worker for worker, kind in enumerate(kinds) if kind not in (None, kinds[first])), None)
+def _check_one(rule: str, told: Sequence[str | None], function: Any) -> None:
+    """Check that all workers that have something have the same."""
+    first = next((worker for worker, own in enumerate(told) if own is not None), 0)
+    other = next((worker for worker, own in enumerate(told) if own not in (None, told[first])), None)
     if other is not None:
         raise ValueError(
-            f"local_map needs blocks of one dtype; {_named(function)} gave {kinds[first]} on worker {first} and "
-            f"{kinds[other]} on worker {other}"
+            f"local_map needs {rule}; {_named(function)} gave {told[first]} on worker {first} and {told[other]} on "
+            f"worker {other}"
         )
 
 
