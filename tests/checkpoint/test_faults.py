@@ -185,6 +185,39 @@ def rewrite(path, change):
     (path / "index.json").write_text(json.dumps(content))
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (x * self.scale).sum()
+
+
+def test_a_count_that_an_earlier_version_took_for_a_moment(tmp_path):
+    """Beside a parameter that is a number, in a checkpoint of before: it does not become a tensor of shares."""
+
+    def made():
+        P = distdl.world()
+        model = distdl.distribute(Scaled(), P.reshape(P.size, 1), weights="sharded")
+        return model, torch.optim.Adam(model.parameters())
+
+    def saved():
+        model, optimiser = made()
+        model(distdl.distribute_tensor(torch.ones(4, 3), distdl.world().reshape(WORKERS, 1))).backward()
+        optimiser.step()
+        distdl.save(tmp_path, model, optimiser)
+
+    def loaded():
+        model, optimiser = made()
+        distdl.load(tmp_path, model, optimiser)
+        return [(type(one["step"]), float(one["step"])) for one in optimiser.state.values()]
+
+    distdl.run_workers(saved, WORKERS)
+    rewrite(tmp_path, lambda index: index["optimiser"]["state"]["model/scale"]["step"].update(follows=True))
+    assert distdl.run_workers(loaded, WORKERS) == [[(torch.Tensor, 1.0)]] * WORKERS
+
+
 def of_bias(index):
     return index["tensors"]["model/fc.bias"]
 

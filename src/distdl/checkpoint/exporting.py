@@ -214,7 +214,7 @@ class States:
             return {"value": encode(value, path, self.keep)}
         path = self.keep(path, value)
         follows = name in self.tensors and value.shape == self.tensors[name].shape
-        return {"tensor": path, "follows": follows and not optimisers.is_count(key, value)}
+        return {"tensor": path, "follows": follows and not optimisers.is_count(key, value.shape)}
 
     def keep(self, path: str, tensor: torch.Tensor) -> str:
         """Add a tensor; returns its key."""

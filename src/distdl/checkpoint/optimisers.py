@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +97,9 @@ def keeper(records: Records) -> Callable[[str, torch.Tensor], str]:
     return keep
 
 
-def is_count(key: str, value: torch.Tensor) -> bool:
+def is_count(key: str, extents: Sequence[int]) -> bool:
     """Whether it is where an optimiser of torch counts: beside a parameter that is a number, too, and no moment."""
-    return key == "step" and not value.dim()
+    return key == "step" and not extents
 
 
 def _described(value: Any, key: str, parameter: Record, records: Records) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _described(value: Any, key: str, parameter: Record, records: Records) -> dic
         return {"value": encode(value, path, _keeper_beside(parameter, records))}
     assert parameter.tensor is not None
     follows = isinstance(value, GlobalTensor) is isinstance(parameter.tensor, GlobalTensor) and (
-        value.shape == parameter.tensor.shape and not is_count(key, value)
+        value.shape == parameter.tensor.shape and not is_count(key, value.shape)
     )
     if follows:
         other = parameter.tensor
@@ -176,7 +176,8 @@ def restored(optimiser: torch.optim.Optimizer, records: Records, index: dict[str
             kept = index["state"].get(name, {})
             if kept:
                 state[number] = {
-                    key: _value(one, parameter, records.found[name], read, bool(placed)) for key, one in kept.items()
+                    key: _value(key, one, parameter, records.found[name], read, bool(placed))
+                    for key, one in kept.items()
                 }
             numbers.append(number)
             number += 1
@@ -226,11 +227,11 @@ def check_groups(names: list[list[str]], index: dict[str, Any]) -> None:
             )
 
 
-def _value(found: dict[str, Any], parameter: torch.Tensor, record: Record, read: Read, placed: bool) -> Any:
+def _value(name: str, found: dict[str, Any], parameter: torch.Tensor, record: Record, read: Read, placed: bool) -> Any:
     if "value" in found:
         return decode(found["value"], lambda key: read(key, None))
     key = found["tensor"]
-    if found["follows"]:
+    if found["follows"] and not is_count(name, record.extents):  # (distdl let counts follow numbers at first)
         cells = read(key, record).to(parameter.device)
         block = torch.empty_like(local(parameter), dtype=cells.dtype).copy_(cells.reshape(local(parameter).shape))
         return GlobalTensor._of(block, parameter._layout) if isinstance(parameter, GlobalTensor) else block
