@@ -368,13 +368,22 @@ def test_worker_processes_of_workers_that_are_processes():
 
 
 def test_blocks_of_another_partition_are_refused():
-    def work() -> None:
+    """With the same error on every worker, also where a block has the right shape."""
+
+    def work() -> str:
         rows, columns = grid_of((1, 1, 2, 1)), grid_of((1, 1, 1, 2))
         loader = torch.utils.data.DataLoader(BlockDataset(IMAGES, rows), 2, collate_fn=collate(columns))
-        with pytest.raises(ValueError, match=r"over 1x1x1x2 .* needs a block of 2x2x5x[45] on worker"):
+        with pytest.raises(ValueError, match=r"read over 1x1x2x1 on workers \[0 1\] cannot be made .* over 1x1x1x2 "):
             next(iter(loader))
+        turned = grid_of((2, 1, 1, 1))[::-1]
+        loader = torch.utils.data.DataLoader(BlockDataset(IMAGES, turned), 2, collate_fn=collate(turned[::-1]))
+        with pytest.raises(ValueError, match=r"on workers \[1 0\] cannot be made global over 2x1x1x1 ") as error:
+            next(iter(loader))
+        with pytest.raises(ValueError, match="needs a block of 1x3 on worker"):
+            Blocks(torch.zeros(2, 3), (2, 3)).as_global(turned)
+        return str(error.value)
 
-    distdl.run_workers(work, 2)
+    assert len(set(distdl.run_workers(work, 2))) == 1
 
 
 def test_torchs_own_loader():

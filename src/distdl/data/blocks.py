@@ -70,11 +70,12 @@ class BlockDataset(data.Dataset[Any]):
     def _batch(self, source: Source, indices: Sequence[int]) -> Blocks:
         indices = [checked(index, self._length) for index in indices]  # (also those of others, for all have to raise)
         shape = (len(indices), *source.shape)
-        box = _box(_workers_of(self.workers, len(shape)), self.me, shape)
+        workers = _workers_of(self.workers, len(shape))
+        box = _box(workers, self.me, shape)
         if box is None:
-            return Blocks(torch.from_numpy(np.empty((0,) * len(shape), source.dtype)), shape)
+            return Blocks(torch.from_numpy(np.empty((0,) * len(shape), source.dtype)), shape, workers)
         (first, last), *within = box
-        return Blocks(self._cells(source, indices[first:last], within), shape)
+        return Blocks(self._cells(source, indices[first:last], within), shape, workers)
 
     def _sample(self, source: Source, index: int) -> torch.Tensor:
         # (a batch of one sample for each place of the first axis, so that each worker has one)
@@ -101,10 +102,12 @@ class Blocks:
     Attributes:
         block: plain.
         shape: of the whole batch.
+        workers: over which it was read, with an axis for each dim; None where nobody has said so.
     """
 
     block: torch.Tensor
     shape: Shape
+    workers: Any = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -117,21 +120,27 @@ class Blocks:
     def as_global(self, P: Partition) -> GlobalTensor:
         """The global tensor of the batch. No message is sent: every worker knows the shape.
 
-        Raises: ValueError if the block is not this worker's part of it.
+        Raises: ValueError if it was read over another partition, or if the block is not this worker's part of it.
         """
         context = Context.of(P.comm)
-        layout = context.balanced(_workers_of(P.workers, len(self.shape)), self.shape)
+        workers = _workers_of(P.workers, len(self.shape))
+        if self.workers is not None and not np.array_equal(self.workers, workers):
+            read = f"{dims(self.workers.shape)} on workers {np.array2string(self.workers.ravel(), threshold=16)}"
+            raise ValueError(
+                f"Blocks of a batch of {dims(self.shape)} that was read over {read} cannot be made global over {P}"
+            )
+        layout = context.balanced(workers, self.shape)
         if tuple(self.block.shape) != tuple(layout.local):
             needed, found = dims(layout.local), dims(self.block.shape)
             raise ValueError(
                 f"Blocks of a batch of {dims(self.shape)} over {P} needs a block of {needed} on worker {context.me}; "
-                f"got {found}. Was it read over another partition?"
+                f"got {found}"
             )
         return GlobalTensor._of(self.block, layout)
 
     def pin_memory(self) -> Blocks:
         """The same in page-locked memory, as loaders ask for."""
-        return Blocks(self.block.pin_memory(), self.shape)
+        return Blocks(self.block.pin_memory(), self.shape, self.workers)
 
 
 def _workers_of(workers: NDArray[Any], rank: int) -> NDArray[Any]:
