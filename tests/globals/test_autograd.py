@@ -720,3 +720,17 @@ def test_a_later_hook_does_not_keep_the_tensor():
         del y
         assert itself() is None
     assert block() is None
+
+
+@on_workers
+def test_second_derivatives_of_numbers_in_a_list():
+    """Also on workers that do not have the number: backward goes the same way there."""
+    found = []
+    for whole in (True, False):
+        one, other = (split(noise(1)).sum() if whole else noise(1).sum() for _ in range(2))
+        xs = [one.detach().requires_grad_(), other.detach().requires_grad_()]
+        ys = torch._foreach_mul(xs, 2.5)
+        firsts = torch.autograd.grad(sum((y**3).sum() for y in ys), xs, create_graph=True)
+        found.append([*firsts, *torch.autograd.grad(sum((dx**2).sum() for dx in firsts), xs)])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

@@ -172,13 +172,15 @@ def numbers_of(context: Context, operands: Sequence[Any], found: Sequence[Any]) 
         found: what :func:`aligned` has made of the operands.
     """
     return [
-        zeros_on(part, ()).fill_(1)
-        if type(one) is GlobalTensor
-        else entered(one, context)
-        if isinstance(one, torch.Tensor)
-        else one
+        _one_on(part) if type(one) is GlobalTensor else entered(one, context) if isinstance(one, torch.Tensor) else one
         for one, part in zip(operands, found, strict=True)
     ]
+
+
+def _one_on(part: torch.Tensor) -> torch.Tensor:
+    one = zeros_on(part, ())
+    # (what fills a tensor has no second derivative, so a backward of it would go another way here than elsewhere)
+    return one + 1 if one.requires_grad else one.fill_(1)
 
 
 def _part(x: GlobalTensor, need: KnownLayout, target: KnownLayout, name: str) -> torch.Tensor:
