@@ -354,6 +354,20 @@ def test_the_sequential_model_is_that_of_torch():
     assert told.totals.peak < 0.5 * told.sequential.peak
 
 
+def test_what_a_model_writes_into_tables_of_others():
+    """They are what they were: a summary only looks."""
+    kept = torch.ones(7, 5)
+
+    def function(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        kept.copy_(x.detach())
+        kept.view(35).view(7, 5).copy_(x.detach())
+        kept[:, 1] = x.detach()[:, 1]
+        return x + kept
+
+    distdl.summary(Tables(function), (2, 1), (7, 5))
+    assert kept.device.type == "cpu" and kept.eq(1).all()
+
+
 def test_the_text_is_a_table():
     lines = str(distdl.summary(UNet(), (1, 1, 2, 2), SHAPE)).splitlines()
     assert lines[0].split() == [

@@ -265,6 +265,9 @@ class _Watch(TorchFunctionMode):
             y = func(*args, **kwargs)
         finally:
             self._functions.pop()
+        for one in tensors_in(y):
+            if type(one) is torch.Tensor and not one.is_meta and all(one is not other for other in found):
+                setattr(one, _MADE, True)
         if first is not None:
             self._note_function(name, first, y)
         return y
@@ -335,13 +338,21 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return parts_of(tensor._block if type(tensor) is GlobalTensor else tensor)
 
 
+_MADE = "_made_in_rehearsal"
+
+
 def _lose_memory(table: torch.Tensor) -> None:
     """Let a tensor be on the device "meta" under all of its names, so that what is written into it is not lost.
 
-    What is a view of a tensor that others have, or has a node that refers to it, stays what it is: then what is written
-    goes into a copy.
+    What was there before the rehearsal, is a view of a tensor that others have, or has a node that refers to it, stays
+    what it is: then what is written goes into a copy.
     """
-    if table.is_meta or table.layout is not torch.strided or (table._is_view() and why_not(table)):
+    if (
+        table.is_meta
+        or not hasattr(table, _MADE)
+        or table.layout is not torch.strided
+        or (table._is_view() and why_not(table))
+    ):
         return
     with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():
         swap_tensors(table, table.to("meta"))
