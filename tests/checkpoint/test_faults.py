@@ -417,7 +417,7 @@ def test_a_module_that_has_no_state_yet(tmp_path):
 
 
 class Further(nn.Linear):
-    """A module that has more in its state_dict than parameters and buffers; or not."""
+    """A module that has more in its state_dict than parameters and buffers; or not, but for another name."""
 
     def __init__(self, *names):
         super().__init__(2, 2)
@@ -426,6 +426,7 @@ class Further(nn.Linear):
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.update({prefix + name: torch.ones(1) for name in self.names})
+        destination[prefix + "kernel"] = destination.pop(prefix + "weight")
 
 
 def test_what_a_module_alone_keeps_in_its_state_dict(tmp_path):

@@ -6,7 +6,7 @@ sequential model. So what one has saved, another can load.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,16 +119,18 @@ def records_of(model: torch.nn.Module) -> Records:
     return records
 
 
-def _check_nothing_else(model: torch.nn.Module, tensors: Container[str]) -> None:
-    """Check that modules keep nothing in a state_dict but these tensors, and their extra states.
+def _check_nothing_else(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that modules keep nothing in a state_dict but these tensors, under any name, and their extra states.
 
     Raises: ValueError.
     """
+    known = set(map(id, tensors.values()))
     for prefix, module in model.named_modules():
         if type(module)._save_to_state_dict is not torch.nn.Module._save_to_state_dict:
             found: dict[str, Any] = {}
             module._save_to_state_dict(found, _join(prefix, ""), keep_vars=True)
-            more = [name for name in found if name not in tensors and name.rpartition(".")[2] != "_extra_state"]
+            unknown = [name for name, one in found.items() if name not in tensors and id(one) not in known]
+            more = [name for name in unknown if name.rpartition(".")[2] != "_extra_state"]
             if more:
                 raise ValueError(
                     f"a checkpoint keeps parameters, buffers and extra states; the _save_to_state_dict of a "
