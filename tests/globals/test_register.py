@@ -243,10 +243,16 @@ class Doubled:
         return 2 * x
 
 
+@pytest.mark.parametrize("debug", ["", "1"])
 @pytest.mark.filterwarnings("ignore:.*Doubled")
-def test_an_object_that_is_called_has_the_same_name_on_all_workers():
+def test_an_object_that_is_called_has_the_same_name_on_all_workers(monkeypatch, debug):
+    monkeypatch.setenv("DISTDL_DEBUG", debug)
+
     def work():
         x = distdl.distribute_tensor(noise(4, 3), distdl.world().reshape(2, 1))
         assert torch.equal(Doubled()(x).full_tensor(), 2 * noise(4, 3))
+        with pytest.raises(ValueError, match="on worker 1, Multiplying gave 2x3 instead of 0x3") as error:
+            distdl.local_map(Multiplying(2.0), out=x[:2].layout)(x)
+        return str(error.value)
 
-    distdl.run_workers(work, 2)
+    assert len(set(distdl.run_workers(work, 2))) == 1

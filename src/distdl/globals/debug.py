@@ -18,6 +18,7 @@ import torch
 from distdl.exchange import watching
 from distdl.globals.nested import tensors_in
 from distdl.globals.paths import current_path
+from distdl.globals.table import name_of
 from distdl.partition import dims
 from distdl.transport import Communicator
 from distdl.transport.communicator import name_workers
@@ -104,7 +105,7 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         numbers = ", ".join(_numbers((args, kwargs)))
         if numbers:
             found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
-    return f"{getattr(func, '__name__', func)}({'; '.join(found)})"
+    return f"{name_of(func)}({'; '.join(found)})"
 
 
 def _numbers(value: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, plain_of, tied_of
 from distdl.globals.running import on_blocks
+from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments
@@ -212,7 +213,7 @@ def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: An
         listed = ", ".join(f"{list(shape)} on {worker}" for worker, shape in gave.items())
         raise ValueError(
             f"local_map needs blocks of as many dims as the partition of out= has axes ({P}), or of more, and of one "
-            f"number of them; {_named(function)} gave {listed}"
+            f"number of them; {name_of(function)} gave {listed}"
         )
     return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, gave, "a result"))
 
@@ -223,7 +224,7 @@ def _check_one(rule: str, told: Sequence[str | None], function: Any) -> None:
     other = next((worker for worker, own in enumerate(told) if own not in (None, told[first])), None)
     if other is not None:
         raise ValueError(
-            f"local_map needs {rule}; {_named(function)} gave {told[first]} on worker {first} and {told[other]} on "
+            f"local_map needs {rule}; {name_of(function)} gave {told[first]} on worker {first} and {told[other]} on "
             f"worker {other}"
         )
 
@@ -240,13 +241,9 @@ def _all_given(shapes: Sequence[Shape | None], me: int, function: Any) -> list[S
         worker = [*range(len(shapes) - 1), me][shapes.index(None)]
         raise ValueError(
             f"local_map needs a result to be a tensor on every worker or on none; on worker {worker}, "
-            f"{_named(function)} gave none"
+            f"{name_of(function)} gave none"
         )
     return given
-
-
-def _named(function: Any) -> str:
-    return str(getattr(function, "__name__", function))
 
 
 def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> None:
@@ -256,7 +253,7 @@ def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> Non
     if tuple(shape) != tuple(expected):
         raise ValueError(
             f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
-            f"{_named(function)} gave {dims(shape)} instead of {dims(expected)}. Where results lie otherwise than the "
+            f"{name_of(function)} gave {dims(shape)} instead of {dims(expected)}. Where results lie otherwise than the "
             "first argument, out= says so"
         )
 
