@@ -87,10 +87,10 @@ def _count(text: str) -> int:
 def _execute(workers: int, backend: str, script: Path, program: list[str]) -> int:
     """Execute the script once on each worker of this process, each time in a namespace of its own."""
     sys.argv = program
-    code = compile(script.read_bytes(), str(script), "exec")
+    code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)  # (this file's future statements)
 
     def execute() -> None:
-        exec(code, {"__name__": "__main__", "__file__": str(script), "__builtins__": __builtins__})
+        exec(code, {"__name__": "__main__", "__doc__": None, "__file__": str(script), "__builtins__": __builtins__})
 
     run_workers(execute, workers, backend)
     return 0

@@ -299,6 +299,14 @@ def test_run_passes_arguments_and_a_plain_script_needs_no_run_workers(tmp_path):
     assert got.splitlines() == ["0 ['--flag', '3'] __main__", "1 ['--flag', '3'] __main__"]
 
 
+def test_a_script_on_threads_is_compiled_as_python_does_it(here, capsys, tmp_path):
+    """Annotations are values, as this script asks for no other; without a docstring, ``__doc__`` is None."""
+    script = tmp_path / "plain.py"
+    script.write_text("def f(x: int): ...\nprint(f.__annotations__, __doc__)\n")
+    assert here(["run", "-n", "1", "--backend", "threads", str(script)]) == 0
+    assert capsys.readouterr().out == "{'x': <class 'int'>} None\n"
+
+
 def test_run_refuses_a_script_that_is_not_there(here, capsys):
     with pytest.raises(SystemExit) as ended:
         here(["run", "nothing.py"])
