@@ -144,6 +144,17 @@ def test_a_value_for_which_one_worker_asks_is_an_error_that_says_so():
         distdl.run_workers(work, 3)
 
 
+@on_workers
+def test_a_global_tensor_is_no_value_to_send():
+    """Asking it for its memory would be messages, which the workers that send no value do not make."""
+    P, x = distdl.world(), split(x35)
+    for value in (x, x.sum(), {"a": [x[:0]]}):
+        for send in (P.broadcast_data, P.allgather_data, P.allreduce_data):
+            with pytest.raises(ValueError, match=r"^worker 0: .*(a GlobalTensor, which wraps|reached a global tensor)"):
+                send(value if me() == 0 else 0)
+    assert P.allgather_data(me()) == [0, 1, 2]
+
+
 def quantised(x):
     with warnings.catch_warnings(action="ignore"):  # (torch will not have these for ever)
         return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)

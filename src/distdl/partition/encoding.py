@@ -113,8 +113,9 @@ def _read_array(body: memoryview) -> Any:
 
 
 def _write_tensor(value: torch.Tensor) -> bytes:
-    plain = readable(value.detach()).cpu().contiguous()
-    content = as_bytes(plain).numpy().tobytes()
+    with torch._C.DisableTorchFunctionSubclass():  # (those of a global tensor are messages)
+        plain = readable(value.detach()).cpu().contiguous()
+        content = as_bytes(plain).numpy().tobytes()
     return bytes([dtype_code(value.dtype)]) + _write_dims(tuple(value.shape)) + content
 
 

@@ -168,8 +168,9 @@ def kind_without_memory(tensor: torch.Tensor) -> str:
             return ""
     except RuntimeError:  # some kinds raise it in place of an address
         pass
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        return "meta" if tensor.is_meta else str(tensor.layout)
+    layout = tensor.layout
+    if tensor.is_meta or (layout is not torch.strided and isinstance(layout, torch.layout)):  # (or a Layout)
+        return "meta" if tensor.is_meta else str(layout)
     return f"a {type(tensor).__name__}, which wraps other tensors"
 
 
