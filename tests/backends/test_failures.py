@@ -1,7 +1,9 @@
 """No silent wait: a worker that fails, ends or makes another call is an error on the others, and soon."""
 
 import json
+import os
 import re
+import signal
 import threading
 import time
 import traceback
@@ -11,6 +13,7 @@ import torch
 from launchers import FOLDER, imported, mpirun, outcome
 
 import distdl
+from distdl.backends import threaded
 from distdl.nn import AllSumReduce, Broadcast, Repartition
 from distdl.transport.communicator import CommunicationError
 
@@ -268,6 +271,33 @@ def test_the_callers_interruption_ends_the_workers():
 
     with pytest.raises(KeyboardInterrupt):
         distdl.run_workers(main, 2)
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.parametrize("twice", [False, True])
+def test_ctrl_c_ends_workers_that_compute_on(monkeypatch, twice):
+    """Also that one for which ``run_workers`` was waiting; a thread left over would abort the process at its end."""
+    monkeypatch.setattr(threaded, "_GRACE", 0.6)
+    ended = []
+
+    def main():
+        if distdl.world().rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            if twice:
+                os.kill(os.getpid(), signal.SIGINT)
+        try:
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                time.sleep(0.01)
+        finally:
+            ended.append(time.monotonic() < until)
+
+    with pytest.raises(KeyboardInterrupt):
+        distdl.run_workers(main, 2)
+    threaded._join(threaded._stopped)
+    assert ended == [True, True]
 
 
 # -- processes: each scenario is one job, which has to end soon, with an exit status and a reason

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,25 +65,44 @@ def _run(work: Work, workers: int) -> list[Any]:
         finally:
             del hub.threads[threading.get_ident()]  # which another thread may get
 
-    running = [
-        threading.Thread(target=run, args=(rank,), name=f"worker {rank}", daemon=True) for rank in range(workers)
-    ]
+    running = [_Worker(run, rank) for rank in range(workers)]
     for thread in running:
         thread.start()
     try:
         for thread in running:
-            while thread.is_alive() and hub.failure is None:
-                thread.join(0.1)
+            while not thread.over.wait(0.1) and hub.failure is None:
+                pass
     except BaseException as interruption:  # of the caller's thread: by the keyboard, or by a test's time limit
         hub.fail(interruption)
     if hub.failure is not None:
-        _join(running)
-        for thread in running:
-            _stop(thread)
+        try:
+            _join(running)
+        finally:  # (a second interruption, too)
+            for thread in running:
+                _stop(thread)
         raise _telling(hub.failure, failures)
+    _join(running)
     if exits:
         raise exits[min(exits)]  # nobody waited for those that called sys.exit, so what they asked for can be done
     return [results[rank] for rank in range(workers)]
+
+
+class _Worker(threading.Thread):
+    """The thread of a worker, which tells itself when its work is over.
+
+    ``join`` and ``is_alive`` take a thread that still works for one that has ended once Ctrl-C has interrupted ``join``
+    (before Python 3.13).
+    """
+
+    def __init__(self, run: Callable[[int], None], rank: int) -> None:
+        super().__init__(target=run, args=(rank,), name=f"worker {rank}", daemon=True)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self.over.set()
 
 
 def _telling(first: BaseException, failures: Sequence[BaseException]) -> BaseException:
@@ -98,27 +117,28 @@ class _Stopped(SystemExit):
     """Ends a worker that still computes when ``run_workers`` has raised."""
 
 
-_stopped: list[threading.Thread] = []
+_stopped: list[_Worker] = []
 
 
-def _stop(thread: threading.Thread) -> None:
-    """Let a thread that is alive end at its next Python statement."""
-    if thread.is_alive() and thread.ident is not None:
+def _stop(thread: _Worker) -> None:
+    """Let a thread that still works end at its next Python statement."""
+    if not thread.over.is_set() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Stopped))
         _stopped.append(thread)
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
+def _join(threads: Sequence[_Worker]) -> None:
     deadline = time.monotonic() + _GRACE
     for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
+        if thread.over.wait(max(deadline - time.monotonic(), 0.0)):
+            thread.join()  # (which is the interpreter's last moment with it)
 
 
 @atexit.register
 def _await_stopped() -> None:
     """Before the interpreter ends: a thread that it finds in the midst of torch's code aborts the process."""
     _join(_stopped)
-    computing = [thread.name for thread in _stopped if thread.is_alive()]
+    computing = [thread.name for thread in _stopped if not thread.over.is_set()]
     if computing:
         sys.stdout.flush()
         print(f"distdl: {', '.join(computing)} still computes, though run_workers has failed", file=sys.stderr)
