@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -193,6 +194,19 @@ def test_threads_inside_a_process_world_are_refused_and_serial_has_one_worker():
         distdl.run_workers(lambda: 0, 3, "mpi")
     with pytest.raises(ValueError, match="a function that they can import"):
         distdl.run_workers(lambda: 0, 2, "gloo")
+
+
+@pytest.mark.parametrize("way", [["-c"], ["-"]])
+def test_a_function_of_a_program_that_is_in_no_file_runs_on_threads_alone(way):
+    text = (
+        "import distdl\ndef main(): return distdl.world().size\nprint(distdl.run_workers(main, 2))\n"
+        "try: distdl.run_workers(main, 2, 'gloo')\nexcept ValueError as error: print(error)"
+    )
+    told = {"input": text} if way == ["-"] else {}
+    command = [sys.executable, *way, *([] if told else [text])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **told)
+    assert done.stdout.startswith("[2, 2]\nthe gloo back-end runs its workers in processes"), done.stdout + done.stderr
+    assert "(a notebook, an interactive session, python -c): define it in a module" in done.stdout
 
 
 def test_a_serial_world_inside_another_one():

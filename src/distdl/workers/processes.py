@@ -64,6 +64,12 @@ def run_processes(
             f"the {backend} back-end runs its workers in processes and needs a function that they can import, defined "
             f"at the top of a module; got {function!r} and the opener {opener!r} ({error})"
         ) from error
+    if _is_unreadable(content):
+        raise ValueError(
+            f"the {backend} back-end runs its workers in processes, which read the function from a file; got "
+            f"{function!r}, and this program is in none (a notebook, an interactive session, python -c): define it in "
+            f"a module, or run it on threads"
+        )
     context = multiprocessing.get_context("spawn")
     store = local_store(environment.timeout())
     patience = environment.grace()
@@ -92,6 +98,13 @@ def run_processes(
         finally:
             _end(processes, patience)
     return _results(ends, workers)
+
+
+def _is_unreadable(content: bytes) -> bool:
+    """Whether another process would look in vain for the file of this program, where what is pickled is defined."""
+    program = sys.modules["__main__"]
+    file = getattr(program, "__file__", None)
+    return file == "<stdin>" or (file is None and program.__spec__ is None and b"__main__" in content)
 
 
 def _collect(processes: Sequence[BaseProcess], reports: dict[Connection, int], ends: dict[int, _Report]) -> None:
