@@ -217,6 +217,20 @@ def test_gather_from_a_plain_tensor():
     assert_same(lambda x, i: torch.take_along_dim(x, i), noise(3, 5), Global(labels))
 
 
+def test_take_along_dim_takes_the_indices_that_torch_takes():
+    """Along a dim, any number is one: torch takes the remainder. Of all elements, only those that are there."""
+    x = noise(4, 3)
+    for at in (torch.full((4, 1), 7), torch.tensor([[-9, 5]]), torch.full((1, 3), 2**40)):
+        assert_same(lambda x, i: torch.take_along_dim(x, i, 1), Global(x), Global(at))
+    refused = [
+        (x, torch.tensor([-1, 2]), None), (x, torch.tensor([12]), None), (x, torch.full((1, 3), 1).int(), 0),
+        (x, torch.tensor([1, 2]), 0), (x, torch.ones(2, 1).long(), 1), (x, torch.ones(1, 1).long(), 5),
+        (x[:, :0], torch.zeros(4, 1).long(), 1),
+    ]  # fmt: skip
+    for whole, at, dim in refused:
+        assert_raises_the_same(lambda x, at=at, dim=dim: torch.take_along_dim(x, at, dim), whole, text=True)
+
+
 def test_one_hot_targets():
     def one_hot(logits, target):
         return torch.zeros_like(logits).scatter_(1, target.unsqueeze(1), 1.0) * logits

@@ -120,10 +120,13 @@ def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
 @handles("take_along_dim", "torch Tensor")
 def take_along_dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, indices: Any, dim: int | None = None) -> Any:
+        judged(torch.take_along_dim, (input, indices, dim), {})
         if dim is None:
-            input, indices, dim = input.reshape(-1), indices.reshape(-1), 0
+            return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
         dim %= input.dim()
-        indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # (they may count from the end)
+        if not input.shape[dim] and indices.numel():
+            _line(input, dim).take_along_dim(torch.zeros([1] * input.dim(), dtype=torch.int64, device="cpu"), dim)
+        indices = indices.remainder(input.shape[dim])  # (so torch lets them count from the end, and any number be one)
         shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
         full = [expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
         return torch.gather(full[0], dim, full[1])
