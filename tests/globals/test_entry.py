@@ -163,6 +163,7 @@ def quantised(x):
 WRONG = {
     "no tensor": lambda P: distdl.distribute_tensor(None, P),
     "fewer dims than axes": lambda P: distdl.distribute_tensor(noise(3), P),
+    "no dims": lambda P: distdl.distribute_tensor(x35[0, 0], P),
     "no such worker": lambda P: distdl.distribute_tensor(x35, P, src=7),
     "no partition": lambda P: distdl.distribute_tensor(x35, None),
     "no grid": lambda P: GlobalTensor.from_local(noise(me() + 1, 3 + me()), P),
@@ -187,6 +188,8 @@ NAMED = {
     "no such worker": "distribute_tensor needs src to be a worker's number, from 0 to 2; got 7",
     "not there": "full_tensor needs on to be a worker's number, from 0 to 2; got 9",
     "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
+    "no dims": "distribute_tensor needs a partition with at most as many axes as the tensor has dims; the tensor is "
+    "0-d and the partition 2x1 on workers 0, 1. Say with axes= along which axis of the partition each dim is split",
     "a sparse tensor": "distribute_tensor needs a tensor on worker 0; it has a value of type Tensor that is "
     "torch.sparse_coo",
 }

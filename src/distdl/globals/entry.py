@@ -220,8 +220,9 @@ def _split(
         P = _along(context, P, axes, what)
     if P.workers.ndim > len(extents):
         raise ValueError(
-            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is {dims(extents)} "
-            f"and the partition {P}. Say with axes= along which axis of the partition each dim is split"
+            f"{what} needs a partition with at most as many axes as the tensor has dims; the tensor is "
+            f"{dims(extents) or '0-d'} and the partition {P}. Say with axes= along which axis of the partition each "
+            "dim is split"
         )
     return context.balanced(P.workers, extents)
 

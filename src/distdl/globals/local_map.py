@@ -253,8 +253,8 @@ def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> Non
     if tuple(shape) != tuple(expected):
         raise ValueError(
             f"local_map needs blocks as the layout of the result says ({layout}); on worker {worker}, "
-            f"{name_of(function)} gave {dims(shape)} instead of {dims(expected)}. Where results lie otherwise than the "
-            "first argument, out= says so"
+            f"{name_of(function)} gave {dims(shape) or '0-d'} instead of {dims(expected) or '0-d'}. Where results lie "
+            "otherwise than the first argument, out= says so"
         )
 
 
