@@ -668,3 +668,31 @@ def test_bits_follow_from_nothing_that_differs_between_processes():
     text = "from distdl.globals.models.drift import Kept, Seen; print(Seen(Kept(), (3, 0)).number)"
     found = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True) for _ in range(2)]
     assert {int(one.stdout) for one in found} == {Seen(Kept(), (3, 0)).number}
+
+
+@pytest.mark.parametrize("what", ["plain", "weight"])
+@pytest.mark.parametrize("dead", ["before", "behind"])
+def test_a_forward_without_a_backward_hides_nothing(what, dead):
+    """As the one of a generator for its discriminator: fake = G(z).detach()."""
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)), P)
+        optimiser = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(20):
+            optimiser.zero_grad()
+            x = distdl.distribute_tensor(noise(4, 6, seed=step).float(), P)
+            if dead == "before":
+                model(x).detach()
+            y = model(x)
+            if dead == "behind":
+                model(x).detach()
+            (y * torch.full((4,), 1.0 + (what == "plain" and step > 9) * P.rank)).square().mean().backward()
+            optimiser.step()
+            if what == "weight" and step == 9 and P.rank == 1:
+                for one in model.parameters():
+                    one.data.add_(one is model[0].weight or one is model[1].weight)  # (every other one)
+        return step
+
+    with pytest.raises(ValueError, match=r"the same (weights )?on every worker"):
+        distdl.run_workers(work, 2)

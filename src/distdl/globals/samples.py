@@ -79,6 +79,12 @@ class Kept(NamedTuple):
         """
         return self.first, self.passed, len(self.samples)
 
+    def behind(self, before: Kept, most: int) -> Kept:
+        """These behind those of a step before, of which nobody has heard; of too many, these alone."""
+        if not before.samples or len(before.samples) + len(self.samples) > most:
+            return self
+        return Kept(before.samples + self.samples, before.first, before.passed + self.passed)
+
     @property
     def number(self) -> int:
         return hash((self.first, self.passed, *[one.number for one in self.samples]))  # (the same on every worker)

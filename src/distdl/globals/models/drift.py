@@ -30,6 +30,7 @@ from distdl.partition.sharing import gather_values
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # (those of quantised weights know their own functions only)
 _WRITES = 3  # for how many forwards it is not asked how often parameters have been written, at first
 _LONGEST = 1023
+_MOST_KEPT = 16  # plain tensors that wait for a backward
 
 
 Places = list[tuple[weakref.ref[torch.nn.Module], str]]  # modules, and the names that their buffers have there
@@ -41,10 +42,12 @@ class Seen(NamedTuple):
     Attributes:
         kept: of plain tensors.
         writes: into each parameter, since they were counted first; none in forwards in which this is not asked.
+        place: of the tensor.
     """
 
     kept: Kept
     writes: tuple[int, ...]
+    place: int = 0
 
     @property
     def number(self) -> int:
@@ -86,6 +89,7 @@ class Drift:
         self._counted: list[torch.Tensor] | None = None  # the parameters whose writes are counted
         self._before: list[int] = []  # how often each had been written then
         self._most = 0  # of how many workers bits can be added up in their dtypes
+        self._waiting: list[Seen] = []  # the last, until a backward has sent its bits
         self._last: _Settled | None = None  # on a GPU, the last that was looked at; it is read with the next
 
     def look(
@@ -105,14 +109,32 @@ class Drift:
         if counted is not self._counted:
             self._counted, self._before = counted, _writes_of(counted)
             self._most = int(2 / max([torch.finfo(dtype).eps for dtype in {one.dtype for one in counted}]))
-        kept = context.samples.take()
+        before = self._waiting[0] if self._waiting else None
+        if before is not None:  # (no backward may ever come for it: so all that it has looked at is looked at again)
+            self._place = before.place
+        look = self._look(context, parameters, counted, buffers, before)
+        self._waiting = look.waiting
+        return look
+
+    def _look(
+        self,
+        context: Context,
+        parameters: Sequence[torch.Tensor],
+        counted: list[torch.Tensor],
+        buffers: Callable[[], Places],
+        before: Seen | None,
+    ) -> Look:
+        kept, place = context.samples.take(), self._place
         if len(context.everyone) > self._most or context.comm.imagined or _is_captured(counted):
             return Look(self, context, None, None, counted, None)
         one: Any = self._next(parameters, buffers) if self._values.come() else None
         if kept.samples and not self._samples.come():
             kept = Kept()
-        writes = tuple(map(sub, _writes_of(counted), self._before)) if self._writes.come() else ()
-        seen = Seen(kept, writes)
+        asked = self._writes.come() or (before is not None and before.writes)
+        writes = tuple(map(sub, _writes_of(counted), self._before)) if asked else ()
+        if before is not None:
+            kept = kept.behind(before.kept, _MOST_KEPT)
+        seen = Seen(kept, writes, place)
         number = seen.number if kept.samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
             return Look(self, context, None, seen, counted, torch.tensor(bits_of(number)))
@@ -154,7 +176,7 @@ class Drift:
         mine = (tuple(map(tuple, samples)), tuple(places), seen.writes, described)
         gathered = gather_values(context.comm, context.everyone, "comparing weights", mine)
         told = [
-            Seen(Kept(tuple([Sample(*sample) for sample in samples]), *places), tuple(writes))
+            Seen(Kept(tuple([Sample(*sample) for sample in samples]), *places), tuple(writes), seen.place)
             for samples, places, writes, _ in gathered
         ]
         first = told[0]
@@ -282,6 +304,7 @@ class Look:
 
     Attributes:
         bits: 0 or 1 each; none if nothing is looked at.
+        waiting: what they follow from, until a backward has sent them.
     """
 
     def __init__(
@@ -293,7 +316,8 @@ class Look:
         counted: Sequence[torch.Tensor],
         bits: torch.Tensor | None,
     ) -> None:
-        self._drift, self._context, self._one, self._seen, self._counted = drift, context, one, seen, counted
+        self._drift, self._context, self._one, self._counted = drift, context, one, counted
+        self.waiting = [] if seen is None else [seen]
         self.bits = bits
 
     def settle(self, sums: torch.Tensor) -> None:
@@ -302,6 +326,5 @@ class Look:
         Args:
             sums: of the bits, over all workers.
         """
-        seen, self._seen = self._seen, None
-        if seen is not None:
-            self._drift.settle(_Settled(sums, self._context, self._one, seen, self._counted))
+        if self.waiting:
+            self._drift.settle(_Settled(sums, self._context, self._one, self.waiting.pop(), self._counted))
