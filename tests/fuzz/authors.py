@@ -129,6 +129,7 @@ VALUES: dict[str, tuple[Any, ...]] = {  # always wrong: the call has to raise
     "of a class": (*_NEVER, None, torch.nn.ReLU()),
     "tensor": (*_NEVER, None, [1.0], np.zeros(3)),
     "tensor in one piece": (*_NEVER, None, torch.zeros(2, 3).T),
+    "workers or None": (*_NEVER, [[0, 1]], np.zeros((2, 2)), np.zeros(2, dtype=int)),
     "function": (*_NEVER, None),
     "function or None": _NEVER,
     "string": (3, None, [], object()),
@@ -199,6 +200,7 @@ _KINDS = {
 }
 _KIND = {argument: kind for kind, names in _KINDS.items() for argument in names.split()}
 _OTHERS = {
+    "distdl.data.Blocks": {"workers": "workers or None"},
     "distdl.agreement.Headers": {"derivatives": "tuple"},
     "distdl.backends.mpi.buffer.MPIExpandableBuffer": {"dtype": "NumPy's"},
     "distdl.nn.primitive.Movement": {"plan": "function"},

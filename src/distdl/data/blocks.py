@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils import data
 
 from distdl.data.sources import Source, checked, source_of
-from distdl.environment.arguments import check_fields
+from distdl.environment.arguments import brief, check_fields
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
@@ -115,6 +115,15 @@ class Blocks:
             raise ValueError(
                 f"Blocks needs a block with a dim for each of the batch; the batch is {dims(self.shape) or '0-d'} and "
                 f"the block {dims(self.block.shape) or '0-d'}"
+            )
+        if self.workers is not None and not (
+            isinstance(self.workers, np.ndarray)
+            and np.issubdtype(self.workers.dtype, np.integer)
+            and self.workers.ndim == len(self.shape)
+        ):
+            raise TypeError(
+                f"Blocks needs workers to be an array of whole numbers with an axis for each dim of the batch; got "
+                f"{brief(self.workers)}"
             )
 
     def as_global(self, P: Partition) -> GlobalTensor:
