@@ -21,6 +21,19 @@ def layer_called_once(workers):
     return layer
 
 
+def fails_in_a_hook():
+    """A hook that raises in the backward of worker 1, while the others wait for its gradients."""
+
+    def hook(*gradients):
+        if P.rank == 1:
+            raise KeyError("the reason")
+
+    P = distdl.world()
+    model = distdl.distribute(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), P.reshape(3, 1))
+    model[1].register_full_backward_hook(hook)
+    model(distdl.distribute_tensor(torch.ones(3, 2), P.reshape(3, 1))).sum().backward()
+
+
 def leaves():
     """Worker 1 calls ``sys.exit(0)`` while the others wait for it."""
     P = distdl.world()

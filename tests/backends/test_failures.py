@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 
+import exits
 import pytest
 import torch
 from launchers import FOLDER, imported, mpirun, outcome
@@ -40,25 +41,12 @@ def test_threads_stop_with_the_failing_workers_exception_and_traceback():
     assert [entry.name for entry in error.traceback][-1] == "main"
 
 
-def fails_in_a_hook():
-    """A hook that raises in the backward of worker 1, while the others wait for its gradients."""
-
-    def hook(*gradients):
-        if P.rank == 1:
-            raise KeyError("the reason")
-
-    P = distdl.world()
-    model = distdl.distribute(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), P.reshape(3, 1))
-    model[1].register_full_backward_hook(hook)
-    model(distdl.distribute_tensor(torch.ones(3, 2), P.reshape(3, 1))).sum().backward()
-
-
 @pytest.mark.fault(count=2)
 @pytest.mark.parametrize("backend", ["threads", "gloo"])
 def test_what_failed_first_is_the_cause_of_what_is_raised(backend):
     """The others fail, too, and may be first to end: but they do not know where the user's code has failed."""
     with pytest.raises(CommunicationError, match=r"a backward that has failed .KeyError: 'the reason'") as error:
-        distdl.run_workers(fails_in_a_hook, 3, backend)
+        distdl.run_workers(exits.fails_in_a_hook, 3, backend)
     shown = "".join(traceback.format_exception(error.value))
     assert "in hook" in shown and "KeyError: 'the reason'" in shown
 
