@@ -9,7 +9,6 @@ import pytest
 import torch
 from launched import assert_close, assert_told_apart, on_workers, split
 from same import Global, assert_same, noise
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -515,10 +514,6 @@ def test_nothing_passes_by_the_table():
         torch._C.DisableTorchFunctionSubclass(),
     ):
         x * 2
-    with pytest.raises(RuntimeError, match=r"transforms of torch\.func do"):
-        torch.func.grad(lambda a: (a * 2).sum())(x)
-    with pytest.raises(RuntimeError, match=r"torch\.vmap and .* do not work"), TransformGetItemToIndex():
-        torch.vmap(lambda place: x[place, place])(torch.arange(3))  # (as masks of language models are made)
     for memory in (torch.Tensor.data_ptr, torch.Tensor.const_data_ptr, torch.Tensor.storage_type):
         with pytest.raises(TypeError, match="memory"):
             memory(x)

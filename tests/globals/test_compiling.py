@@ -118,15 +118,3 @@ def test_what_cannot_be_traced_says_so(use):
 
     distdl.run_workers(work, 3)
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
-def test_transforms_of_a_model_say_that_they_do_not_work(transform, weights):
-    def work():
-        model = distdl.distribute(network(), partition((2, 1)), weights=weights)
-        with pytest.raises(RuntimeError, match=r"transforms of torch\.func do not work"):
-            given = [model.forward, batch(0)[0]]
-            transform(*given) if transform is torch.func.vjp else transform(model)(given[1])
-
-    distdl.run_workers(work, 3)

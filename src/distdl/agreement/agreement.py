@@ -31,6 +31,7 @@ from distdl.partition.groups import IntArray
 from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Preamble, by_worker, different, gathered
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import dtype_code
+from distdl.tensors.function import TransformError
 from distdl.tensors.memory import kind_without_memory
 from distdl.transport.calls import Meeting
 from distdl.transport.communicator import Communicator, Group, LongGroup
@@ -156,8 +157,11 @@ class Agreement(Generic[Outcome]):
             extra: more integers for the header, equally many on each member.
         Returns: what follows from the headers.
         Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
-            members, CommunicationError if the members are in different calls, and what ``derive`` raises.
+            members, CommunicationError if the members are in different calls, and what ``derive`` raises;
+            TransformError inside a transform of ``torch.func``.
         """
+        if torch._C._are_functorch_transforms_active():
+            raise TransformError
         comm = self._comm
         if comm.waiting is not None:
             comm.refuse_thread(self._label)

@@ -18,6 +18,7 @@ from distdl.geometry.boxes import Shape, whole
 from distdl.plan import Move, Plan
 from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed
 from distdl.tensors.dtypes import carries_gradients
+from distdl.tensors.function import TransformError
 from distdl.tensors.memory import is_channels_last, readable
 from distdl.tensors.modes import unobserved
 from distdl.transport.calls import LARGEST, LAST_TAG, Begun
@@ -185,7 +186,12 @@ class Operator:
         return y
 
     def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Begin to execute the plan. The result is there after the wait."""
+        """Begin to execute the plan. The result is there after the wait.
+
+        Raises: TransformError inside a transform of ``torch.func``.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise TransformError
         if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():
             x = readable(x)  # transports read memory
         layout = x.shape, x.stride(), x.is_cpu

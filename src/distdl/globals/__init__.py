@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import following, handlers, own_functions
+from distdl.globals import following, handlers, own_functions, transforms
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import initial, numbers
 from distdl.globals.local_map import local_map
@@ -20,6 +20,7 @@ numbers.install()
 following.install()
 initial.install()
 caching.install()
+transforms.install()
 
 __all__ = [
     "GlobalTensor",

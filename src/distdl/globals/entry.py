@@ -28,8 +28,8 @@ _AXES = judge(Sequence[int | None])
 
 
 NO_TANGENTS = (
-    "global tensors have no forward-mode derivatives; torch.autograd.functional.jvp(function, x, tangent) computes the "
-    "same of global tensors, by two backwards"
+    "global tensors have no forward-mode derivatives; torch.func.jvp(function, (x,), (tangent,)) computes the same of "
+    "global tensors, by two backwards"
 )
 
 

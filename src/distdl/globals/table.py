@@ -78,10 +78,14 @@ def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return (name.endswith("_") and name != "requires_grad_") or bool(kwargs.get("inplace"))
 
 
-def composite(func: Any) -> Callable[..., Any]:
-    """A function that torch has written in Python, rebuilt so that the functions that it calls are handled, not it."""
+def composite(func: Any, **others: Any) -> Callable[..., Any]:
+    """A function that torch has written in Python, rebuilt so that the functions that it calls are handled, not it.
+
+    Args:
+        others: in the place of what it calls by these names.
+    """
     asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    own = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    own = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False), **others}
     rebuilt = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
     rebuilt.__kwdefaults__ = func.__kwdefaults__
     return rebuilt

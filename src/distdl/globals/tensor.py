@@ -20,6 +20,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
 from distdl.tensors.connection import is_ordinary_view, replayed
 from distdl.tensors.derivatives import recorded
+from distdl.tensors.function import TransformError
 
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
@@ -100,6 +101,8 @@ class GlobalTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if torch._C._are_functorch_transforms_active():  # (what is set up now, and kept, would be wrapped)
+            raise TransformError
         if Replica in types:
             args, kwargs = without_gradients(args, kwargs or {})
         handler = TABLE.get(func)
@@ -154,7 +157,7 @@ class GlobalTensor(torch.Tensor):
                 "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
                 "asks us (as plain.real = x does); make what is written global first"
             )
-        raise RuntimeError(
+        raise TransformError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
             "functions, C++ code, and transforms of torch.func do); a block would be taken for the whole tensor. Call "
             "it on x.to_local() or x.full_tensor(), or through distdl.local_map"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from distdl.partition.encoding import decode, encode
+from distdl.tensors.function import TransformError
 from distdl.transport.calls import Meeting
 from distdl.transport.communicator import CommunicationError, Communicator, Group
 
@@ -71,8 +72,11 @@ def meet(comm: Communicator, members: Group, call: str, length: int = 0, shown: 
         length: of the value that this worker will send.
         shown: what an error says of the call, if it says other than ``call``.
     Returns: the largest length.
-    Raises: CommunicationError, the same on every member, if they are not.
+    Raises: CommunicationError, the same on every member, if they are not; TransformError inside a transform of
+        ``torch.func``, in which tensors of a message would be wrapped.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError
     if comm.waiting is not None:
         comm.refuse_thread(shown or call)
     calls, identity = comm.calls(members), zlib.crc32(repr((call, tuple(members))).encode())

@@ -9,11 +9,17 @@ import torch
 
 from distdl.tensors.modes import is_selective, unobserved
 
-NO_TRANSFORMS = (
-    "torch.vmap and the transforms of torch.func do not work with what is split over workers (a mask made by vmap, as "
-    "in some language models, too): batched and wrapped tensors have no blocks. Write the batch as a dim, or use "
-    "torch.autograd.grad and torch.autograd.functional"
-)
+
+class TransformError(RuntimeError):
+    """What is split over workers has met a tensor that a transform of ``torch.func`` has wrapped."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(
+            text
+            or "torch.vmap and the transforms of torch.func do not work here with what is split over workers (a mask "
+            "made by vmap, as in some language models, too): batched and wrapped tensors have no blocks. Write the "
+            "batch as a dim, or use torch.autograd.grad and torch.autograd.functional"
+        )
 
 
 class Function(torch.autograd.Function):
@@ -22,7 +28,7 @@ class Function(torch.autograd.Function):
     torch's own looks through its arguments for tensors of ``torch.func`` transforms that have ended: nine calls of
     Python, some 2 us. What moves between workers or is computed on blocks is none (an agreement refuses it).
 
-    Raises: RuntimeError inside such a transform.
+    Raises: TransformError inside such a transform.
     """
 
     observed = False
@@ -32,7 +38,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(NO_TRANSFORMS)
+            raise TransformError
         if torch._C._len_torch_dispatch_stack() and not cls.observed and is_selective():
             with unobserved():
                 return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (as below)

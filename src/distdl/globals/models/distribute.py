@@ -31,7 +31,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.derivatives import is_recomputed
-from distdl.tensors.function import NO_TRANSFORMS
+from distdl.tensors.function import TransformError
 from distdl.tensors.modes import unobserved
 
 WEIGHTS = ("replicated", "sharded")
@@ -186,7 +186,7 @@ class Forward:
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(_NOT_TRACED)
         if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(NO_TRANSFORMS)
+            raise TransformError
         copies = self.copies
         if self._checked < _FIRST and not (copies.running or is_recomputed()) and self.P.comm.watch is None:
             self._check_plain(args, kwargs)
