@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -286,6 +288,24 @@ def test_ctrl_c_ends_workers_that_compute_on(monkeypatch, twice):
         distdl.run_workers(main, 2)
     threaded._join(threaded._stopped)
     assert ended == [True, True]
+
+
+@pytest.mark.fault("threads")
+def test_a_program_that_ctrl_c_ends_says_so_by_its_exit_status():
+    """Python forgets that it ends by Ctrl-C if a worker that ends behind it compiles a text, as sympy's import does."""
+    text = (
+        "import distdl, os, signal, sys, time\n"
+        "from distdl.backends import threaded\n"
+        "distdl.run_workers(lambda: 0, 1)\n"
+        "print('sympy' in sys.modules)\n"
+        "threaded._GRACE = 0.4\n"
+        "def main():\n"
+        "    if distdl.world().rank == 1: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    for _ in range(2000): time.sleep(0.01)\n"
+        "distdl.run_workers(main, 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "False\n" and done.returncode == -signal.SIGINT, done
 
 
 # -- processes: each scenario is one job, which has to end soon, with an exit status and a reason
