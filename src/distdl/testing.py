@@ -66,7 +66,7 @@ class Silent(Communicator):
 
     @checks_arguments
     def __init__(self, rank: int, size: int) -> None:
-        if not 0 <= rank < size:
+        if isinstance(rank, bool) or not 0 <= rank < size:
             raise ValueError(f"Silent needs a rank from 0 to size - 1; got rank {rank} and size {size}")
         super().__init__()
         self.rank, self.size = rank, size

@@ -51,7 +51,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "buffers": (3, "a", object()),
     "parameters": (3, "a", object()),
     "path": (3, None, object()),
-    "worker": ("a", [], object(), 2.5, -7, 9, HUGE),
+    "worker": ("a", [], object(), 2.5, True, -7, 9, HUGE),
     "state": (3, "a", None, object(), [1]),
     "comm": (3, "a", object()),
     "handler": (3, "nonsense", object()),

@@ -180,6 +180,8 @@ WRONG = {
     "an axis for two dims": lambda P: GlobalTensor.from_local(x35, P, axes=(0, -2)),
     "axes of a layout": lambda P: split(x35).redistribute(split(x35).layout, axes=(0, 1)),
     "not there": lambda P: split(x35).full_tensor(on=9),
+    "True for a source": lambda P: distdl.distribute_tensor(x35, P, src=True),
+    "True for a worker": lambda P: split(x35).full_tensor(on=True),
     "placements": lambda P: distdl.distribute_tensor(x35, P, ["Shard(0)"]),
     "a quantised tensor": lambda P: distdl.distribute_tensor(quantised(x35), P),
     "a quantised block": lambda P: GlobalTensor.from_local(quantised(x35) if me() == 1 else x35, P),
@@ -187,6 +189,8 @@ WRONG = {
 NAMED = {
     "no such worker": "distribute_tensor needs src to be a worker's number, from 0 to 2; got 7",
     "not there": "full_tensor needs on to be a worker's number, from 0 to 2; got 9",
+    "True for a source": "distribute_tensor needs src to be a worker's number, from 0 to 2; got True",
+    "True for a worker": "full_tensor needs on to be a worker's number, from 0 to 2; got True",
     "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
     "no dims": "distribute_tensor needs a partition with at most as many axes as the tensor has dims; the tensor is "
     "0-d and the partition 2x1 on workers 0, 1. Say with axes= along which axis of the partition each dim is split",
@@ -206,6 +210,13 @@ def test_errors_are_the_same_on_every_worker(what):
 
     distdl.run_workers(work, 3)
     assert told[0] == told[1] == told[2] == NAMED.get(what, told[0])
+
+
+@on_workers
+def test_a_worker_whose_number_stands_in_a_tensor():
+    x = distdl.distribute_tensor(x35, grid(2, 1), src=torch.tensor(1))
+    assert_close(x, x35)
+    assert x.full_tensor(on=torch.tensor(2)).shape == ((3, 5) if me() == 2 else (0, 0))
 
 
 SPLIT_OTHERWISE = {

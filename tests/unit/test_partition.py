@@ -184,6 +184,7 @@ def test_deactivate_is_idempotent_and_leaves_children_alone(world):
     (lambda P: P.create_allreduction_partition([1]), "0 to 0"),
     (lambda P: P.reshape(2, 2).create_allreduction_partition([0, -2]), "at most once"),
     (lambda P: P.broadcast_data(0, root=4), "root from 0 to 3"),
+    (lambda P: P.broadcast_data(0, root=True), "root from 0 to 3 in 4 on workers 0..3; got True"),
     (lambda P: P[:2].broadcast_data(0, P_data=P), "sub-partition"),
     (lambda P: CartesianPartition(P.comm, [[0, 9]]), "from 0 to 3"),
 ])  # fmt: skip
@@ -200,6 +201,8 @@ def test_bad_input_is_a_value_error_that_names_the_rule(world, make, message):
     (lambda P: P.create_broadcast_partition_to(P, transpose_src=2), "transpose_src to be True or False; got 2"),
     (lambda P: P.broadcast_data(P_data=3), "P_data to be a Partition or None; got 3"),
     (lambda P: P.broadcast_data(0, root="a"), "root to be a whole number; got 'a'"),
+    (lambda P: P[True], "sliced by integers, slices and '...'; got True"),
+    (lambda P: P.create_partition_inclusive([True, False, True, False]), r"needs whole numbers; got \[True, False, "),
 ])  # fmt: skip
 def test_what_is_no_partition_is_a_type_error_that_names_the_argument(world, make, message):
     with pytest.raises(TypeError, match=message):

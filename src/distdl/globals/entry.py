@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,7 +25,7 @@ from distdl.tensors.draws import seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function
 
-_AXES = judge(Sequence[int | None])
+_AXES, _WHOLE = judge(Sequence[int | None]), judge(int)
 
 
 NO_TANGENTS = (
@@ -122,7 +123,7 @@ def distribute_tensor(
     if not isinstance(P, Partition):
         raise TypeError(f"distribute_tensor needs a partition; got a {type(P).__name__}")
     context = Context.of(P.comm)
-    _check_worker(context, "distribute_tensor needs src", src)
+    src = _worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
     mine = _header(x) if context.me == src else None
@@ -180,7 +181,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     """See :meth:`GlobalTensor.full_tensor`."""
     context = x._context
     if on is not None:
-        _check_worker(context, "full_tensor needs on", on)
+        on = _worker(context, "full_tensor needs on", on)
         return moved(x, context.whole(x.shape, on), "full_tensor")
     block = block_of(x)
     y: torch.Tensor = _Whole.apply(block, x._layout)
@@ -262,12 +263,14 @@ def _begin(context: Context, what: str) -> None:
         context.comm.watch(what, context.everyone)
 
 
-def _check_worker(context: Context, needs: str, worker: int) -> None:
+def _worker(context: Context, needs: str, worker: Any) -> int:
+    """The number of a worker; True and False are none."""
     last = len(context.everyone) - 1
-    if not hasattr(worker, "__index__"):
+    if isinstance(worker, bool) or not _WHOLE(worker):
         raise TypeError(f"{needs} to be a worker's number, from 0 to {last}; got {worker!r}")
     if not 0 <= worker <= last:
         raise ValueError(f"{needs} to be a worker's number, from 0 to {last}; got {worker}")
+    return index(worker)
 
 
 def value_of(block: torch.Tensor, layout: KnownLayout, name: str) -> torch.Tensor:

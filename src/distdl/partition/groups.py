@@ -41,7 +41,7 @@ def whole_numbers(values: ArrayLike, what: str) -> IntArray:
 
     Raises: TypeError for anything else.
     """
-    if not is_array_of_whole_numbers(values):
+    if not is_array_of_whole_numbers(values) or np.asarray(values).dtype == bool:  # (which may be meant for a mask)
         raise TypeError(f"{what} needs whole numbers; got {values!r}")
     return np.asarray(values, dtype=np.int64)
 
@@ -135,7 +135,8 @@ def check_axes(axes: int | Sequence[int], dim: int, what: str) -> tuple[int, ...
 def keep_axes(key: Any, workers: IntArray) -> IntArray:
     """``workers[key]`` for a key of integers, slices and ``...``, where an integer keeps its axis, with one place."""
     keys = key if isinstance(key, tuple) else (key,)
-    if not all(one is Ellipsis or isinstance(one, (int, np.integer, slice)) for one in keys):
+    kinds = (int, np.integer, slice, type(Ellipsis))
+    if not all(isinstance(one, kinds) and not isinstance(one, bool) for one in keys):
         raise TypeError(f"a partition is sliced by integers, slices and '...'; got {key!r}")
     workers[keys]  # raises IndexError for a place or an axis that does not exist
     return workers[tuple(slice(one, one + 1 or None) if isinstance(one, (int, np.integer)) else one for one in keys)]

@@ -257,7 +257,7 @@ class Partition:
         self._check_world(receivers)
         if not np.isin(receivers.workers, self.workers).all():
             raise ValueError(f"broadcast_data needs P_data to be a sub-partition of {self}; got {receivers}")
-        if not 0 <= root < receivers.workers.size:
+        if isinstance(root, bool) or not 0 <= root < receivers.workers.size:
             last = receivers.workers.size - 1
             raise ValueError(f"broadcast_data needs a root from 0 to {last} in {receivers}; got {root}")
         return broadcast_value(self.comm, members, call, int(receivers.workers.flat[root]), data)

@@ -223,7 +223,7 @@ def summary(
             "is. Ask before distribute, or of another model of its kind; for its weights, pass weights= as there"
         )
     workers, size, me = _workers(P)
-    if worker is not None and not 0 <= worker < size:
+    if isinstance(worker, bool) or (worker is not None and not 0 <= worker < size):
         raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
     if worker is None:
         worker = me if me in workers else int(workers.flat[0])
