@@ -39,25 +39,43 @@ def seeded(seed):
 # what workers do, and what worker 1 does otherwise
 DIFFERENCES = {
     "functions": (lambda x: x.sum(0), lambda x: x.mean(0), "sum(3x5 torch.float64", "mean(3x5"),
-    "dtypes": (lambda x: x.sum(0), lambda x: x.float().sum(0), "torch.float64", "torch.float32"),
-    "layouts": (lambda x: x.sum(), lambda x: x[1:].sum(), "in blocks 2+1, 5", "in blocks 1+1, 5"),
+    "dtypes": (lambda x: x.sum(0), lambda x: x.float().sum(0), "is in sum(", "worker 1 has called float("),
+    "layouts": (lambda x: x.sum(), lambda x: x[1:].sum(), "in blocks 2+1, 5", "worker 1 has called __getitem__("),
     "gradients": (
         lambda x: x.sum(0),
         lambda x: x.clone().requires_grad_().sum(0),
         "over 2x1 on workers 0, 1",
-        " with gradient",
+        "worker 1 has called clone(",
     ),
     "calls": (lambda x: x.sum(0), lambda x: x.full_tensor(), "sum(", "full_tensor"),
     "data": (lambda x: x.sum(0), lambda x: split(x35), "sum(", "distribute_tensor"),
     "modules": (lambda x: model(False), lambda x: model(True), "in module 1", "mean("),
+    "partitions": (
+        lambda x: x.redistribute(x.layout.partition.T),
+        lambda x: x.redistribute(x.layout.partition[::-1]),
+        "to lie over 1x2 on workers 0, 1 in blocks 3, 3+2",
+        "to lie over 2x1 on workers 1, 0 in blocks 2+1, 5",
+    ),
+    "owners": (
+        lambda x: x.full_tensor(on=1),
+        lambda x: x.full_tensor(on=0),
+        "to lie on worker 1",
+        "to lie on worker 0",
+    ),
 }
 
 
 # the same of functions that exchange nothing, and of what functions are called with
 UNHEARD = {
-    "elements": (lambda x: x.relu(), lambda x: x.tanh(), "has called relu(3x5", "worker 1 tanh(3x5"),
-    "one more": (lambda x: x.exp(), lambda x: (x * 2).exp(), "has called exp(3x5", "worker 1 mul(3x5"),
-    "nothing": (lambda x: x.exp(), lambda x: x, "has called exp(3x5", "worker 1 nothing more"),
+    "elements": (lambda x: x.relu(), lambda x: x.tanh(), "has called relu(3x5", "worker 1 has called tanh(3x5"),
+    "one more": (lambda x: x.exp(), lambda x: (x * 2).exp(), "has called exp(3x5", "worker 1 has called mul(3x5"),
+    "nothing": (lambda x: x.exp(), lambda x: x, "has called exp(3x5", "worker 1 is in sum(3x5"),
+    "the partition where it is": (
+        lambda x: x.redistribute(x.layout.partition),
+        lambda x: x.redistribute(x.layout.partition.T),
+        "worker 0 has called redistribute(3x5",
+        "worker 1 is in redistribute(3x5",
+    ),
     "numbers": (lambda x: x * 2.5, lambda x: x * 2.25, "; 2.5)", "; 2.25)"),
     "generators": (
         lambda x: torch.rand_like(x, generator=seeded(0)),
@@ -79,7 +97,7 @@ UNHEARD = {
     ),
     "places": (lambda x: x[torch.tensor([0, 2])], lambda x: x[torch.tensor([2, 0])], "2 torch.int64 with checksum"),
     "inputs": (lambda x: fed(0), lambda x: fed(1), "called a distributed model with a plain 3x5 torch.float64 with"),
-    "inside": (lambda x: model(False, False), lambda x: model(False, True), "in module 1", "nothing more"),
+    "inside": (lambda x: model(False, False), lambda x: model(False, True), "in module 1", "has called mul("),
 }
 
 
@@ -139,7 +157,26 @@ def test_workers_that_do_not_do_the_same_learn_it(monkeypatch, what):
 
     distdl.run_workers(work, 3)
     assert told[0] == told[1] == told[2]
-    for text in ("worker 0 is in", "and worker 1 in", *texts):
+    for text in ("worker 0 is in", "and worker 1 ", *texts):
+        assert text in told[0]
+
+
+@pytest.mark.fault("threads")
+def test_other_partitions_are_named_without_it_too():
+    """By the name of the exchange, so no message is needed. The error says how to learn more."""
+    told = {}
+
+    def work():
+        me, x = distdl.world().comm.rank, split(x35)
+        P = x.layout.partition
+        with pytest.raises(distdl.CommunicationError) as error:
+            x.redistribute(P[::-1] if me else P.T)
+        told[me] = str(error.value)
+
+    with pytest.raises(distdl.CommunicationError):
+        distdl.run_workers(work, 2)
+    assert told[0] == told[1]
+    for text in ("DISTDL_DEBUG=1", "redistribute to 1x2 on workers 0, 1", "redistribute to 2x1 on workers 1, 0"):
         assert text in told[0]
 
 

@@ -374,7 +374,7 @@ def test_under_debug_a_backward_in_another_order_is_an_error_before_it_is_sent(n
         "workers differ before an exchange (DISTDL_DEBUG): worker 0 is in the backward of exchange 1, inner: "
         in texts[0]
     )
-    assert "and worker 1 in the backward of exchange 2" in texts[0], texts[0]
+    assert "and worker 1 is in the backward of exchange 2" in texts[0], texts[0]
 
 
 @pytest.mark.fault("threads")

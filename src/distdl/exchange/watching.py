@@ -8,7 +8,6 @@ is sent, on every member, and not at their next agreement.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import zip_longest
 
 import torch
 
@@ -64,15 +63,17 @@ def watch(comm: Communicator) -> None:
         for worker, other in zip(members, told, strict=True):
             if other == told[0]:
                 continue
-            how = f"worker {members[0]} is in {told[0][0]}, and worker {worker} in {other[0]}"
-            if other[0] == told[0][0]:
-                pairs = zip_longest(told[0][1:], other[1:], fillvalue="nothing more")
-                one, another = next(pair for pair in pairs if pair[0] != pair[1])
-                how = f"before {what}, worker {members[0]} has called {one}, and worker {worker} {another}"
+            steps = zip(_steps(*told[0]), _steps(*other), strict=False)
+            one, another = next(pair for pair in steps if pair[0] != pair[1])
             raise CommunicationError(
-                f"workers differ before an exchange (DISTDL_DEBUG): {how}. Every worker has to call the same layers "
-                f"and the same functions of global tensors, and their backward, in the same order, with the same "
-                f"numbers and plain tensors"
+                f"workers differ before an exchange (DISTDL_DEBUG): worker {members[0]} {one}, and worker {worker} "
+                f"{another}. Every worker has to call the same layers and the same functions of global tensors, and "
+                "their backward, in the same order, with the same numbers and plain tensors"
             )
 
     comm.watch = compare
+
+
+def _steps(what: str, *called: str) -> list[str]:
+    """What a worker has called since the last exchange of all workers, and what it is in."""
+    return [*(f"has called {one}" for one in called), f"is in {what}"]

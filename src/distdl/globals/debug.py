@@ -53,19 +53,39 @@ def watch(comm: Communicator) -> None:
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a handler, and remember meanwhile what it is called for."""
+    name = getattr(func, "__name__", "")
+    told = args[:1] if name == "__deepcopy__" else args  # (and not all that has been copied)
+    text = _described(func, told, kwargs, not _here.calls)
+    return called(text, lambda: handler(func, args, kwargs), name in _ASKED_ALONE)
+
+
+def called(text: str, call: Callable[[], Any], alone: bool = False) -> Any:
+    """Call what may exchange, and remember meanwhile what that is.
+
+    Args:
+        alone: whether one worker may call it by itself, as it exchanges nothing.
+    """
     outermost, exchanges = not _here.calls, _here.exchanges
-    told = args[:1] if getattr(func, "__name__", "") == "__deepcopy__" else args  # (and not all that has been copied)
-    text = _described(func, told, kwargs, outermost)
     _here.calls.append(text)
     try:
-        result = handler(func, args, kwargs)
+        result = call()
     finally:
         _here.calls.pop()
-    if outermost and exchanges == _here.exchanges and getattr(func, "__name__", "") not in _ASKED_ALONE:
+    if outermost and exchanges == _here.exchanges and not alone:
         path = current_path()
         _here.past.append(f"{text} in module {path}" if path else text)
         del _here.past[:-_PAST]
     return result
+
+
+def moved(what: str, x: Any, to: Any, move: Callable[[], Any]) -> Any:
+    """Call what moves a global tensor, and remember meanwhile from where to where.
+
+    Args:
+        to: a layout; or the number of the worker that gets all, of which None is every worker.
+    """
+    target = _place(to) if hasattr(to, "intervals") else f"on {'every worker' if to is None else f'worker {to}'}"
+    return called(f"{what}({_split(x, x._layout)}; to lie {target})", move)
 
 
 def note_plain(what: str, x: torch.Tensor) -> None:
@@ -138,8 +158,13 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
 
 
 def _split(x: Any, layout: Any) -> str:
-    sizes = ", ".join("+".join(str(stop - start) for start, stop in along) for along in layout.intervals)
     gradient = " with gradient" if x._block.requires_grad else ""
+    shape = f"{dims(layout.extents)} {x.dtype}" if layout.extents else f"a number, {x.dtype},"
+    return f"{shape} {_place(layout)}{gradient}"
+
+
+def _place(layout: Any) -> str:
+    sizes = ", ".join("+".join(str(stop - start) for start, stop in along) for along in layout.intervals)
     if not sizes:
-        return f"a number, {x.dtype}, on {name_workers(layout.partition.workers.ravel().tolist())}{gradient}"
-    return f"{dims(layout.extents)} {x.dtype} over {layout.partition} in blocks {sizes}{gradient}"
+        return f"on {name_workers(layout.partition.workers.ravel().tolist())}"
+    return f"over {layout.partition} in blocks {sizes}"

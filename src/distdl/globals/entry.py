@@ -12,6 +12,7 @@ import torch
 
 from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
+from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import block_of, moved, moved_block, own_box
@@ -182,9 +183,14 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     context = x._context
     if on is not None:
         on = _worker(context, "full_tensor needs on", on)
-        return moved(x, context.whole(x.shape, on), "full_tensor")
-    block = block_of(x)
-    y: torch.Tensor = _Whole.apply(block, x._layout)
+
+    def move() -> torch.Tensor:
+        if on is not None:
+            return moved(x, context.whole(x.shape, on), f"full_tensor on worker {on}")
+        y: torch.Tensor = _Whole.apply(block_of(x), x._layout)
+        return y
+
+    y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
     return y
 
 
@@ -205,7 +211,14 @@ def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | N
         if Context.of(to.comm) is not context:
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)
-    return x if needed is x._layout else same_values(x, GlobalTensor._of(moved(x, needed), needed))
+
+    def move() -> GlobalTensor:
+        if needed is x._layout:
+            return x
+        return same_values(x, GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed))
+
+    y: GlobalTensor = debug.moved("redistribute", x, needed, move) if debug.on else move()
+    return y
 
 
 def _split(

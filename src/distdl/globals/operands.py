@@ -39,7 +39,7 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
     return x._block
 
 
-def moved(x: GlobalTensor, needed: KnownLayout, name: str = "redistribute") -> torch.Tensor:
+def moved(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
     """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims."""
     block, owned = block_of(x), x._layout
     if owned is needed:

@@ -18,6 +18,7 @@ from distdl.transport.calls import Meeting
 from distdl.transport.communicator import Communicator, Group, name_workers
 
 _ASKED = 16  # members of a group that are asked, at most: those that come next in it
+HINT = "DISTDL_DEBUG=1 says where they began to differ, of functions of global tensors"
 _FAR = 64  # workers among which a circle is looked for, at most
 
 
@@ -118,8 +119,7 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
             return (
                 f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}: the calls of "
                 f"{name_workers(group)} differ since exchange {first}, which was {own} on worker "
-                f"{comm.rank}, and another one on worker {other.worker} "
-                "(DISTDL_DEBUG=1 says where they began to differ, of functions of global tensors)"
+                f"{comm.rank}, and another one on worker {other.worker} ({HINT})"
             )
         number, met, met_after = other.counts[group]
         past_each_other = (calls.number - number) * (calls.met - met) < 0

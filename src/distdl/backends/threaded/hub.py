@@ -15,6 +15,7 @@ import numpy as np
 
 from distdl.transport.calls import numbered
 from distdl.transport.communicator import CommunicationError, Communicator, Group, IntArray, name_workers
+from distdl.transport.whereabouts import HINT
 
 
 class _Meeting:
@@ -165,7 +166,7 @@ class Hub:
         rule = (
             f"{name_workers(missed)} ended while others wait for it"
             if missed
-            else "every worker waits for another one, so none can go on"
+            else f"every worker waits for another one, so none can go on ({HINT})"
         )
         waits = "; ".join(
             f"worker {worker} waits in {wait.comm.place} for {name_workers(wait.awaited())}"
