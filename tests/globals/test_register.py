@@ -118,9 +118,11 @@ def test_results_of_other_layouts():
     for _ in range(2):
         y = double(x)
         assert_close(y, torch.cat([x35, x35], 1))
-    sums, means = distdl.local_map(lambda a: (a.sum(1), a), out=lambda layout: (split(x35[:, 0]).layout, layout))(x)
-    assert_close(sums, x35.sum(1))
-    assert_close(means, x35)
+    of_rows = split(x35[:, 0]).layout
+    for out in (lambda layout: (of_rows, layout), (lambda layout: of_rows, "same"), (of_rows, lambda layout: "same")):
+        sums, means = distdl.local_map(lambda a: (a.sum(1), a), out=out)(x)
+        assert_close(sums, x35.sum(1))
+        assert_close(means, x35)
     with pytest.raises(ValueError, match=r"local_map needs blocks.*on worker 0.* gave 2x1 instead of 2x5"):
         distdl.local_map(lambda a: a[:, :1])(x)
     with pytest.raises(
@@ -157,6 +159,42 @@ def test_a_function_that_gives_something_else_on_one_worker(odd, words):
         with pytest.raises(ValueError, match=words) as error:
             distdl.local_map(function)(distdl.distribute_tensor(x35, P.reshape(3, 1)))
         P.allgather_data(0)
+        return str(error.value)
+
+    assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+WRONG = {
+    "an object": (lambda a: a, object(), "local_map needs out to be 'same', .* or a tuple of these; got a object$"),
+    "a number of a function": (lambda a: a, lambda layout: 3, "local_map needs a function in out= to give .*; got 3$"),
+    "one of several": (lambda a: (a, a), ("same", lambda layout: None), "local_map needs a function .*; got None$"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_place(what):
+    function, out, words = WRONG[what]
+
+    def work():
+        x = split(x35)
+        with pytest.raises((TypeError, ValueError), match=words) as error:
+            distdl.local_map(function, out=object() if type(out) is object else out)(x)
+        return str(error.value)
+
+    assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_places_that_differ_between_workers(function):
+    """Each would have had another tensor of what all of them take for one."""
+
+    def work():
+        x, P = split(x35), distdl.world()[:2]
+        place = P.reshape(2, 1) if distdl.world().rank == 1 else P.reshape(1, 2)
+        with pytest.raises(
+            distdl.CommunicationError, match=r"with out=1x2 on workers 0, 1 .* with out=2x1 on"
+        ) as error:
+            distdl.local_map(lambda a: a, out=(lambda layout: place) if function else place)(x)
         return str(error.value)
 
     assert len(set(distdl.run_workers(work, 3))) == 1

@@ -155,9 +155,9 @@ def misfit(name: str, argument: str, value: Any, hint: Any) -> Exception:
 
 
 def brief(value: Any) -> str:
-    """A value for people; a long one by its type alone."""
+    """A value for people; by its type alone, if its text is long or has an address, which differs between workers."""
     text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"
+    return text if len(text) <= 80 and " at 0x" not in text else f"a {type(value).__name__}"
 
 
 class _Check(NamedTuple):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
@@ -33,7 +35,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds
     no cells, and other tensors as they are. Nothing moves. A tensor that is the same everywhere gets a gradient that is
     added up over all workers. Whether blocks are what the function needs (no neighbours, no sums over split dims), the
-    caller knows.
+    caller knows; and that a result depends on the same arguments on every worker, or a backward ends in an error.
 
     Args:
         function: of the arguments.
@@ -41,16 +43,16 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts and
             dtypes. Or a function from the layouts of the global arguments to one of these; for several results, a tuple
             of them.
-    Raises: TypeError for another ``out``; ValueError if a block has another shape than its layout says, or another
-        dtype than others, or is no tensor, and for results of another number than places, or than on other workers: the
-        same on every worker in the first call with given layouts and dtypes.
+    Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
+        says, or another dtype than others, or is no tensor, and for results of another number than places, or than on
+        other workers; CommunicationError if the workers differ in ``out``: the same on every worker in the first call
+        with given layouts and dtypes.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
-        known = place == "same" if isinstance(place, str) else isinstance(place, (Layout, Partition))
-        if not known and not callable(place):
+        if not (_is_place(place) or callable(place)):
             raise TypeError(
                 f"local_map needs out to be 'same', a layout, a partition, a function of layouts, or a tuple of these; "
-                f"got {out!r}"
+                f"got {brief(place)}"
             )
 
     @wraps(function)
@@ -87,16 +89,23 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
 
         several = isinstance(y, (tuple, list))
         ys = list(y) if several else [y]
-        wanted = out(*layouts) if callable(out) and not isinstance(out, (Layout, Partition)) else out
-        places = list(wanted) if isinstance(wanted, (tuple, list)) else [wanted] * len(ys)
         form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
-        known = _layouts(found_context, function, layouts, kinds, form, ys, places, shapes_on)
+        known = _layouts(found_context, function, out, layouts, kinds, form, ys, shapes_on)
         results = [_global(block, layout, inputs) for block, layout in zip(ys, known, strict=True)]
         if not several:
             return results[0]
         return type(y)(*results) if hasattr(y, "_fields") else type(y)(results)
 
     return mapped
+
+
+def _is_place(value: Any) -> bool:
+    return value == "same" if isinstance(value, str) else isinstance(value, (Layout, Partition))
+
+
+def _asked(place: Any, layouts: Sequence[KnownLayout]) -> Any:
+    """A place; of a function, what it gives for the layouts of the arguments."""
+    return place(*layouts) if callable(place) and not _is_place(place) else place
 
 
 def _block(x: GlobalTensor) -> torch.Tensor:
@@ -127,28 +136,38 @@ def _shapes(ys: Sequence[Any]) -> list[Shape | None]:
 def _layouts(
     context: Context,
     function: Any,
+    out: Any,
     layouts: tuple[KnownLayout, ...],
     dtypes: tuple[torch.dtype, ...],
     form: str,
     ys: list[Any],
-    places: list[Any],
     shapes_on: Callable[[int], list[Shape | None]],
 ) -> list[KnownLayout | None]:
     """Where results lie. The workers compare the shapes of their blocks once, and then their dtypes, too."""
-    mine = _shapes(ys)
+    out = _asked(out, layouts)
+    places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
+    mine, tokens = _shapes(ys), tuple(map(_token, places))
 
     def tell() -> list[list[Shape | None]]:
         if context.comm.imagined:
             return [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
-        told = gather_values(context.comm, context.everyone, "local_map", (form, mine, kinds))
+        shown = f"local_map with out={', '.join(map(brief, places))}"
+        call = f"{shown} {crc32(repr(tokens).encode())}"
+        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds), shown)
         _check_one("as many results on every worker", [own for own, _, _ in told], function)
         for number in range(len(ys)):
             _check_one("blocks of one dtype", [own[number] for _, _, own in told], function)
         return [shapes for _, shapes, _ in told]
 
-    key = ("local_map", _weak(function), layouts, dtypes, tuple(map(_token, places)))
-    told = context.keep_told(key, tell)
+    told = context.keep_told(("local_map", _weak(function), layouts, dtypes, tokens), tell)
+    if not isinstance(out, (tuple, list)):
+        places *= len(ys)
+    wrong = [place for place in places if not _is_place(place)]
+    if wrong:
+        raise TypeError(
+            f"local_map needs a function in out= to give 'same', a layout or a partition; got {brief(wrong[0])}"
+        )
     if not len(places) == len(ys) == len(told[0]):
         raise ValueError(
             f"local_map needs as many places as results, of one number in all calls; got {len(places)} and {len(ys)}"
@@ -163,7 +182,7 @@ def _layouts(
         if isinstance(place, Partition):
             layout = _tiled(context, place, given, function)
         else:
-            layout = layouts[0] if isinstance(place, str) and place == "same" else context.known(place)
+            layout = layouts[0] if isinstance(place, str) else context.known(place)
         for worker, shape in enumerate(given):
             _check(layout, worker, shape, function)
         _check(layout, context.me, own_now, function)
@@ -202,8 +221,11 @@ def _weak(function: Any) -> Any:
         return function
 
 
-def _token(place: Any) -> Any:
-    return (place.workers.shape, place.workers.tobytes()) if isinstance(place, Partition) else place
+def _token(place: Any) -> Hashable:
+    """What tells a place from others: the same on every worker."""
+    if isinstance(place, Layout):
+        return _token(place.partition), place.intervals
+    return (place.workers.shape, place.workers.tobytes()) if isinstance(place, Partition) else brief(place)
 
 
 def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: Any) -> KnownLayout:
