@@ -144,6 +144,10 @@ def test_results_of_other_layouts():
             "needs blocks of one dtype; .* torch.float64 on worker 0 and torch.float32 on",
         ),
         (lambda block: (block, block), "as many results .* gave one result on worker 0 and a tuple of 2 on worker 1"),
+        (
+            lambda block: {"a": block},
+            "as many results .* gave one result on worker 0 and one result with tensors in a dict",
+        ),
         (lambda block: [], "as many results .* gave one result on worker 0 and a list of 0 on worker 1"),
     ],
 )
@@ -168,11 +172,17 @@ WRONG = {
     "an object": (lambda a: a, object(), "local_map needs out to be 'same', .* or a tuple of these; got a object$"),
     "a number of a function": (lambda a: a, lambda layout: 3, "local_map needs a function in out= to give .*; got 3$"),
     "one of several": (lambda a: (a, a), ("same", lambda layout: None), "local_map needs a function .*; got None$"),
+    "a dict": (
+        lambda a: {"a": a},
+        "same",
+        "needs results to be tensors, alone .* gave one result with tensors in a dict$",
+    ),
+    "a tuple in a tuple": (lambda a: (a, (a,)), "same", "gave a tuple of 2 with tensors in a tuple$"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_no_place(what):
+def test_what_is_no_place_and_no_result(what):
     function, out, words = WRONG[what]
 
     def work():
@@ -250,6 +260,14 @@ class Multiplying:
         return a * self.n
 
 
+@dataclass(slots=True)
+class Slotted:
+    n: float
+
+    def __call__(self, a):
+        return a * self.n
+
+
 @on_workers
 def test_equal_functions_are_not_the_same():
     """Of an equal one, some workers may still know and others not: who asks again would wait for the others."""
@@ -260,6 +278,7 @@ def test_equal_functions_are_not_the_same():
         del first
     assert_close(distdl.local_map(Multiplying(2.0))(x), 2 * x35)
     assert_close(distdl.local_map(Adding(2.0).to)(x), x35 + 2)  # (of an object without a hash)
+    assert_close(distdl.local_map(Slotted(2.0))(x), 2 * x35)  # (nor a weak reference)
 
 
 @on_workers

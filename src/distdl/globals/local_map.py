@@ -44,9 +44,9 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             dtypes. Or a function from the layouts of the global arguments to one of these; for several results, a tuple
             of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
-        says, or another dtype than others, or is no tensor, and for results of another number than places, or than on
-        other workers; CommunicationError if the workers differ in ``out``: the same on every worker in the first call
-        with given layouts and dtypes.
+        says, or another dtype than others, or is no tensor, or stands in a structure other than one tuple or list, and
+        for results of another number than places, or than on other workers; CommunicationError if the workers differ in
+        ``out``: the same on every worker in the first call with given layouts and dtypes.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (_is_place(place) or callable(place)):
@@ -147,6 +147,9 @@ def _layouts(
     out = _asked(out, layouts)
     places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
     mine, tokens = _shapes(ys), tuple(map(_token, places))
+    within = next((type(one).__name__ for one in ys if not isinstance(one, torch.Tensor) and tensors_in(one)), "")
+    if within:
+        form += f" with tensors in a {within}"
 
     def tell() -> list[list[Shape | None]]:
         if context.comm.imagined:
@@ -160,13 +163,17 @@ def _layouts(
             _check_one("blocks of one dtype", [own[number] for _, _, own in told], function)
         return [shapes for _, shapes, _ in told]
 
-    told = context.keep_told(("local_map", _weak(function), layouts, dtypes, tokens), tell)
+    told = context.keep_told(("local_map", _Same(function), layouts, dtypes, tokens), tell)
     if not isinstance(out, (tuple, list)):
         places *= len(ys)
     wrong = [place for place in places if not _is_place(place)]
     if wrong:
         raise TypeError(
             f"local_map needs a function in out= to give 'same', a layout or a partition; got {brief(wrong[0])}"
+        )
+    if within:
+        raise ValueError(
+            f"local_map needs results to be tensors, alone or in one tuple or list; {name_of(function)} gave {form}"
         )
     if not len(places) == len(ys) == len(told[0]):
         raise ValueError(
@@ -193,15 +200,14 @@ def _layouts(
 class _Same:
     """Equals that of the same function, and does not keep it: one that a forward makes may hold activations.
 
-    (Not that of an equal function: workers may not agree on whether that is still there.)
-
-    Raises: TypeError for what cannot be referred to weakly, as some objects of C.
+    (Not that of an equal function: workers may not agree on whether that is still there. What cannot be referred to
+    weakly, as some objects of C and those with slots, is kept.)
     """
 
     def __init__(self, function: Any) -> None:
         parts = (function.__self__, function.__func__) if isinstance(function, MethodType) else (function,)
         self._ids = tuple(map(id, parts))
-        self._parts = tuple(map(ref, parts))
+        self._parts = tuple(ref(one) if type(one).__weakrefoffset__ else partial(_itself, one) for one in parts)
 
     def __hash__(self) -> int:
         return hash(self._ids)
@@ -214,11 +220,8 @@ class _Same:
         return all(part() is not None for part in self._parts)
 
 
-def _weak(function: Any) -> Any:
-    try:
-        return _Same(function)
-    except TypeError:
-        return function
+def _itself(function: Any) -> Any:
+    return function
 
 
 def _token(place: Any) -> Hashable:
