@@ -88,11 +88,20 @@ def _execute(workers: int, backend: str, script: Path, program: list[str]) -> in
     """Execute the script once on each worker of this process, each time in a namespace of its own."""
     sys.argv = program
     code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)  # (this file's future statements)
+    begun = False
 
     def execute() -> None:
+        nonlocal begun
+        begun = True
         exec(code, {"__name__": "__main__", "__doc__": None, "__file__": str(script), "__builtins__": __builtins__})
 
-    run_workers(execute, workers, backend)
+    try:
+        run_workers(execute, workers, backend)
+    except (ValueError, RuntimeError) as error:
+        if begun:
+            raise
+        print(error, file=sys.stderr)  # (of the command, and not of the script)
+        return 1
     return 0
 
 

@@ -321,6 +321,23 @@ def test_a_script_on_threads_is_compiled_as_python_does_it(here, capsys, tmp_pat
     assert capsys.readouterr().out == "{'x': <class 'int'>} None\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["-n", "2", "--backend", "serial"], "the serial back-end has one worker (distdl run -n 1); got 2"),
+        (["-n", "10001", "--backend", "threads"], "run_workers starts at most 10000 workers; got 10001"),
+    ],
+)
+def test_run_says_in_a_line_why_it_starts_no_workers(here, capsys, tmp_path, given, words):
+    script = tmp_path / "plain.py"
+    script.write_text("raise ValueError('of the script')")
+    assert here(["run", *given, str(script)]) == 1
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"{words}\n")
+    with pytest.raises(ValueError, match="of the script"):
+        here(["run", "-n", "1", *given[2:], str(script)])
+
+
 def test_run_refuses_a_script_that_is_not_there(here, capsys):
     with pytest.raises(SystemExit) as ended:
         here(["run", "nothing.py"])

@@ -23,7 +23,7 @@ class SerialCommunicator(Communicator):
 
 def _start(work: Work, workers: int) -> list[Any]:
     if workers != 1:
-        raise ValueError(f"the serial back-end has one worker; run_workers was asked for {workers}")
+        raise ValueError(f"the serial back-end has one worker (distdl run -n 1); got {workers}")
     return [work(SerialCommunicator())]
 
 
