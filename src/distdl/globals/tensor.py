@@ -16,6 +16,7 @@ from distdl.globals.nested import tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
 from distdl.globals.running import note_block
 from distdl.globals.table import TABLE, check_is_tensor, name_of
+from distdl.globals.wrappers import check_unwrapped
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Layout, Partition
 from distdl.tensors.connection import is_ordinary_view, replayed
@@ -157,6 +158,7 @@ class GlobalTensor(torch.Tensor):
                 "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
                 "asks us (as plain.real = x does); make what is written global first"
             )
+        check_unwrapped()
         raise TransformError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
             "functions, C++ code, and transforms of torch.func do); a block would be taken for the whole tensor. Call "

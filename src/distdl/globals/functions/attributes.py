@@ -14,9 +14,10 @@ from distdl.globals.strides import of_memory, offset_of, same_strides, strides_o
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, note_given, note_set
+from distdl.globals.wrappers import check_unwrapped
 
 _READ = """
-grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize
+grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_sparse is_quantized is_nested itemsize
 is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
 grad_dtype
 """
@@ -28,6 +29,13 @@ is_distributed is_coalesced __dlpack_device__
 
 def _attribute(name: str) -> Handler:
     return lambda func, args, kwargs: getattr(args[0]._block, name)
+
+
+@handles_property("is_meta")
+def is_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if isinstance(args[0], torch.nn.Parameter):
+        check_unwrapped()  # (FSDP asks for this first)
+    return bool(args[0]._block.is_meta)
 
 
 @handles_property("nbytes")
@@ -73,6 +81,8 @@ def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is known of the whole tensor."""
     x, *rest = args
     name = {"nelement": "numel", "ndimension": "dim"}.get(func.__name__, func.__name__)
+    if name == "is_contiguous" and isinstance(x, torch.nn.Parameter):
+        check_unwrapped()  # (fully_shard asks for this first)
     if name in _OF_MEMORY:
         return of_memory(x, name, *rest, **kwargs)
     return getattr(x, name)(*rest, **kwargs)

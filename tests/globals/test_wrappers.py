@@ -1,0 +1,57 @@
+"""Torch's own wrappers of models around distributed ones."""
+
+import copy
+import socket
+
+import torch
+from torch import nn
+
+import distdl
+
+
+def wrapped(model):
+    """The model in each of torch's wrappers; or what is raised."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    wrappers = {
+        "DDP": nn.parallel.DistributedDataParallel,
+        "FSDP": lambda one: FullyShardedDataParallel(one, device_id=torch.device("cpu")),
+        "fully_shard": fully_shard,
+    }
+    for name, wrap in wrappers.items():
+        try:
+            yield name, wrap(model)
+        except Exception as error:
+            yield name, f"{type(error).__name__}: {error}"
+
+
+def all_wrappers():
+    P = distdl.world()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = P.broadcast_data(free.getsockname()[1])
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    torch.manual_seed(0)
+    sequential = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.randn(4, 3)
+    shares = distdl.distribute(copy.deepcopy(sequential), P.reshape(2, 1), weights="sharded")
+    for name, found in wrapped(shares):
+        assert str(found).startswith("TypeError: DistributedDataParallel and FSDP need parameters that are"), (
+            name,
+            found,
+        )
+    assert torch.allclose(shares(x).full_tensor(), sequential(x))  # (nothing has changed it)
+    replicas = distdl.distribute(copy.deepcopy(sequential), P.reshape(2, 1))
+    model = nn.parallel.DistributedDataParallel(replicas)
+    for one in (model, sequential):
+        one(x).square().sum().backward()
+    for one, other in zip(replicas.parameters(), sequential.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return True
+
+
+def test_wrappers_refuse_shares_and_change_nothing_of_replicas():
+    """(They average gradients, which are the same on all workers.)"""
+    assert distdl.run_workers(all_wrappers, 2, "gloo") == [True, True]
