@@ -43,7 +43,7 @@ class Course:
 
     def end(self) -> None:
         self._runs = False
-        with torch._C.DisableTorchFunction():  # (others would keep their graphs until the next forward)
+        with torch._C.DisableTorchFunction():
             self._now = list(takewhile(_are_leaves, self._now))
         self.forget()
 
@@ -138,12 +138,13 @@ class _Message:
 
 
 def _are_leaves(step: _Step) -> bool:
+    """Whether none of them has a graph of its own.
+
+    ``torch.func.functional_call`` sets such ones. They do not come with others: a node that has several leads a
+    backward to the graphs of all of them, and these would be kept until the next forward.
+    """
     return all(one._block.is_leaf for one in step.parameters)
 
 
 def _are_trained(parameters: Sequence[GlobalTensor]) -> bool:
-    """Whether all of them get a gradient, and none has a graph of its own, through which each backward goes once.
-
-    (``torch.func.functional_call`` sets such ones, and a node that has several leads to the graphs of all of them.)
-    """
-    return all(one._block.requires_grad and one._block.is_leaf for one in parameters)
+    return all(one._block.requires_grad for one in parameters)
