@@ -84,6 +84,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
+# (what a script does not have, it would find among the builtins: those of their module)
+_UNSET = dict.fromkeys(["__doc__", "__package__", "__spec__"])
+
+
 def _execute(workers: int, backend: str, script: Path, program: list[str]) -> int:
     """Execute the script once on each worker of this process, each time in a namespace of its own."""
     sys.argv = program
@@ -93,7 +97,7 @@ def _execute(workers: int, backend: str, script: Path, program: list[str]) -> in
     def execute() -> None:
         nonlocal begun
         begun = True
-        exec(code, {"__name__": "__main__", "__doc__": None, "__file__": str(script), "__builtins__": __builtins__})
+        exec(code, {"__name__": "__main__", **_UNSET, "__file__": str(script), "__builtins__": __builtins__})
 
     try:
         run_workers(execute, workers, backend)

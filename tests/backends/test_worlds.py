@@ -314,11 +314,11 @@ def test_run_passes_arguments_and_a_plain_script_needs_no_run_workers(tmp_path):
 
 
 def test_a_script_on_threads_is_compiled_as_python_does_it(here, capsys, tmp_path):
-    """Annotations are values, as this script asks for no other; without a docstring, ``__doc__`` is None."""
+    """Annotations are values, as this script asks for no other; it has no docstring, package or spec."""
     script = tmp_path / "plain.py"
-    script.write_text("def f(x: int): ...\nprint(f.__annotations__, __doc__)\n")
+    script.write_text("def f(x: int): ...\nprint(f.__annotations__, __doc__, __package__, __spec__)\n")
     assert here(["run", "-n", "1", "--backend", "threads", str(script)]) == 0
-    assert capsys.readouterr().out == "{'x': <class 'int'>} None\n"
+    assert capsys.readouterr().out == "{'x': <class 'int'>} None None None\n"
 
 
 @pytest.mark.parametrize(
