@@ -37,8 +37,11 @@ from distdl.nn import (
     DistributedUpsample,
     Interpolate,
 )
+from distdl.nn.layer import Layer
 from distdl.nn.module import Module, Option
+from distdl.nn.primitive import Movement
 from distdl.partition.layout import Layout
+from distdl.plan import Plan
 
 
 def line(P):
@@ -258,6 +261,56 @@ def test_what_one_worker_has_wrong_is_the_same_error_on_every_worker(what):
     call, words = REFUSED[what]
     with_errors = {"different calls": RuntimeError}.get(words, ValueError)
     assert words in every_worker_raises(4, call, with_errors)
+
+
+class Brings(Layer):
+    """A layer of an author's, to which workers may bring what they like; its results are what all have reported."""
+
+    def __init__(self, P):
+        super().__init__("Brings", P, Movement(P, P, self.plan))
+        self.P_x, self.reported = P, None
+
+    def plan(self, headers, me):
+        self.reported = headers.extras(self.P_x).tolist()
+        own = dict.fromkeys(range(self.P_x.size), (2,))
+        return Plan(own, own)
+
+    def forward(self, *tensors, extra=()):
+        return self.agree(*tensors, extra=extra)(*tensors)
+
+
+X = torch.ones(2)
+
+
+@pytest.mark.parametrize(("tensors", "extra", "words"), [
+    ((X, X), (), "Brings needs as many tensors on every worker, and as many numbers beside them; it got 1 tensor on 0, "
+     "2, 3; 2 tensors on 1"),
+    ((X,), (7, 8), "it got 1 tensor on 0, 2, 3; 1 tensor and 2 numbers on 1"),
+    ((), (), "1 tensor on 0, 2, 3; 0 tensors on 1"),
+    ((X, X, X, X, X), (), "worker 1: Brings needs at most 4 tensors to agree on; got 5"),
+    ((X,), (1.5,), "worker 1: Brings needs integers of 64 bits beside its tensors; got 1.5"),
+    ((X,), (2**64,), "worker 1: Brings needs integers of 64 bits beside its tensors; got 18446744073709551616"),
+])  # fmt: skip
+def test_what_one_worker_brings_and_the_others_do_not(tensors, extra, words):
+    def call(P):
+        layer = Brings(P)
+        try:
+            layer(*(tensors if P.rank == 1 else (X,)), extra=extra if P.rank == 1 else ())
+        finally:
+            assert layer(X, extra=(P.rank,)).shape == (2,)  # they can go on
+
+    assert words in every_worker_raises(4, call)
+
+
+def test_numbers_beside_tensors_in_a_list_that_is_written():
+    def main(P):
+        layer, sizes = Brings(P), [P.rank]
+        layer(X, extra=sizes)
+        sizes[0] = 7
+        layer(X, extra=sizes)
+        assert layer.reported == [[7]] * 4
+
+    on_workers(4, main)
 
 
 def test_power_pooling_takes_whole_powers_as_numbers():

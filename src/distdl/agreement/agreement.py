@@ -28,7 +28,17 @@ from distdl.environment.arguments import known
 from distdl.geometry.boxes import Shape
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
-from distdl.partition.meeting import CHANGED, FIELDS, LENGTH, MOST_TENSORS, Preamble, by_worker, different, gathered
+from distdl.partition.meeting import (
+    BROUGHT,
+    CHANGED,
+    FIELDS,
+    LENGTH,
+    MOST_TENSORS,
+    Preamble,
+    by_worker,
+    different,
+    gathered,
+)
 from distdl.tensors.derivatives import Derivatives
 from distdl.tensors.dtypes import dtype_code
 from distdl.tensors.function import TransformError
@@ -41,6 +51,8 @@ Outcome = TypeVar("Outcome")
 Structure = tuple[tuple[tuple[torch.dtype, Shape], ...], tuple[int, ...]]
 
 _SETUPS_KEPT = 16
+_COUNTED = MOST_TENSORS + 1  # more than there are tensors: what a number beside them counts in the preamble
+_LARGEST = np.iinfo(np.int64).max
 _bytes_of = struct.Struct("qq").pack  # of two int64
 
 
@@ -153,16 +165,18 @@ class Agreement(Generic[Outcome]):
         """Agree on this call's tensors. Every member calls it, in the same order as its other calls.
 
         Args:
-            tensors: this worker's tensors, at most four.
+            tensors: this worker's tensors, at most four, and as many on each member.
             extra: more integers for the header, equally many on each member.
         Returns: what follows from the headers.
-        Raises: the same error on every member: ValueError if an argument is no tensor or grad mode differs between
-            members, CommunicationError if the members are in different calls, and what ``derive`` raises;
-            TransformError inside a transform of ``torch.func``.
+        Raises: the same error on every member: ValueError if an argument is no tensor or no integer, or if grad mode or
+            how many there are differs between members, CommunicationError if the members are in different calls, and
+            what ``derive`` raises; TransformError inside a transform of ``torch.func``.
         """
         if torch._C._are_functorch_transforms_active():
             raise TransformError
         comm = self._comm
+        if type(extra) is not tuple:  # (a list is the same object when its numbers have changed)
+            extra = tuple(extra)
         if comm.waiting is not None:
             comm.refuse_thread(self._label)
         comm.where = self._here
@@ -193,19 +207,22 @@ class Agreement(Generic[Outcome]):
         self, mode: bool, agreed: _Agreed[Outcome] | None, tensors: Sequence[Any], extra: tuple[int, ...]
     ) -> Outcome:
         """The same, where this worker brings something else than before."""
-        problem = _problem_of(tensors, str(self._label))
+        problem = _problem_of(tensors, str(self._label)) or _problem_beside(tensors, extra, str(self._label))
         present = () if problem else tuple(tensors)
         structure: Structure = (tuple((t.dtype, tuple(t.shape)) for t in present), extra)
         derivatives = tuple(Derivatives.of(tensor, mode) for tensor in present)
         if agreed is not None and _local.fixed:
             self._check_fixed(agreed, structure, derivatives, problem)
             return agreed.outcome
+        brought = len(present) + _COUNTED * len(extra)
         message = Preamble(
             changed=agreed is None or agreed.structure != structure,
             dims=max((len(shape) for _, shape in structure[0]), default=0),
             problem=len(problem),
             mode=mode,
             mode_least=-mode,
+            brought=brought,
+            brought_least=-brought,
             identity=self._identity,
             identity_least=-self._identity,
         )
@@ -233,7 +250,7 @@ class Agreement(Generic[Outcome]):
     ) -> Outcome:
         """Decide from the maximum of what all members have sent."""
         message = Preamble(*received[:FIELDS].tolist())
-        self._check(message, mode, problem)
+        self._check(message, mode, int(sent[BROUGHT]), problem)
         agreed = self._agreed.pop(mode, None)
         together = received[FIELDS:].astype(bool).reshape(-1, 3).tolist()
         agreed_derivatives = tuple(Derivatives._make(together[i]) for i in range(len(structure[0])))
@@ -243,7 +260,7 @@ class Agreement(Generic[Outcome]):
         self._agreed[mode] = _Agreed(key, structure, derivatives, sent, received[2:].tobytes(), rows, outcome)
         return outcome
 
-    def _check(self, message: Preamble, mode: bool, problem: str) -> None:
+    def _check(self, message: Preamble, mode: bool, brought: int, problem: str) -> None:
         if not message.alike:
             call = self._label.numbered
             raise different(self._comm, self._members, message, call, self._options)
@@ -254,6 +271,12 @@ class Agreement(Generic[Outcome]):
             modes = self._texts("on" if mode else "off")
             raise ValueError(
                 f"{self._label} needs grad mode to be the same on all workers; it is {by_worker(self._members, modes)}"
+            )
+        if message.brought != -message.brought_least:
+            texts = self._texts(_show_brought(brought))
+            raise ValueError(
+                f"{self._label} needs as many tensors on every worker, and as many numbers beside them; it got "
+                f"{by_worker(self._members, texts)}"
             )
 
     def _texts(self, own: str) -> list[str]:
@@ -318,6 +341,8 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
             return f"{name} needs a tensor; got {type(tensor).__name__}"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
+            if not isinstance(tensor.layout, torch.layout):
+                return f"{name} needs the tensors of blocks; got a {type(tensor).__name__}, so pass its to_local()"
             return f"{name} needs a dense tensor that has data; got one that is {kind}"
         if kind := kind_without_memory(tensor):
             return f"{name} needs a tensor that has data of its own; got one that is {kind}"
@@ -326,6 +351,20 @@ def _problem_of(tensors: Sequence[Any], name: str) -> str:
         except ValueError as problem:
             return f"{name}: {problem}"
     return ""
+
+
+def _problem_beside(tensors: Sequence[Any], extra: tuple[Any, ...], name: str) -> str:
+    if len(tensors) > MOST_TENSORS:
+        return f"{name} needs at most {MOST_TENSORS} tensors to agree on; got {len(tensors)}"
+    for number in extra:
+        if not isinstance(number, (int, np.integer)) or not -_LARGEST <= number <= _LARGEST:
+            return f"{name} needs integers of 64 bits beside its tensors; got {number!r}"
+    return ""
+
+
+def _show_brought(brought: int) -> str:
+    numbers, tensors = divmod(brought, _COUNTED)
+    return f"{tensors} tensor{'s' * (tensors != 1)}" + f" and {numbers} number{'s' * (numbers != 1)}" * (numbers > 0)
 
 
 def _show(structure: Structure, derivatives: tuple[Derivatives, ...]) -> str:

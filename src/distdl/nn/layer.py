@@ -151,7 +151,7 @@ class Layer(Module):
         """Agree with the other members on this call's tensors. Every member calls it, in the same order.
 
         Args:
-            tensors: this worker's tensors, at most four.
+            tensors: this worker's tensors, at most four, as many on each member.
             extra: more integers for the header, the same number on each member.
         Returns: the setup. On a worker outside, it makes a clone of the first tensor.
         Raises: the same error on every member.

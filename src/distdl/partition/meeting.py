@@ -39,6 +39,7 @@ class Preamble(NamedTuple):
         dims: the largest rank of its tensors.
         problem: the length of what is wrong with them.
         mode: whether grad mode is on.
+        brought: how many tensors it has, and how many integers beside them.
         length: of the value that this worker sends, in bytes.
     """
 
@@ -51,6 +52,8 @@ class Preamble(NamedTuple):
     problem: int = 0
     mode: int = 0
     mode_least: int = 0
+    brought: int = 0
+    brought_least: int = 0
     length: int = 0
 
     @property
@@ -60,7 +63,7 @@ class Preamble(NamedTuple):
 
 
 FIELDS = len(Preamble._fields)
-CHANGED = Preamble._fields.index("changed")
+CHANGED, BROUGHT = Preamble._fields.index("changed"), Preamble._fields.index("brought")
 LENGTH = FIELDS + 3 * MOST_TENSORS  # of the preamble and the derivatives, in integers
 
 

@@ -9,6 +9,9 @@ import torch
 import distdl
 from contract.common import expect_repartition, raises, repartition_rows_to_columns, same_everywhere
 from distdl.nn import AllSumReduce, DistributedBatchNorm, DistributedLinear, Repartition, SumReduce
+from distdl.nn.layer import Layer
+from distdl.nn.primitive import Movement
+from distdl.plan import Plan
 from distdl.testing import Counting
 from distdl.transport.communicator import CommunicationError
 
@@ -64,6 +67,27 @@ def check_mixed_grad_mode_is_an_agreed_error():
         text = raises(ValueError, lambda: layer(torch.ones(2)), "grad mode", "off on 1")
     same_everywhere(P, text)
     assert torch.equal(layer(torch.ones(2)), torch.full((2,), float(P.size)))
+
+
+class _Masked(Layer):
+    """A layer that may get a second tensor."""
+
+    def __init__(self, P):
+        super().__init__("Masked", P, Movement(P, P, lambda headers, me: Plan({me: (2,)}, {me: (2,)})))
+        self.P_x = P
+
+    def forward(self, *tensors):
+        return self.agree(*tensors)(*tensors)
+
+
+def check_a_tensor_that_some_workers_leave_out_is_an_agreed_error():
+    P = distdl.world()
+    if P.size == 1:
+        return
+    layer, x = _Masked(P), torch.ones(2)
+    text = raises(ValueError, lambda: layer(x, x) if P.rank == 1 else layer(x), "as many tensors", "2 tensors on 1")
+    same_everywhere(P, text)
+    assert layer(x).tolist() == [0, 0]
 
 
 def check_crossed_calls_raise_on_every_member():
