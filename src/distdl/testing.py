@@ -84,6 +84,8 @@ def _check_layer(name: str, layer: Any) -> None:
 def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, tolerance: float = 1e-12) -> None:
     """Check that a linear layer's backward is its adjoint: ``<F x, dy> = <x, F* dy>``, summed over all workers.
 
+    Of complex tensors, real and imaginary parts are cells of their own, as for torch's gradients.
+
     If it is not, and the tensors are small, the forward is called for each cell of the input, and the backward for each
     cell of the output, so that the error names pairs of cells where the two differ. Cells are numbered as in the
     worker's own tensor, for those of a primitive need not be blocks of one.
@@ -108,10 +110,10 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
         findings.add(f"the gradient of x is {found}; x is of shape {list(x.shape)}")
     findings.tell("the backward is not the adjoint")
     assert gradient is not None
-    y = y.detach()
-    products = [(y * dy).sum(), (x.detach() * gradient).sum(), (y * y).sum(), (dy * dy).sum()]
-    products += [(x.detach() ** 2).sum(), (gradient**2).sum()]
-    sums = everyone.allreduce_data(torch.stack([product.double() for product in products])).tolist()
+    y, x = y.detach(), x.detach()
+    pairs = [(y, dy), (x, gradient), (y, y), (dy, dy), (x, x), (gradient, gradient)]
+    products = [(_reals(one).double() * _reals(other).double()).sum() for one, other in pairs]
+    sums = everyone.allreduce_data(torch.stack(products)).tolist()
     forward, adjoint = sums[:2]
     scale = max((sums[2] * sums[3]) ** 0.5, (sums[4] * sums[5]) ** 0.5)
     if not abs(forward - adjoint) <= tolerance * scale:
@@ -237,20 +239,21 @@ def _named(layer: Any, everyone: Partition) -> str:
 
 def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch.Tensor, tolerance: float) -> str:
     """Which cells of the output depend on which of the input in another way than the backward says. Collective."""
-    shapes = everyone.allgather_data((tuple(x.shape), tuple(y.shape)))
+    shapes = everyone.allgather_data((tuple(_reals(x).shape), tuple(_reals(y).shape)))
+    kinds = everyone.allgather_data((x.is_complex(), y.is_complex()))
     inputs = [(worker, cell) for worker, (of_x, _) in enumerate(shapes) for cell in range(torch.Size(of_x).numel())]
     outputs = [(worker, cell) for worker, (_, of_y) in enumerate(shapes) for cell in range(torch.Size(of_y).numel())]
     if len(inputs) + len(outputs) > _PROBES:
         return ""
 
     def joined(local: torch.Tensor) -> torch.Tensor:
-        return torch.cat([one.reshape(-1) for one in everyone.allgather_data(local.detach())])
+        return torch.cat([one.reshape(-1).double() for one in everyone.allgather_data(_reals(local.detach()))])
 
     def units(cells: list[tuple[int, int]], like: torch.Tensor) -> Iterator[torch.Tensor]:
         for worker, cell in cells:
             unit = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             if worker == everyone.comm.rank:
-                unit.view(-1)[cell] = 1
+                _reals(unit).view(-1)[cell] = 1
             yield unit
 
     def pulled_back(dy: torch.Tensor) -> torch.Tensor:
@@ -266,7 +269,9 @@ def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch
     lines = [f"\n  by {int(off.sum())} of {off.numel()} pairs of cells of input and output:"] if off.any() else []
     for row, column in off.nonzero().tolist():
         (source, i), (target, o) = inputs[column], outputs[row]
-        places = [_unravelled(i, shapes[source][0]), _unravelled(o, shapes[target][1])]
+        places = [
+            _unravelled(i, shapes[source][0], kinds[source][0]), _unravelled(o, shapes[target][1], kinds[target][1])
+        ]  # fmt: skip
         lines.append(
             f"\n  y{places[1]} on worker {target} contains {forward[row, column].item():.6g} times x{places[0]} on "
             f"worker {source}; the backward gives {backward[row, column].item():.6g} times its gradient back"
@@ -280,8 +285,15 @@ def _noise(beside: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(beside.shape, dtype=beside.dtype, generator=generator, device="cpu").to(beside.device)
 
 
-def _unravelled(cell: int, shape: Sequence[int]) -> str:
-    return _numbered([int(place) for place in np.unravel_index(cell, shape)], [0] * len(shape))
+def _reals(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as real numbers, of which each complex one has two, in a last dim."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _unravelled(cell: int, shape: Sequence[int], is_complex: bool = False) -> str:
+    place = [int(one) for one in np.unravel_index(cell, shape)]
+    part = (".real", ".imag")[place.pop()] if is_complex else ""
+    return _numbered(place, [0] * len(place)) + part
 
 
 def _numbered(place: Sequence[int], begins: Sequence[int]) -> str:

@@ -130,3 +130,32 @@ def test_a_gradient_of_another_shape():
 
     text = raised(lambda P: assert_adjoint(Unconnected(P, P.rank == 1), noise(2, 3)))
     assert "on worker 1:\n  worker 1: the gradient of x is None; x is of shape [2, 3]" in text
+
+
+class Times(nn.Module):
+    """Multiplies by a number, and moves to others; the backward may multiply by another."""
+
+    def __init__(self, layer, factor, back=None):
+        super().__init__()
+        self.layer, self.P_x, self.factor, self.back = layer, layer.P_x, factor, back
+
+    def forward(self, x):
+        y = self.layer(x) * self.factor
+        if self.back is not None and y.requires_grad:
+            y.register_hook(lambda dy: dy * self.back)
+        return y
+
+
+def test_the_adjoint_of_complex_tensors():
+    """That of a factor is its conjugate. Where the backward takes another, real and imaginary parts are told."""
+
+    def check(P):
+        layer, x = Repartition(P.reshape(4, 1), P.reshape(1, 4)), torch.randn(1, 4, dtype=torch.complex128)
+        assert_adjoint(Times(layer, 2 + 3j), x)
+        assert_adjoint(Times(layer, 2 + 3j), x.real.contiguous())  # real cells, and complex ones that come of them
+        back = (2 + 3j) / (2 - 3j) if P.rank == 1 else None
+        assert_adjoint(Times(layer, 2 + 3j, back), x)
+
+    text = raised(check)
+    assert "by 8 of 1024 pairs of cells" in text
+    assert "y[0, 0].real on worker 1 contains -3 times x[0, 1].imag on worker 0; the backward gives 3 times" in text
