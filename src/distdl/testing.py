@@ -7,7 +7,7 @@ workers, the tensors and the first few cells that are off, with both values.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,11 +100,12 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
     _check_layer("assert_adjoint", layer)
     everyone = Partition(layer.P_x.comm)
     x = x.detach().clone().requires_grad_()
-    y = layer(x)
+    y, findings = layer(x), _Findings(everyone, layer)
+    findings.check_connected(y)
     if dy is None:
         dy = _noise(y, layer.P_x.comm.rank)
     y.backward(dy)
-    gradient, findings = x.grad, _Findings(everyone, layer)
+    gradient = x.grad
     if gradient is None or gradient.shape != x.shape:
         found = "None" if gradient is None else f"of shape {list(gradient.shape)}"
         findings.add(f"the gradient of x is {found}; x is of shape {list(x.shape)}")
@@ -151,6 +152,7 @@ def assert_matches_sequential(
     own = dict(layer.named_parameters())  # the published batch norm has none where it stores none
     layer.zero_grad()
     reference.zero_grad()
+    _check_parameters(layouts, reference)
     for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
         if me in layout.partition or name in own:
             layer.get_parameter(name).data = layout.block(parameter.data).clone()
@@ -160,21 +162,32 @@ def assert_matches_sequential(
     dy = _noise(expected, 1)
     expected.backward(dy)
     local = owned.block(x).clone().requires_grad_()
-    y = layer(local)
+    y, findings = layer(local), _Findings(everyone, layer)
+    findings.check_connected(y)
     computed = _tiling(P_y, everyone.allgather_data(tuple(y.shape)))
     assert computed.extents == tuple(expected.shape), f"y has the shape {computed.extents}, not {expected.shape}"
     _assert_split(computed, owned)
     y.backward(computed.block(dy) if me in P_y else torch.zeros_like(y))
-    findings = _Findings(everyone, layer)
     if me in P_y:
         findings.compare("y", y, expected, computed, tolerance)
     assert whole.grad is not None
     findings.compare("the gradient of x", local.grad, whole.grad, owned, tolerance)
     for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
-        assert parameter.grad is not None
-        if name in own:
-            findings.compare(f"the gradient of {name}", own[name].grad, parameter.grad, layout, tolerance)
+        if name in own and (parameter.grad is not None or own[name].grad is not None):  # (or it is frozen in both)
+            whole_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            findings.compare(f"the gradient of {name}", own[name].grad, whole_gradient, layout, tolerance)
     findings.tell("it differs from the sequential layer")
+
+
+def _check_parameters(layouts: Mapping[str, Layout], reference: torch.nn.Module) -> None:
+    ours = [f"{name} {list(layout.extents)}" for name, layout in layouts.items()]
+    theirs = [f"{name} {list(parameter.shape)}" for name, parameter in reference.named_parameters()]
+    wrong = [layout.extents for layout in layouts.values()] != [tuple(one.shape) for one in reference.parameters()]
+    if wrong:
+        raise AssertionError(
+            f"parameter_layouts has to list the parameters of the sequential layer, in its order and of its shapes; it "
+            f"has {', '.join(ours) or 'none'}, and the sequential layer {', '.join(theirs) or 'none'}"
+        )
 
 
 class _Findings:
@@ -192,6 +205,17 @@ class _Findings:
     def add(self, text: str) -> None:
         """Note something."""
         self._found.append(text)
+
+    def check_connected(self, y: Any) -> None:
+        """Check that the workers have results that all of them can differentiate. Collective.
+
+        Raises: AssertionError, the same on every worker, if they have not.
+        """
+        if not isinstance(y, torch.Tensor):
+            self.add(f"y is a {type(y).__name__}; it has to be a tensor")
+        elif not y.requires_grad:
+            self.add("y does not depend on x in the autograd graph, so this worker has no part in the backward")
+        self.tell("there is no y to differentiate")
 
     def compare(
         self, what: str, ours: torch.Tensor | None, whole: torch.Tensor, layout: Layout, tolerance: float
@@ -311,7 +335,11 @@ def _shortened(lines: Sequence[str]) -> str:
 
 
 def _tiling(P: Partition, shapes: Sequence[tuple[int, ...]]) -> Layout:
-    local = np.array([shapes[worker] for worker in P.workers.ravel().tolist()])
+    gave = {worker: shapes[worker] for worker in P.workers.ravel().tolist()}
+    if len({len(shape) for shape in gave.values()}) > 1:
+        listed = ", ".join(f"{list(shape)} on {worker}" for worker, shape in gave.items())
+        raise AssertionError(f"y has to have as many dims on every worker; it has the shapes {listed}")
+    local = np.array(list(gave.values()))
     return Layout.tiled(P, local.reshape(*P.workers.shape, -1), "y")
 
 

@@ -159,3 +159,54 @@ def test_the_adjoint_of_complex_tensors():
     text = raised(check)
     assert "by 8 of 1024 pairs of cells" in text
     assert "y[0, 0].real on worker 1 contains -3 times x[0, 1].imag on worker 0; the backward gives 3 times" in text
+
+
+@pytest.mark.parametrize("checker", [
+    assert_adjoint, lambda layer, x: assert_matches_sequential(layer, nn.Identity(), torch.cat([x] * 4)),
+])  # fmt: skip
+def test_a_worker_that_would_take_no_part_in_the_backward(checker):
+    class Cut(nn.Module):
+        def __init__(self, P):
+            super().__init__()
+            self.P_x, self.layer = P, Repartition(P, P)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.detach() if self.P_x.rank == 1 else y if self.P_x.rank else [y]
+
+    text = raised(lambda P: checker(Cut(P.reshape(4)), noise(2)))
+    assert "worker 0: y is a list; it has to be a tensor\n  worker 1: y does not depend on x in the autograd" in text
+
+
+def test_parameters_that_are_not_those_of_the_sequential_layer():
+    def check(P):
+        layer = linear(P)
+        assert_matches_sequential(layer, nn.Linear(7, 6).double(), noise(3, 7))
+
+    assert "it has sublinear.weight [5, 7], sublinear.bias [5], and the sequential layer weight [6, 7], " in raised(
+        check
+    )
+    text = raised(lambda P: assert_matches_sequential(Repartition(P, P), nn.Linear(4, 4).double(), noise(4)))
+    assert "parameter_layouts has to list the parameters" in text and "it has none, and" in text
+
+
+def test_frozen_parameters():
+    def check(P):
+        layer, sequential = linear(P), reference()
+        sequential.weight.requires_grad_(False)
+        layer.sublinear.weight.requires_grad_(False)
+        assert_matches_sequential(layer, sequential, noise(3, 7))
+        layer.sublinear.weight.requires_grad_(P.rank == 2)
+        assert_matches_sequential(layer, sequential, noise(3, 7))
+
+    assert "on worker 2:\n  worker 2: 8 of 8 cells of the gradient of sublinear.weight are off" in raised(check)
+
+
+def test_outputs_of_unlike_rank():
+    class Reshaped(Repartition):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.reshape(-1, 1) if self.P_x.rank == 1 else y
+
+    text = raised(lambda P: assert_matches_sequential(Reshaped(P, P), nn.Identity(), noise(6)))
+    assert "as many dims on every worker; it has the shapes [2] on 0, [2, 1] on 1, [1] on 2, [1] on 3" in text
