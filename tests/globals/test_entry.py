@@ -10,7 +10,8 @@ from same import noise
 import distdl
 from distdl import GlobalTensor
 from distdl.nn import DistributedConv2d
-from distdl.testing import assert_adjoint, assert_matches_sequential
+from distdl.partition import Layout
+from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
 
 x35, square = noise(3, 5), noise(2, 2)
 
@@ -160,6 +161,16 @@ def quantised(x):
         return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
 
 
+def rows(P, *intervals):
+    """A layout of a tensor of 3 x 5 by its rows."""
+    return Layout.of(P, [intervals, [(0, 5)]])
+
+
+def another(P):
+    """The same partition of another world."""
+    return distdl.Partition(Counting(P.comm)).create_partition_inclusive([0, 1]).reshape(2, 1)
+
+
 WRONG = {
     "no tensor": lambda P: distdl.distribute_tensor(None, P),
     "fewer dims than axes": lambda P: distdl.distribute_tensor(noise(3), P),
@@ -173,6 +184,17 @@ WRONG = {
     "a sparse block": lambda P: GlobalTensor.from_local(x35 if me() else x35.to_sparse(), P),
     "a sparse tensor": lambda P: distdl.distribute_tensor(x35.to_sparse(), P),
     "a layout of another shape": lambda P: split(x35).redistribute(split(noise(3, 4)).layout),
+    "a layout whose boxes overlap": lambda P: split(x35).redistribute(rows(P, (0, 2), (1, 3))),
+    "a layout that leaves cells out": lambda P: split(x35).redistribute(rows(P, (0, 1), (2, 3))),
+    "a layout that begins later": lambda P: split(x35).redistribute(rows(P, (1, 2), (2, 3))),
+    "a layout that begins before the tensor": lambda P: split(x35).redistribute(rows(P, (-1, 2), (2, 3))),
+    "a layout in another order": lambda P: split(x35).redistribute(rows(P, (2, 3), (0, 2))),
+    "a layout of copies": lambda P: split(x35).redistribute(Layout.everywhere(distdl.world(), (3, 5))),
+    "a layout of another world": lambda P: split(x35).redistribute(rows(another(P), (0, 2), (2, 3))),
+    "results in a layout whose boxes overlap": lambda P: distdl.local_map(torch.exp, rows(P, (0, 2), (0, 3)))(
+        split(x35)
+    ),
+    "results over a partition of another world": lambda P: distdl.local_map(torch.exp, another(P))(split(x35)),
     "a number": lambda P: split(x35).redistribute(3),
     "too many axes": lambda P: split(x35).redistribute(grid(1, 1, 2)),
     "an axis for another number of dims": lambda P: distdl.distribute_tensor(x35, P, axes=(0,)),
@@ -191,6 +213,10 @@ NAMED = {
     "not there": "full_tensor needs on to be a worker's number, from 0 to 2; got 9",
     "True for a source": "distribute_tensor needs src to be a worker's number, from 0 to 2; got True",
     "True for a worker": "full_tensor needs on to be a worker's number, from 0 to 2; got True",
+    "a layout whose boxes overlap": "redistribute needs a layout whose boxes tile the tensor: along each dim, the "
+    "first begins at 0, and each where the one before it ends; those of dim 0 are [(0, 2), (1, 3)]",
+    "a layout of another world": "redistribute needs a layout of the tensor's world; got one over 2x1 on workers 0, 1 "
+    "of another",
     "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
     "no dims": "distribute_tensor needs a partition with at most as many axes as the tensor has dims; the tensor is "
     "0-d and the partition 2x1 on workers 0, 1. Say with axes= along which axis of the partition each dim is split",
@@ -217,6 +243,13 @@ def test_a_worker_whose_number_stands_in_a_tensor():
     x = distdl.distribute_tensor(x35, grid(2, 1), src=torch.tensor(1))
     assert_close(x, x35)
     assert x.full_tensor(on=torch.tensor(2)).shape == ((3, 5) if me() == 2 else (0, 0))
+
+
+@on_workers
+def test_layouts_with_empty_boxes():
+    P = distdl.world().reshape(3, 1)
+    for intervals in (((0, 0), (0, 3), (3, 3)), ((0, 3), (3, 3), (3, 3)), ((0, 1), (1, 1), (1, 3))):
+        assert_close(split(x35).redistribute(rows(P, *intervals)).cos(), x35.cos())
 
 
 SPLIT_OTHERWISE = {

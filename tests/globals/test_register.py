@@ -12,6 +12,7 @@ from same import noise
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.register import unregister
+from distdl.partition import Layout
 
 x35, row = noise(3, 5), noise(5, seed=2)
 
@@ -118,6 +119,10 @@ def test_results_of_other_layouts():
     for _ in range(2):
         y = double(x)
         assert_close(y, torch.cat([x35, x35], 1))
+    thirds = Layout.of(x.layout.partition, [[(0, 4), (4, 6)], [(0, 5)]])
+    for out in (thirds, lambda layout: thirds):
+        y = distdl.local_map(lambda a: torch.cat([a, a]), out=out)(x)
+        assert_close(y, torch.cat([x35[:2], x35[:2], x35[2:], x35[2:]]))
     of_rows = split(x35[:, 0]).layout
     for out in (lambda layout: (of_rows, layout), (lambda layout: of_rows, "same"), (of_rows, lambda layout: "same")):
         sums, means = distdl.local_map(lambda a: (a.sum(1), a), out=out)(x)

@@ -19,7 +19,7 @@ from distdl.globals import debug
 from distdl.globals.comparing import Looks
 from distdl.globals.samples import Samples
 from distdl.ops import Site
-from distdl.partition import CartesianPartition, Layout
+from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.groups import IntArray
 from distdl.partition.layout import Ruler
 from distdl.plan.planning import copy
@@ -164,6 +164,10 @@ class Context:
                 debug.watch(comm)
         return found
 
+    def has(self, P: Partition) -> bool:
+        """Whether a partition is of this world, or of one that this one stands for in a rehearsal."""
+        return self.comm.imagined or Context.of(P.comm) is self
+
     @cached_property
     def world(self) -> CartesianPartition:
         """All workers, along one axis."""
@@ -181,6 +185,23 @@ class Context:
     def known(self, layout: Layout) -> KnownLayout:
         """A layout as the one object that stands for it."""
         return layout if isinstance(layout, KnownLayout) else self.layout(layout.partition.workers, layout.intervals)
+
+    def tiling(self, layout: Layout, name: str) -> KnownLayout:
+        """The same of a layout that a user has given to a function.
+
+        Raises: ValueError for one of another world, or whose boxes do not tile a tensor.
+        """
+        if not self.has(layout.partition):
+            raise ValueError(f"{name} needs a layout of the tensor's world; got one over {layout.partition} of another")
+        for dim, along in enumerate(layout.intervals):
+            filled = [(start, stop) for start, stop in along if start != stop]
+            ends = [0, *[stop for _, stop in filled]]
+            if ends != [*[start for start, _ in filled], along[-1][1]] or ends != sorted(ends):
+                raise ValueError(
+                    f"{name} needs a layout whose boxes tile the tensor: along each dim, the first begins at 0, and "
+                    f"each where the one before it ends; those of dim {dim} are {list(along)}"
+                )
+        return self.known(layout)
 
     def balanced(self, workers: IntArray, extents: Sequence[int]) -> KnownLayout:
         """The layout that splits a tensor of the given global shape as evenly as possible over an array of workers.

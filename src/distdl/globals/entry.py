@@ -200,7 +200,7 @@ def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | N
     if isinstance(to, Layout):
         if axes is not None:
             raise ValueError("redistribute needs axes only beside a partition; a layout says itself how dims are split")
-        needed = context.known(to)
+        needed = context.tiling(to, "redistribute")
         if needed.extents != x._layout.extents:
             raise ValueError(
                 f"redistribute needs a layout of the tensor's shape {dims(x.shape)}; got one of {dims(needed.extents)}"
@@ -208,7 +208,7 @@ def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | N
     else:
         if not isinstance(to, Partition):
             raise TypeError(f"redistribute needs a partition or a layout; got a {type(to).__name__}")
-        if Context.of(to.comm) is not context:
+        if not context.has(to):
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)
 

@@ -179,6 +179,9 @@ def _layouts(
         raise ValueError(
             f"local_map needs as many places as results, of one number in all calls; got {len(places)} and {len(ys)}"
         )
+    for place in places:
+        if isinstance(place, Partition) and not context.has(place):
+            raise ValueError(f"local_map needs a partition of its tensors' world in out=; got {place} of another")
     found: list[KnownLayout | None] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]
@@ -189,7 +192,7 @@ def _layouts(
         if isinstance(place, Partition):
             layout = _tiled(context, place, given, function)
         else:
-            layout = layouts[0] if isinstance(place, str) else context.known(place)
+            layout = layouts[0] if isinstance(place, str) else context.tiling(place, "local_map")
         for worker, shape in enumerate(given):
             _check(layout, worker, shape, function)
         _check(layout, context.me, own_now, function)
