@@ -252,6 +252,32 @@ def test_layouts_with_empty_boxes():
         assert_close(split(x35).redistribute(rows(P, *intervals)).cos(), x35.cos())
 
 
+OF_TWO_WORLDS = {
+    "a sum": lambda x, y: x + y,
+    "a product": lambda x, y: x @ y.T,
+    "a list": lambda x, y: torch.cat([x, y]),
+    "an argument by name": lambda x, y: torch.nn.functional.mse_loss(x, target=y),
+    "a write": lambda x, y: x.copy_(y),
+    "an index": lambda x, y: x[y[:, 0] > 0],
+    "a function of blocks": lambda x, y: distdl.local_map(torch.add)(x, y),
+}
+
+
+@pytest.mark.parametrize("what", OF_TWO_WORLDS)
+@on_workers
+def test_tensors_of_two_worlds(what):
+    """The same numbers are other workers there. What does each by itself takes tensors of several."""
+    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
+    x, y = split(x35), distdl.distribute_tensor(x35, another(P))
+    with pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 3 and of 3 workers"):
+        OF_TWO_WORLDS[what](x, y)
+    torch._foreach_add_([x, y], 1)
+    x.requires_grad_(), y.requires_grad_()
+    torch.autograd.backward([(x * x).sum(), (y * y).sum()])
+    assert_close(x.grad, 2 * (x35 + 1))
+    assert_close(y.grad, 2 * (x35 + 1))
+
+
 SPLIT_OTHERWISE = {
     "another grid": lambda P, first: distdl.distribute_tensor(square, P.T if first else P),
     "other workers": lambda P, first: distdl.distribute_tensor(square, P[:1] if first else P),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,13 @@ from distdl.transport.communicator import Group, LongGroup
 T = TypeVar("T")
 
 _KEPT = 4096
+
+
+class _Worlds(threading.local):
+    count: int = 0  # of this worker's worlds that have had global tensors, without those of rehearsals
+
+
+worlds = _Worlds()
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +168,7 @@ class Context:
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
+            worlds.count += not comm.imagined
             if environment.debug():
                 debug.watch(comm)
         return found

@@ -20,7 +20,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, plain_of, tied_of
 from distdl.globals.running import on_blocks
 from distdl.globals.table import name_of
-from distdl.globals.tensor import GlobalTensor
+from distdl.globals.tensor import GlobalTensor, check_one_world
 from distdl.partition import Layout, Partition, dims
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
@@ -72,6 +72,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                 inputs.append(own)
             return own
 
+        check_one_world("local_map", (args, kwargs))
         found_context = next((one._context for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor), None)
         given, named = map_tensors((args, kwargs), plain)
         with on_blocks():

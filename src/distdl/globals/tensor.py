@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from distdl.globals import debug
-from distdl.globals.context import Context, KnownLayout
+from distdl.globals.context import Context, KnownLayout, worlds
 from distdl.globals.failed import depends_on_values, meet_in
 from distdl.globals.nested import tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
@@ -106,6 +106,8 @@ class GlobalTensor(torch.Tensor):
             raise TransformError
         if Replica in types:
             args, kwargs = without_gradients(args, kwargs or {})
+        if worlds.count > 1 and func not in _DIFFERENTIATING and not _is_of_lists(func):
+            check_one_world(name_of(func), (args, kwargs))
         handler = TABLE.get(func)
         if handler is None:
             handler = TABLE[None]  # the fallback
@@ -360,6 +362,27 @@ def is_leaf(x: GlobalTensor) -> bool:
     (There, torch asks nobody, and would raise for a view of what requires a gradient once it has been written.)
     """
     return not torch.is_grad_enabled() or x._block.is_leaf
+
+
+def _is_of_lists(func: Any) -> bool:
+    """Whether a function does the same to each tensor of a list, as those of optimisers do."""
+    name = getattr(func, "__name__", "")
+    return "_foreach_" in name or "_fused_" in name
+
+
+def check_one_world(name: str, values: Any) -> None:
+    """Check that what stands in one function is of one world: the same numbers are other workers in another.
+
+    Raises: ValueError if it is not.
+    """
+    sizes: dict[Context, int] = {}
+    for one in tensors_in(values):
+        if type(one) in (GlobalTensor, Replica):
+            context: Context = one._context  # type: ignore[attr-defined]
+            sizes[context] = context.comm.size
+    if len(sizes) > 1:
+        listed = " and of ".join(map(str, sizes.values()))
+        raise ValueError(f"{name} needs tensors of one world; got some of worlds of {listed} workers")
 
 
 def check_usable(x: GlobalTensor) -> None:
