@@ -92,6 +92,30 @@ def test_a_registered_name_opens_its_world_and_starts_its_workers(registered):
         distdl.world("smoke")
 
 
+class Bare(SerialCommunicator):
+    """One of an author's, who has left something out."""
+
+    def __init__(self, **attributes):
+        if attributes:
+            super().__init__()
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize(("opener", "words"), [
+    (lambda: None, "'broken' has to return a distdl.transport.Communicator; it returned a NoneType"),
+    (lambda: SerialCommunicator, "it returned a ABCMeta"),
+    (Bare, r"it returned one whose __init__ does not call super\(\).__init__\(\)"),
+    (lambda: Bare(rank=2, size=2), "a rank from 0 to size - 1; it returned one with rank 2 and size 2"),
+    (lambda: Bare(rank=0.0, size=1), "it returned one with rank 0.0 and size 1"),
+])  # fmt: skip
+def test_an_opener_that_returns_no_communicator_of_a_worker(registered, opener, words):
+    registered("broken", opener, start=lambda work, workers: [work(opener())])
+    with pytest.raises((TypeError, ValueError), match=words):
+        distdl.world("broken")
+    with pytest.raises((TypeError, ValueError), match=words):
+        distdl.run_workers(lambda: 0, 1, "broken")
+
+
 def test_a_name_is_imported_as_a_module_and_that_registers_it(registered, monkeypatch, tmp_path):
     (tmp_path / "found_by_name.py").write_text(
         "from distdl.backends import register\nfrom distdl.backends.serial import SerialCommunicator\n"

@@ -35,6 +35,7 @@ _process_worlds: dict[Any, Partition] = {}
 
 def enter(communicator: Communicator, backend: str) -> None:
     """Make this thread a worker: ``world()`` is from now on the world of this communicator."""
+    _check_opened(communicator, backend)
     _here.communicator = communicator
     _here.backend = backend
     _here.worlds = {}
@@ -115,8 +116,27 @@ def _open(name: Any, asked_for: bool) -> Communicator:
     if name != "serial":
         serve_launcher()
     communicator = find(name).opener()
+    _check_opened(communicator, name)
     communicator.started_alone = name == "serial" and not asked_for
     return communicator
+
+
+def _check_opened(communicator: Any, backend: str) -> None:
+    """Check what a back-end's opener, which may be an author's, has returned.
+
+    Raises: TypeError if it is no communicator, or one that was not made by ``Communicator.__init__``; ValueError if it
+        has no number among its workers.
+    """
+    if not isinstance(communicator, Communicator) or "kept" not in vars(communicator):
+        what = "one whose __init__ does not call super().__init__()"
+        what = what if isinstance(communicator, Communicator) else f"a {type(communicator).__name__}"
+        raise TypeError(f"the back-end {backend!r} has to return a distdl.transport.Communicator; it returned {what}")
+    rank, size = getattr(communicator, "rank", None), getattr(communicator, "size", None)
+    if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
+        raise ValueError(
+            f"the back-end {backend!r} has to return a communicator with a rank from 0 to size - 1; it returned one "
+            f"with rank {rank} and size {size}"
+        )
 
 
 def _open_over(communicator: Any) -> Communicator:
