@@ -55,6 +55,61 @@ def test_an_autograd_function_of_elements(grid):
     work()  # (of whole tensors)
 
 
+@pytest.mark.parametrize("handler", ["elementwise", lambda apply, args, kwargs: distdl.local_map(apply)(*args)])
+def test_autograd_functions_derived_from_a_registered_one(handler):
+    """They compute by themselves, on plain tensors, too."""
+    function = scaled_sine()
+
+    class Doubled(function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return 2 * function.forward(ctx, x, w)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return function.backward(ctx, 2 * dy)
+
+    distdl.register(function, handler)
+
+    @on_workers
+    def work():
+        for one, factor in ((function, 1), (Doubled, 2)):
+            for x in (split(x35), x35.clone()):
+                w = row.clone().requires_grad_()
+                y = one.apply(x.requires_grad_(), w)
+                assert_close(y, factor * x35.sin() * row)
+                dx, dw = torch.autograd.grad(y.sum(), (x, w))
+                assert_close(dx, factor * x35.cos() * row)
+                assert_close(dw, factor * x35.sin().sum(0))
+
+    work()
+    distdl.register(Doubled, "elementwise")
+    work()
+    unregister(function)
+    unregister(Doubled)
+    work()
+    assert "apply" not in vars(function)
+
+
+def test_an_autograd_function_with_an_apply_of_its_own():
+    class Shifted(scaled_sine()):
+        @classmethod
+        def apply(cls, x):
+            return super().apply(x, row)
+
+    @on_workers
+    def work():
+        assert_close(Shifted.apply(split(x35)), x35.sin() * row)
+
+    work()
+    own = vars(Shifted)["apply"]
+    distdl.register(Shifted, "elementwise")
+    distdl.register(Shifted, lambda apply, args, kwargs: apply(*args, **kwargs))
+    work()
+    unregister(Shifted)
+    assert vars(Shifted)["apply"] is own
+
+
 def test_an_autograd_function_of_parameters_alone():
     """The parameters of a distributed model are no global tensors; their gradients are summed all the same."""
     function = scaled_sine()

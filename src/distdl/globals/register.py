@@ -18,7 +18,7 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
 
     Args:
         function: a function of torch, or of a library that passes tensor subclasses on as torch does
-            (``torch.overrides``); or a subclass of ``torch.autograd.Function``.
+            (``torch.overrides``); or a subclass of ``torch.autograd.Function``, but not those derived from it in turn.
         handler: ``handler(function, args, kwargs)``, which is called in its place where an argument is a global tensor,
             on every worker. Or ``"elementwise"``: the function computes each element by itself, so it is applied to
             blocks. Without a handler, this is a decorator of one.
@@ -39,14 +39,15 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
 
 
 def _register_class(function: Any, handler: Handler | str) -> None:
-    """Let ``function.apply`` look for global tensors among its arguments."""
-    apply = function.__dict__.get("_applied_to_tensors")
-    if apply is None:
-        apply = function._applied_to_tensors = function.apply
+    """Let ``function.apply`` look for global tensors among its arguments. Classes derived from it are others."""
+    if "_apply_of_its_own" not in vars(function):
+        function._apply_of_its_own = vars(function).get("apply")  # (as a rule, it has only torch's)
+    own = vars(function)["_apply_of_its_own"]
 
-    def applied(*args: Any, **kwargs: Any) -> Any:
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        apply = super(function, cls).apply if own is None else own.__get__(None, cls)
         found = [one for one in args if type(one) is GlobalTensor]
-        if not found:
+        if not found or cls is not function:
             return apply(*args, **kwargs)
         if not isinstance(handler, str):
             with on_blocks():
@@ -54,7 +55,7 @@ def _register_class(function: Any, handler: Handler | str) -> None:
         layout, blocks = aligned(found[0]._context, args, None, function.__name__)
         return result_of(apply, found[0], apply(*blocks, **kwargs), found, layout)
 
-    function.apply = staticmethod(applied)
+    function.apply = classmethod(applied)
 
 
 def unregister(function: Any) -> None:
@@ -63,4 +64,8 @@ def unregister(function: Any) -> None:
         TABLE.pop(function, None)
         return
     known: Any = function
-    known.apply = known._applied_to_tensors
+    own = vars(function)["_apply_of_its_own"]
+    if own is None:
+        del known.apply
+    else:
+        known.apply = own
