@@ -110,6 +110,34 @@ def test_an_autograd_function_with_an_apply_of_its_own():
     assert vars(Shifted)["apply"] is own
 
 
+def test_a_registered_function_that_is_none_of_elements():
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum(0)
+
+    def sums(x):
+        if type(x) is GlobalTensor:
+            return torch.overrides.handle_torch_function(sums, (x,), x)
+        return x.sum(0)
+
+    distdl.register(Sums, "elementwise")
+    distdl.register(sums, "elementwise")
+
+    @on_workers
+    def work():
+        for function in (Sums.apply, sums):
+            with pytest.raises(
+                ValueError, match=r"(?i)sums is registered as elementwise, but gave [05] for a block of .x[05] on"
+            ):
+                function(split(x35))
+
+    try:
+        work()
+    finally:
+        unregister(sums)
+
+
 def test_an_autograd_function_of_parameters_alone():
     """The parameters of a distributed model are no global tensors; their gradients are summed all the same."""
     function = scaled_sine()

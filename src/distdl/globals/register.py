@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
+from distdl.globals.nested import tensors_in
 from distdl.globals.operands import aligned
 from distdl.globals.running import on_blocks
-from distdl.globals.table import TABLE, Handler
+from distdl.globals.table import TABLE, Handler, name_of
 from distdl.globals.tensor import GlobalTensor
+from distdl.partition import dims
 
 
 def register(function: Any, handler: Handler | str | None = None) -> Any:
@@ -32,7 +35,7 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
         _register_class(function, handler)
     elif callable(function) and not isinstance(function, type):
-        TABLE[function] = elementwise if isinstance(handler, str) else handler
+        TABLE[function] = _elements if isinstance(handler, str) else handler
     else:
         raise TypeError(f"register needs a function, or a subclass of torch.autograd.Function; got {function!r}")
     return handler
@@ -53,9 +56,28 @@ def _register_class(function: Any, handler: Handler | str) -> None:
             with on_blocks():
                 return handler(apply, args, kwargs)
         layout, blocks = aligned(found[0]._context, args, None, function.__name__)
-        return result_of(apply, found[0], apply(*blocks, **kwargs), found, layout)
+        return _checked(function, result_of(apply, found[0], apply(*blocks, **kwargs), found, layout))
 
     function.apply = classmethod(applied)
+
+
+def _elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _checked(function, elementwise(function, args, kwargs))
+
+
+def _checked(function: Any, y: Any) -> Any:
+    """The result of a function of elements.
+
+    Raises: ValueError if it is none, as its block shows.
+    """
+    for one in tensors_in(y):
+        if type(one) is GlobalTensor and tuple(one._block.shape) != tuple(one._layout.local):
+            raise ValueError(
+                f"{name_of(function)} is registered as elementwise, but gave {dims(one._block.shape) or '0-d'} for a "
+                f"block of {dims(one._layout.local) or '0-d'} on worker {one._context.me}; "
+                "distdl.register(function, handler) says what other functions do"
+            )
+    return y
 
 
 def unregister(function: Any) -> None:
