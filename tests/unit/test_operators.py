@@ -96,6 +96,28 @@ def test_an_input_is_neither_written_nor_returned():
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("x", [
+    numbers(6).float(), numbers(6).long(), numbers(5), numbers(7), numbers(6, 1), numbers(0), numbers(0).float(),
+])  # fmt: skip
+def test_what_is_not_what_the_plan_reads(x):
+    """Back-ends read the memory of x as if it were."""
+    op = operator()
+    op(numbers(6))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"of the shape \[6\], torch\.float64, from worker 0, which has one of"):
+            op(x)
+    assert op.calls.number == 1
+
+
+def test_what_the_plan_does_not_read():
+    """Of a worker that has no part, or whose part is empty, a tensor of any dtype and shape is taken."""
+    nowhere = Operator(Plan({}, {0: (2,)}), alone(), (0,), LABEL, torch.float64, GRADIENT, [(3,)], [(2,)])
+    empty = Operator(Plan({0: (0,)}, {0: (2,)}), alone(), (0,), LABEL, torch.float64, GRADIENT, [(0,)], [(2,)])
+    for op, xs in ((nowhere, (numbers(3).float(), numbers(3, 0).long())), (empty, (numbers(3, 0).long(),))):
+        for x in xs:
+            assert torch.equal(op(x), torch.zeros(2, dtype=torch.float64))
+
+
 def test_the_adjoint_of_the_adjoint_is_the_operator():
     for op in (operator(), operator(*STRUCTURES["several"]), identity((2, 3))):
         assert op.T.T is op and op.T is op.T

@@ -194,7 +194,7 @@ class Operator:
             raise TransformError
         if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():
             x = readable(x)  # transports read memory
-        layout = x.shape, x.stride(), x.is_cpu
+        layout = x.shape, x.stride(), x.is_cpu, x.dtype
         program = self._programs.get(layout) or self._program(layout, x)
         comm = self.comm
         if comm.waiting is not None:
@@ -238,6 +238,7 @@ class Operator:
         self.calls.derive(began)
 
     def _program(self, layout: Any, x: torch.Tensor) -> Program:
+        self._check_reads(x)
         shape = self.plan.outputs.get(self.comm.rank)
         channels_last = self.keeps_format and shape is not None and len(shape) == x.dim() and is_channels_last(x)
         if len(self._programs) == _PROGRAMS_KEPT:
@@ -247,6 +248,20 @@ class Operator:
             self.dtype, channels_last, self.reuses and not self.recorded,
         )  # fmt: skip
         return program
+
+    def _check_reads(self, x: torch.Tensor) -> None:
+        """Check that x is what the plan reads: back-ends would read its memory as if it were.
+
+        Raises: ValueError, on this worker, if it is not.
+        """
+        planned = self.plan.inputs.get(self.comm.rank)
+        if planned is None or not (x.numel() or prod(planned)):
+            return
+        if tuple(x.shape) != tuple(planned) or x.dtype is not self.dtype:
+            raise ValueError(
+                f"{self.label} moves a tensor of the shape {list(planned)}, {self.dtype}, from worker "
+                f"{self.comm.rank}, which has one of the shape {list(x.shape)}, {x.dtype}"
+            )
 
     def filled(self, xs: Sequence[torch.Tensor | None], device: torch.device) -> Tensors:
         """The tensors to pass: zeros where this worker has none to give."""
