@@ -196,6 +196,25 @@ def test_a_function_of_blocks():
 
 
 @on_workers
+def test_weights_that_a_function_of_blocks_takes_from_around_it():
+    """Those of a distributed model get whole gradients, as arguments do; others this worker's part."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x):
+            return distdl.local_map(lambda a: a * self.w)(x)
+
+    x, w, model = split(x35), row.clone().requires_grad_(), Model()
+    distdl.distribute(model, x.layout.partition)(x).sum().backward()
+    assert_close(model.w.grad, x35.sum(0))
+    distdl.local_map(lambda a: a * w)(x).sum().backward()
+    assert_close(w.grad, x.layout.block(x35).reshape(-1, 5).sum(0))
+
+
+@on_workers
 def test_results_of_other_layouts():
     x = split(x35)
     double = distdl.local_map(lambda a: torch.cat([a, a], 1), out=x.layout.partition)

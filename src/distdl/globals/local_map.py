@@ -33,9 +33,11 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     """The function of global tensors that applies a function to each worker's blocks. Differentiable.
 
     Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds
-    no cells, and other tensors as they are. Nothing moves. A tensor that is the same everywhere gets a gradient that is
-    added up over all workers. Whether blocks are what the function needs (no neighbours, no sums over split dims), the
-    caller knows; and that a result depends on the same arguments on every worker, or a backward ends in an error.
+    no cells, and other tensors as they are. Nothing moves. An argument that is the same everywhere gets a gradient that
+    is added up over all workers, and so does a weight of a distributed model. What else the function takes from around
+    it, as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what
+    the function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
+    arguments on every worker, or a backward ends in an error.
 
     Args:
         function: of the arguments.
