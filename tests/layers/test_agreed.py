@@ -1,6 +1,7 @@
 """What all layers have to survive: other input on one worker, checkpoints, inference mode."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from distdl.nn import (
     DistributedUpsample,
     Interpolate,
 )
-from distdl.nn.layer import Layer
+from distdl.nn.layer import Application, Layer
 from distdl.nn.module import Module, Option
 from distdl.nn.primitive import Movement
 from distdl.partition.layout import Layout
@@ -300,6 +301,22 @@ def test_what_one_worker_brings_and_the_others_do_not(tensors, extra, words):
             assert layer(X, extra=(P.rank,)).shape == (2,)  # they can go on
 
     assert words in every_worker_raises(4, call)
+
+
+@dataclass(frozen=True)
+class Forgetful:
+    """An op whose setup returns nothing."""
+
+    def setup(self, site, x):
+        pass
+
+
+@pytest.mark.parametrize(("derive", "words"), [
+    (lambda P: Application(Forgetful(), (P,), P), "Lacking needs a distdl.ops.Setup of its op; got None"),
+    (lambda P: Movement(P, P, lambda headers, me: None), "needs a distdl.plan.Plan of its function plan; got N"),
+])  # fmt: skip
+def test_an_author_who_returns_nothing(derive, words):
+    assert words in every_worker_raises(2, lambda P: Layer("Lacking", P, derive(P.reshape(2)))(X), TypeError)
 
 
 def test_numbers_beside_tensors_in_a_list_that_is_written():

@@ -165,7 +165,10 @@ class Layer(Module):
         return setup(x)
 
     def _set_up(self, headers: Headers) -> Setup:
-        return self._derive(headers, self.label)
+        setup = self._derive(headers, self.label)
+        if not isinstance(setup, Setup):
+            raise TypeError(f"{self.label} needs a distdl.ops.Setup of its op; got {setup!r}")
+        return setup
 
 
 def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

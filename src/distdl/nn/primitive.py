@@ -75,4 +75,6 @@ class Movement:
         site, (own,) = Site._make((self.P_x, headers.members, label)), headers.own
         blank = blank_shape(own, self.preserve_batch)
         plan = self.plan(headers, site.me)
+        if not isinstance(plan, Plan):
+            raise TypeError(f"{label} needs a distdl.plan.Plan of its function plan; got {plan!r}")
         return Setup(Together(site.operator(plan, dtype, headers.derivatives[0], [own], [blank])), same, same)
