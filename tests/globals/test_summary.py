@@ -13,6 +13,7 @@ import distdl
 from distdl.globals.models import copies
 from distdl.globals.models.rehearsal import GRADIENTS, on_meta
 from distdl.globals.models.summary import Summary
+from distdl.partition import Layout
 from distdl.testing import Silent
 from distdl.workers.footprint import Footprint
 
@@ -288,6 +289,32 @@ def test_functions_of_blocks(function):
     for worker, (sent, shape) in enumerate(distdl.run_workers(work, 3)):
         told = distdl.summary(Mapped(), (3, 1), (7, 5), worker=worker, dtype=torch.float32)
         assert (told.totals.forward, told.rows[0].block) == (sent, shape)
+
+
+@pytest.mark.parametrize("by_layout", [False, True])
+def test_a_model_that_says_where_its_tensors_lie(by_layout):
+    """By a partition, or a layout, of the world that is summed up; the sequential model has all on one worker."""
+
+    class Turned(nn.Module):
+        def __init__(self, P) -> None:
+            super().__init__()
+            self.columns = Layout.balanced(P, (7, 6)) if by_layout else P
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.redistribute(self.columns)
+            return distdl.local_map(torch.sin, out=self.columns)(y).exp()
+
+    def work():
+        P = distdl.world()
+        model = Turned(P.reshape(1, 3))
+        told = distdl.summary(model, P.reshape(3, 1), (7, 6), dtype=torch.float32, worker=P.rank)
+        x = distdl.distribute_tensor(torch.ones(7, 6), P.reshape(3, 1))
+        model(x)
+        with distdl.ledger(comm=P.comm) as book:
+            model(x)
+        assert told.totals.forward == _sum(book)
+
+    distdl.run_workers(work, 3)
 
 
 def test_what_asks_other_workers_is_refused_with_the_reason():

@@ -177,6 +177,11 @@ class Context:
         """Whether a partition is of this world, or of one that this one stands for in a rehearsal."""
         return self.comm.imagined or Context.of(P.comm) is self
 
+    @property
+    def stands_for_torch(self) -> bool:
+        """Whether this is the one worker of a rehearsal of the sequential model: all that it has lies on it."""
+        return self.comm.imagined and len(self.everyone) == 1
+
     @cached_property
     def world(self) -> CartesianPartition:
         """All workers, along one axis."""
