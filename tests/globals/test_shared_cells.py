@@ -66,6 +66,18 @@ def test_the_data_of_a_leaf_stays_where_its_gradient_is():
         assert_close(pair[written], x64.t() + 1)
 
 
+@on_workers
+def test_a_leaf_is_not_set_to_what_has_another_shape():
+    """It stays where its gradient is, and so does its shape; a tensor without a gradient has then that of the other."""
+    x = split(x46, 2, 1)
+    x.set_(split(x64, 2, 1))
+    assert_close(x, x64)
+    leaf = split(x46, 2, 1).requires_grad_()
+    with torch.no_grad(), pytest.raises(TypeError, match=r"takes a tensor of its shape \(4, 6\) as its data"):
+        leaf.set_(split(x64, 2, 1))
+    assert_close(leaf, x46)
+
+
 @pytest.mark.parametrize("leaf", [False, True])
 @on_workers
 def test_a_backward_needs_what_was_there_before_other_memory_was_set(leaf):

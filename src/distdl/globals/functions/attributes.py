@@ -133,7 +133,13 @@ def _check_shape(x: GlobalTensor, value: Any) -> None:
     Raises: TypeError if it is no tensor of its shape.
     """
     if not isinstance(value, torch.Tensor) or value.shape != x.shape:
-        raise TypeError(f"x.data of a global tensor takes a tensor of its shape {tuple(x.shape)}")
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"a global tensor takes a tensor of its shape {tuple(x.shape)} as its data, not {given}")
+
+
+def _stays(x: GlobalTensor) -> bool:
+    """Whether x stays where it is when it gets other data: it has a gradient, or is one."""
+    return x._block.requires_grad or x._block.grad is not None or x.__dict__.get("_is_gradient", False)
 
 
 def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
@@ -147,7 +153,7 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         lies_alone(x)
         return
     moves = value._layout is not x._layout
-    stays = x._block.requires_grad or x._block.grad is not None or x.__dict__.get("_is_gradient", False)
+    stays = _stays(x)
     if not stays:
         x._block, x._layout = block_of(value).data, value._layout
     else:
@@ -160,8 +166,13 @@ def share_data(x: GlobalTensor, value: torch.Tensor) -> None:
         lies_with(x, value)
 
 
-def set_to(x: GlobalTensor, value: GlobalTensor) -> GlobalTensor:
-    """``x.set_(value)``: the same, but that torch counts it as a write of x, so what it was is no more there."""
+def set_to(x: GlobalTensor, value: torch.Tensor) -> GlobalTensor:
+    """``x.set_(value)``: the same, but that torch counts it as a write of x, so what it was is no more there.
+
+    Raises: TypeError if x stays where it is, and the value has another shape.
+    """
+    if type(value) is not GlobalTensor or _stays(x):
+        _check_shape(x, value)
     note_set(x)
     share_data(x, value)
     return x
