@@ -112,6 +112,9 @@ class _Symmetric(torch.nn.Module):
     def forward(self, w):
         return w.triu() + w.triu(1).T
 
+    def right_inverse(self, w):
+        return w.triu()
+
 
 @pytest.mark.timeout(120)  # the compiler alone takes seconds to import
 @pytest.mark.parametrize("is_around", [True, False])
@@ -132,6 +135,22 @@ def test_what_caches_parametrised_weights_is_compiled_in_one_piece(is_around):
         expected = model(x) if is_around else twice(x)
         with parametrize.cached() if is_around else nullcontext():
             assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_parametrised_weight_is_set_to_a_plain_tensor(weights):
+    """What it is computed from gets the values, and stays the parameter that the optimiser has."""
+
+    def work():
+        model = distdl.distribute(torch.nn.Linear(4, 4, bias=False).double(), partition((2, 1)), weights=weights)
+        parametrize.register_parametrization(model, "weight", _Symmetric())
+        original = model.parametrizations.weight.original
+        model.weight = noise(4, 4).triu()
+        assert model.parametrizations.weight.original is original
+        x = noise(6, 4)
+        assert_close(model(distdl.distribute_tensor(x, partition((2, 1)))), x @ _Symmetric()(noise(4, 4)))
+
+    run(work)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

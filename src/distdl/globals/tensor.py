@@ -145,9 +145,7 @@ class GlobalTensor(torch.Tensor):
         if func in _COPIES:  # as torch.as_tensor does
             with recorded():
                 return cls._of(func(args[0]._block, *args[1:], **(kwargs or {})), args[0]._layout)
-        if func is torch.ops.aten.set_.source_Tensor and all(
-            type(one) is cls for one in args
-        ):  # as parametrisations do
+        if func is torch.ops.aten.set_.source_Tensor and type(args[0]) is cls:  # as parametrisations do
             from distdl.globals.functions.attributes import set_to
 
             return set_to(*args)
