@@ -26,6 +26,23 @@ def test_sums_and_moments(dim):
     assert_same(function, Global(x3), grids=GRIDS, tolerance=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_added_up_in_float32(dtype):
+    """Sums of float16 overflow long before the mean does, and sums of blocks before the sum of all."""
+    x = torch.cat([torch.full((2, 90), 999.0), torch.full((2, 90), -998.0)]).to(dtype)
+
+    def function(x):
+        sums = x.sum(), x.abs().mean(), x.mean(1), x[:2].abs().mean(0)
+        with torch.autocast("cpu", dtype):
+            return *sums, F.mse_loss(x, -x), F.l1_loss(x, x * 0)
+
+    def losses(x):
+        return F.mse_loss(x / 99, -x / 99), F.l1_loss(x, x * 0), F.huber_loss(x, x * 0), F.smooth_l1_loss(x, x * 0)
+
+    for one in (function, losses):
+        assert_same(one, Global(x), grids=[(2, 1), (1, 2), (4, 1)], tolerance=2 * torch.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("p", [2, 3.5, float("inf"), 0])
 def test_norms(dim, p):

@@ -23,6 +23,7 @@ from distdl.ops.class_loss import CrossEntropy, NegativeLogLikelihood
 from distdl.ops.loss import ABSENT
 from distdl.partition import Partition
 from distdl.tensors.connection import local
+from distdl.tensors.dtypes import HALVES
 
 
 @handles(
@@ -49,13 +50,17 @@ def element_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if reduction != "sum" and not any(one.is_floating_point() or one.is_complex() for one in operands):
         numbers = {name: torch.zeros(1, dtype=one.dtype) for name, one in zip(tensors, operands, strict=True)}
         func(**numbers, **given)  # (for torch's error)
-    losses = func(**dict(zip(tensors, own, strict=True)), **given, reduction="sum")
-    total = added(losses, target, func.__name__)
+    half = any(one.dtype in HALVES for one in own)  # whose sums overflow long before the mean does
+    losses = func(**dict(zip(tensors, own, strict=True)), **given, reduction="none" if half else "sum")
+    number = losses.sum(dtype=torch.float32) if losses.dtype in HALVES else losses.sum() if half else losses
+    total: Any = added(number, target, func.__name__)
     weight = operands[tensors.index("weight")] if "weight" in tensors else None
     if weight is not None and reduction == "mean" and func in (functional.mse_loss, functional.l1_loss):
-        return total / weight.sum()  # (torch's mean with these weights)
-    divisor = prod(target.extents) if reduction == "mean" else batch
-    return total if divisor == 1 else total / divisor
+        total = total / weight.sum()  # (torch's mean with these weights)
+    else:
+        divisor = prod(target.extents) if reduction == "mean" else batch
+        total = total if divisor == 1 else total / divisor
+    return total if number.dtype is losses.dtype else total.to(losses.dtype)
 
 
 def added(number: torch.Tensor, layout: KnownLayout, name: str) -> GlobalTensor:

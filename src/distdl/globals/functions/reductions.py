@@ -24,6 +24,7 @@ from distdl.plan.planning import broadcast
 from distdl.tensors.connection import always_curved, local
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import Derivatives
+from distdl.tensors.dtypes import HALVES
 from distdl.transport import Label
 
 
@@ -136,8 +137,10 @@ def mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = dtype or input.dtype
         if not (wanted.is_floating_point or wanted.is_complex):
             torch.zeros(1, dtype=input.dtype).mean(dtype=dtype)  # (for torch's error)
-        y: GlobalTensor = total(input, dims, keepdim, dtype) / prod(input.shape[one] for one in dims)
-        return y
+        half = wanted in HALVES  # whose sums overflow long before the mean does
+        y: GlobalTensor = total(input, dims, keepdim, torch.float32 if half else dtype)
+        y = y / prod(input.shape[one] for one in dims)
+        return y.to(wanted) if half else y
 
     return run(*_positional(args), **kwargs)
 
@@ -154,9 +157,12 @@ def _positional(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def total(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> GlobalTensor:
-    """The sum over dims."""
+    """The sum over dims. Half precision is added up in float32 and rounded once, as torch does."""
     dims, block = dims_of(x, dim), block_of(x)
     judge_dtype(lambda one: one.sum(dtype=dtype), x)
+    if (dtype or x.dtype) in HALVES:
+        rounded = block.new_zeros(()).sum(dtype=dtype).dtype  # (float32 where autocast says so)
+        return total(x, dims, keepdim, torch.float32).to(rounded)
     if not x.dim():  # (new on every worker, in the same dtype)
         return GlobalTensor._of(block.sum(dtype=dtype) if x._layout.active else block.cumsum(0, dtype=dtype), x._layout)
     y = summed(block.sum(dims, keepdim=True, dtype=dtype), x._layout, dims, "sum")
