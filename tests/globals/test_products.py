@@ -147,6 +147,7 @@ def test_shapes_that_do_not_fit_raise_on_every_worker():
     lambda x, w: torch.einsum("bik,bjk->bij", x, x), lambda x, w: torch.einsum("bik,bik->bi", x, x),
     lambda x, w: F.linear(x, w, w[:, 0]), lambda x, w: torch.baddbmm(x[..., :2], x, w.T.expand(3, 4, 5)[..., :2]),
     lambda x, w: F.bilinear(x, x, w[:, None] * w[:, :, None]), lambda x, w: F.prelu(x, w[:4, 0]), torch.matmul,
+    lambda x, w: F.prelu(x @ x, w[:4, 0]),
 ])  # fmt: skip
 def test_autocast_casts_as_torch_does_also_where_there_are_no_cells(function):
     def cast(x, w):

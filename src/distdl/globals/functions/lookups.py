@@ -187,17 +187,22 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A weight for all elements, or one for each channel."""
 
     def run(input: Any, weight: torch.Tensor) -> Any:
+        cast = autocast_dtype(plain_of(input) if type(input) is not GlobalTensor else input._block)
+        if cast is not None:
+            input, weight = (_cast(one, cast) for one in (input, weight))
         judged(func, (input, weight), {})  # (for torch's error)
         if weight.numel() > 1 and input.dim() > 2:
             weight = weight.reshape(-1, *[1] * (input.dim() - 2))
         elif weight.numel() == 1:
             weight = weight.reshape(())
-        cast = autocast_dtype(plain_of(input) if type(input) is not GlobalTensor else input._block)
-        if cast is not None and input.dtype is not torch.float64:
-            input, weight = input.to(cast), weight.to(cast)
         return elementwise(_prelu, (input, weight), {})
 
     return run(*args, **kwargs)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor as torch's autocast casts it."""
+    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
