@@ -228,3 +228,16 @@ def test_weights_of_more_dims_are_torchs_errors(loss, reduction):
 def test_rankings_of_other_dims_are_torchs_errors():
     assert_raises_the_same(lambda x: F.margin_ranking_loss(x, x[0], x), x, text=True)
     assert_raises_the_same(lambda x: F.margin_ranking_loss(x, t, numbers.sign(), reduction="none"), x, text=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("loss", [
+    lambda x: F.cosine_embedding_loss(x.flatten(1), 0.5 * x.flatten(1) + 0.1, torch.ones(3)),
+    lambda x: F.triplet_margin_loss(x, 0.5 * x, 0.1 * x), lambda x: F.gaussian_nll_loss(x, x / 2, x.abs() + 0.1),
+])  # fmt: skip
+def test_losses_made_of_others_are_as_wide_under_autocast(loss, dtype):
+    def function(x):
+        with torch.autocast("cpu", dtype):
+            return loss(x)
+
+    assert_same(function, Global(x.to(dtype)), tolerance=4 * torch.finfo(dtype).eps)

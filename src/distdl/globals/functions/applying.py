@@ -9,13 +9,16 @@ import torch
 
 from distdl.environment.arguments import known
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import GRADIENT, block_of, derivatives_of
 from distdl.globals.replicas import Replica, entered
+from distdl.globals.table import Handler
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
 from distdl.tensors.connection import no_view
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
+from distdl.tensors.dtypes import HALVES
 from distdl.transport import Label
 
 
@@ -111,6 +114,18 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     kind = x.device.type
     is_on = kind != "meta" and torch.is_autocast_enabled(kind)  # (torch has no autocast for meta tensors)
     return torch.get_autocast_dtype(kind) if is_on else None
+
+
+def wide_under_autocast(handler: Handler) -> Handler:
+    """For a function that we make of others: under autocast, torch casts its tensors of half precision to float32."""
+
+    def widened(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if x.dtype in HALVES and autocast_dtype(x) is not None else x
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return handler(func, *map_tensors((args, kwargs), widened))
+
+    return run
 
 
 def single(value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import wide_under_autocast
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
@@ -250,6 +251,7 @@ def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:
 
 
 @handles("triplet_margin_loss", "functional")
+@wide_under_autocast
 def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(
         anchor: Any,
@@ -280,6 +282,7 @@ def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @handles("cosine_embedding_loss", "functional")
+@wide_under_autocast
 def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(
         input1: Any,
