@@ -43,6 +43,22 @@ def test_rows_that_are_looked_up_are_shortened_in_every_table(weights, split):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("padding", [None, 4])
+def test_second_derivatives_where_a_worker_has_no_indices(weights, padding):
+    """One has an empty block, and another none."""
+
+    def work():
+        sequential = network(lambda: nn.Embedding(9, 4, padding_idx=padding))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), weights=weights, fallback="error")
+        for one, x in ((sequential, INDICES[:2]), (model, distdl.distribute_tensor(INDICES[:2], partition((3, 1))))):
+            (first,) = torch.autograd.grad(one(x).pow(3).sum(), [one.weight], create_graph=True)
+            first.square().sum().backward()
+        assert_close(model.weight.grad, sequential.weight.grad)
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize(
     ("options", "fallback"),
     [

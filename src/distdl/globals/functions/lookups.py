@@ -20,7 +20,7 @@ from distdl.globals.operands import block_of, entire, taken
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import REPLICATED, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import refuses
+from distdl.tensors.connection import local, refuses
 
 
 @handles("embedding", "functional")
@@ -45,8 +45,13 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise RuntimeError("'weight' must be 2-D")
         context, layout, table = input._context, input._layout, weight_of(weight, input._context)
         check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, _rows(table)))
-        y = functional.embedding(block_of(input), table, padding_idx)
-        columns = int(table.shape[1])
+        block, (rows, columns) = block_of(input), map(int, table.shape)
+
+        def look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return functional.embedding(indices, table, padding_idx)
+
+        # (of no indices, torch's second derivative raises)
+        y = local(look_up, (*block.shape, columns), (block, (1,) * block.dim()), (table, (max(rows, 1), 1)))
 
         def result() -> Any:
             return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
