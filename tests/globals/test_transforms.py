@@ -52,6 +52,7 @@ def assert_alike(function, *arguments, twice=False):
         lambda x, y: jvp(lambda a, b: {"first": curved(a * b), "second": b}, (x, y), (y, x * y)),
         lambda x, y: jvp(grad(total), (x,), (y,)),
         lambda x, y: vjp(grad(total), x)[1](y),
+        lambda x, y: jvp(lambda a: a.sum(0).split([2, 3])[0], (x,), (y,)),  # (some workers have no cell of a vector)
     ],
 )
 def test_derivatives(function, twice):
@@ -66,6 +67,7 @@ def test_derivatives(function, twice):
         lambda x: jacrev(lambda a, b: (curved(a * b), b.sum()), argnums=(0, 1))(x, x.cos()),
         lambda x: jacrev(curved, chunk_size=2)(x),
         lambda x: hessian(total)(x),
+        lambda x: jacfwd(jacfwd(total))(x),
     ],
 )
 def test_jacobians(function):

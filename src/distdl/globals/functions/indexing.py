@@ -268,8 +268,11 @@ def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[Glo
         return found
 
     sizes, targets, views = x._context.keep(("pieces", layout, dim, key), make)
-    blocks: Sequence[torch.Tensor] = block_of(x).split_with_sizes(sizes, dim)
-    if steps and not isinstance(steps[0], slice):
+    block = block_of(x)
+    # (of vectors, torch.cat, which is its derivative, cuts the graph at zero volume)
+    vector = block.dim() == 1 and 0 in sizes
+    blocks: Sequence[torch.Tensor] = (block[None] if vector else block).split_with_sizes(sizes, dim + vector)
+    if vector or (steps and not isinstance(steps[0], slice)):
         blocks = [block.view(target.local) for block, target in zip(blocks, targets, strict=True)]
     return [view_of(x, one, to, False, view) for one, to, view in zip(blocks, targets, views, strict=True)]
 
