@@ -234,6 +234,34 @@ def test_a_result_has_a_graph_if_something_outside_has():
     assert_close(few.grad, torch.autograd.grad(dx_alone(one := noise(1, 5).requires_grad_()).sum(), one)[0])
 
 
+@on_workers
+def test_a_result_has_a_graph_on_every_worker_or_on_none():
+    """Also where a plain tensor has no gradient but by cells of other workers."""
+    x = split(x35).requires_grad_()
+    slope = grad(lambda w: (x @ w).tanh().sum())(w55)
+    assert type(slope) is torch.Tensor and slope.requires_grad
+    alone = x35.clone().requires_grad_()
+    expected = grad(lambda w: (alone @ w).tanh().sum())(w55)
+    assert_close(torch.autograd.grad(slope.sum(), x)[0], torch.autograd.grad(expected.sum(), alone)[0])
+
+
+@on_workers
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: jvp(lambda a: grad(lambda b: (a * b).sin().sum())(y), (x,), (y,)),
+        lambda x, y: grad(lambda a: vjp(lambda b: (a * b).sin(), y)[1](a)[0].sum())(x),
+        lambda x, y: grad(lambda a: vjp(torch.sin, y)[1](a)[0].sum())(x),
+        lambda x, y: jacrev(lambda a: a[0] * a[1])((x[0, :2], y[0, :2].requires_grad_())),
+    ],
+)
+def test_a_result_has_no_graph_of_transforms_that_have_ended(function):
+    found, expected = (pytree.tree_leaves(function(*given)) for given in ((split(x35), split(y35)), (x35, y35)))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.requires_grad == theirs.requires_grad
+        assert_close(ours, theirs)
+
+
 def dx_alone(few):
     return grad(lambda a: (a * few).sum().exp())(noise(1, 5, seed=1))
 
@@ -307,6 +335,12 @@ def test_transforms_of_layers_on_blocks():
         torch.testing.assert_close(vjp(function, x)[1](torch.ones_like(x))[0], expected)
         torch.testing.assert_close(jvp(function, (x,), (x,)), torch.autograd.functional.jvp(function, x, x))
         torch.testing.assert_close(vmap(function)(x), function(x))
+        # (a weight that is on another worker is outside here, too)
+        source = root.create_partition_inclusive([0]).create_cartesian_topology_partition([1, 1])
+        weight = noise(3, 3).requires_grad_() if root.rank == 0 else torch.zeros(0, dtype=torch.float64)
+        spread = distdl.nn.Broadcast(source, root.reshape(2, 1))
+        assert grad(lambda a: (a @ spread(weight)).sin().sum())(x).requires_grad
+        assert not grad(lambda w: (x @ spread(w)).sin().sum())(weight.detach()).requires_grad
 
     distdl.run_workers(work, 2)
 

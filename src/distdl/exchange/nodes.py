@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
-from distdl.tensors.derivatives import Derivatives, has_tangent, is_differentiated_forward
+from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
 from distdl.transport.calls import Calls
@@ -52,6 +52,8 @@ def are_bare(xs: Sequence[torch.Tensor], derivatives: Derivatives) -> bool:
 def anchor_beside(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tensor:
     """A tensor of zero volume that carries what any member's tensors do."""
     anchor = torch.empty(0, device=beside.device, requires_grad=derivatives.gradient)
+    if torch._C._current_graph_task_id() != -1:  # (that of a forward stands for the tensors of other members)
+        anchor.__dict__[MADE_BY] = None
     return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
 
 

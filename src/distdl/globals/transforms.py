@@ -35,7 +35,7 @@ from distdl.globals.running import is_on_blocks, is_running, on_blocks
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
-from distdl.tensors.derivatives import next_node
+from distdl.tensors.derivatives import MADE_BY
 from distdl.tensors.function import TransformError
 
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
@@ -44,7 +44,9 @@ _flat_vmap: Any = vmapping._flat_vmap
 
 
 class _Here(threading.local):
-    calls = 1  # how often the function that runs here is called, by all vmaps around it
+    def __init__(self) -> None:
+        self.calls = 1  # how often the function that runs here is called, by all vmaps around it
+        self.open: list[object] = []  # the marks of the transforms whose functions run here, one in another
 
 
 _here = _Here()
@@ -55,8 +57,7 @@ class _Level:
 
     def __init__(self) -> None:
         self._outside = torch.is_grad_enabled()  # (what has a graph there is one more level)
-        self._first = next_node()
-        self._leaves: list[torch.Tensor] = []  # by which it differentiates, of blocks
+        self._mark = object()  # of the leaves that it makes
         self._duals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +78,12 @@ class _Level:
 
     @contextmanager
     def _open(self) -> Iterator[_Level]:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield self
+        _here.open.append(self._mark)
+        try:
+            with torch.inference_mode(False), torch.enable_grad():
+                yield self
+        finally:
+            _here.open.pop()
 
     def _aliases(self, tree: Any, level: _Level) -> Any:
         def alias(x: Any) -> Any:
@@ -95,15 +100,14 @@ class _Level:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
             if not x.requires_grad:
-                x.requires_grad_()
-                self._leaves.append(_plain(x))
+                _plain(x.requires_grad_()).__dict__[MADE_BY] = self._mark
             return x
 
         return pytree.tree_map(differentiable, tree)
 
     def _follow(self, ys: Sequence[torch.Tensor]) -> list[bool]:
         """Whether each tensor follows from what has a gradient outside, on any worker. Collective."""
-        own = [self._outside and y.requires_grad and _leads_beyond(_plain(y), self._first, self._leaves) for y in ys]
+        own = [self._outside and y.requires_grad and _leads_beyond(_plain(y), self._mark) for y in ys]
         split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
         if split is None or not self._outside or split._context.comm.imagined:
             return own
@@ -132,7 +136,9 @@ class _Level:
         curved = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
         find: Any = eager_transforms._autograd_grad
         found = find(outputs, inputs, grad_outputs, retain_graph or shared or curved, curved)
-        return tuple(dx if not dx.requires_grad or curved else dx.detach() for dx in found)
+        if curved and not self._outside:  # (the function is differentiated elsewhere than it has been called)
+            return tuple(found)
+        return tuple(self._results(found, self))
 
     def _dual(self, x: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
         if tangent.shape != x.shape:
@@ -148,7 +154,7 @@ class _Level:
         """What a result and its tangent are; without one, it does not follow from what has been given tangents."""
         if not y.requires_grad:
             return y, None
-        dy = torch.zeros_like(y).requires_grad_()
+        dy = self._differentiable(torch.zeros_like(y), self)
         found = torch.autograd.grad(y, [x for x, _ in self._duals], dy, create_graph=True, allow_unused=True)
         used = [
             (dx, tangent)
@@ -157,7 +163,6 @@ class _Level:
         ]
         if not used:
             return y, None
-        self._leaves.append(_plain(dy))
         outputs, seeds = zip(*used, strict=True)
         (tangent,) = torch.autograd.grad(outputs, dy, seeds, create_graph=True, materialize_grads=True)
         return y, tangent
@@ -167,34 +172,32 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
 
 
-def _leads_beyond(
-    y: torch.Tensor, first: int, leaves: Sequence[torch.Tensor], ends: Sequence[torch.Tensor] = ()
-) -> bool:
-    """Whether the graph of a tensor leads to other leaves than these, or to nodes older than the first.
-
-    Leaves without cells do not count: they may stand for those of other workers.
+def _leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tensor] = ()) -> bool:
+    """Whether the graph of a tensor leads out of a transform: to a program's leaves, or those of transforms around it.
 
     Args:
+        own: the mark of the transform.
         ends: tensors beyond which it is not followed.
     """
-    known = set(map(id, leaves))
+    known = {id(one) for one in ends if one.grad_fn is None}
+
+    def is_outside(leaf: torch.Tensor) -> bool:
+        mark = leaf.__dict__.get(MADE_BY, leaf)
+        return id(leaf) not in known and (mark is leaf or (mark in _here.open and mark is not own))
+
     if y.grad_fn is None:
-        return y.requires_grad and id(y) not in known
-    known.update(id(one) for one in ends if one.grad_fn is None)
-    seen: set[Any] = {one.grad_fn for one in ends}
+        return y.requires_grad and is_outside(y)
+    seen: set[Any] = {None, *[one.grad_fn for one in ends]}
     rest: list[Any] = [y.grad_fn]
     while rest:
         node = rest.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            if node.variable.numel() and id(node.variable) not in known:
-                return True
-        elif node._sequence_nr() < first:
-            return True
-        else:
+        if type(node).__name__ != "AccumulateGrad":
             rest.extend([before for before, _ in node.next_functions])
+        elif is_outside(node.variable):
+            return True
     return False
 
 
@@ -341,14 +344,14 @@ class _Samples:
 
         given = [own(x, dim) for x, dim in zip(self._args, self._in_dims, strict=True)]
         named = map_tensors(self._kwargs, own)
-        inputs, first = tensors_in((given, named)), next_node()
+        inputs = tensors_in((given, named))
         with on_blocks():
             y = _flat_vmap(self._func, stop - start, self._in_dims, given, self._spec, 0, self._randomness, **named)
         flat, spec = pytree.tree_flatten(y)
         curved = [one for one in inputs if one.requires_grad]
         results = []
         for block in map(tied_of, flat):
-            if block.requires_grad and _leads_beyond(block, first, (), curved):
+            if block.requires_grad and _leads_beyond(block, ends=curved):
                 raise TransformError
             rest = [((0, extent),) for extent in block.shape[1:]]
             workers = layout.partition.workers.reshape(-1, *[1] * len(rest))

@@ -106,6 +106,10 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+MADE_BY = "_made_by"
+"""An attribute of leaves that no program has made: the transform of ``torch.func`` that has; None of a backward's."""
+
+
 def next_node() -> int:
     """The number of the autograd node that this thread makes next."""
     return torch._C._autograd._get_sequence_nr()
