@@ -285,6 +285,23 @@ def test_what_torch_refuses(function):
 
 
 @on_workers
+def test_what_is_differentiated_by_may_not_be_written():
+    """Its gradient would be that of what has been written there."""
+    for rows in (3, 1):  # (of one row, a worker of the partition has no cell)
+        x = split(x35[:rows]).requires_grad_()
+        for transform in (
+            lambda f, x: grad(lambda a: f(a).sum())(x * 1),
+            lambda f, x: vjp(f, x * 1)[1](x),
+            lambda f, x: jvp(f, (x * 1,), (x,)),
+        ):
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+                transform(lambda a: a.mul_(2) * a, x)
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
+                transform(lambda a: a[0].mul_(2) * a, x)
+            transform(lambda a: a.clone().mul_(2) * a, x)
+
+
+@on_workers
 def test_random_numbers_of_samples():
     x = split(torch.ones(4, 50))
     for randomness, alike in (("same", True), ("different", False)):

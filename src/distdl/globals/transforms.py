@@ -58,6 +58,7 @@ class _Level:
     def __init__(self) -> None:
         self._outside = torch.is_grad_enabled()  # (what has a graph there is one more level)
         self._mark = object()  # of the leaves that it makes
+        self._given: list[tuple[torch.Tensor, Any]] = []  # what is differentiated by, and its node
         self._duals: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,9 +102,15 @@ class _Level:
                 raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
             if not x.requires_grad:
                 _plain(x.requires_grad_()).__dict__[MADE_BY] = self._mark
+            self._given.append((_plain(x), _plain(x).grad_fn))
             return x
 
         return pytree.tree_map(differentiable, tree)
+
+    def _check_unwritten(self) -> None:
+        """Raises: RuntimeError, which is torch's, if what is differentiated by has been written."""
+        if any(x.grad_fn is not node for x, node in self._given):
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
 
     def _follow(self, ys: Sequence[torch.Tensor]) -> list[bool]:
         """Whether each tensor follows from what has a gradient outside, on any worker. Collective."""
@@ -132,6 +139,7 @@ class _Level:
         retain_graph: bool = False,
         create_graph: bool = True,
     ) -> tuple[torch.Tensor, ...]:
+        self._check_unwritten()
         shared = any(self._follow(outputs))  # (the graph is that of what is outside, too)
         curved = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
         find: Any = eager_transforms._autograd_grad
@@ -152,6 +160,7 @@ class _Level:
 
     def _undo(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a result and its tangent are; without one, it does not follow from what has been given tangents."""
+        self._check_unwritten()
         if not y.requires_grad:
             return y, None
         dy = self._differentiable(torch.zeros_like(y), self)
