@@ -376,6 +376,19 @@ def test_plain_tensors_stay_with_torch():
     assert seen and all(seen)
 
 
+def test_forward_mode_inside_of_vmap_on_threads():
+    """Of which torch has one level for all threads."""
+
+    def work():
+        for _ in range(20):
+            assert_close(jacfwd(curved)(x35), expected)
+            x = distdl.distribute_tensor(x35, distdl.world().reshape(3, 1))
+            assert_close(vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x), of_each)
+
+    expected, of_each = jacfwd(curved)(x35), vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x35)
+    distdl.run_workers(work, 3)
+
+
 def test_transforms_under_debug(monkeypatch):
     monkeypatch.setenv("DISTDL_DEBUG", "1")
 

@@ -37,6 +37,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.derivatives import MADE_BY
 from distdl.tensors.function import TransformError
+from distdl.workers.worlds import launched
 
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
 
@@ -230,11 +231,15 @@ def _transform(name: str) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # (which goes on into torch's)
             return original(*args, **kwargs)
+        # (torch counts the levels of jvp for all threads together)
+        together = name == "_jvp_with_argnums" and launched() == "threads"
         if not _is_split((args, kwargs)):
-            if torch._C._are_functorch_transforms_active() or is_on_blocks():
+            inside = torch._C._are_functorch_transforms_active()
+            if inside and together:
+                raise TransformError
+            if inside or (is_on_blocks() and not together):
                 return original(*args, **kwargs)
-            # (torch counts the levels of jvp for all threads together)
-            if name != "_jvp_with_argnums" or threading.current_thread() is threading.main_thread():
+            if not together:
                 with suppress(TransformError):
                     return original(*args, **kwargs)
         return _Level().run(original, *args, **kwargs)
