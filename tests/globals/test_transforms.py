@@ -34,9 +34,9 @@ def total(x):
     return curved(x).square().sum()
 
 
-def assert_alike(function, *arguments, twice=False):
+def assert_alike(function, *arguments, **options):
     """The same results and gradients as torch's, whatever structure the results have."""
-    assert_same(lambda *given: tuple(pytree.tree_leaves(function(*given))), *arguments, twice=twice)
+    assert_same(lambda *given: tuple(pytree.tree_leaves(function(*given))), *arguments, **options)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -81,6 +81,7 @@ def test_jacobians(function):
         lambda x, y: vmap(torch.outer, out_dims=-1)(x, y),
         lambda x, y: vmap(lambda a, b: {"one": a * b, "two": (a.cumsum(0), b.cos())}, in_dims=1, out_dims=1)(x, y),
         lambda x, y: vmap(lambda a: (a * 2, w55[0]), out_dims=(0, None))(x),
+        lambda x, y: vmap(lambda a: (a * 2, 3, None), out_dims=(0, None, None))(x),
         lambda x, y: vmap(vmap(lambda a, b: (a * b).sum(), (None, 0)), (0, None))(x, y),
         lambda x, y: vmap(lambda a: (a * y).sum())(x),
         lambda x, y: vmap(grad(lambda a: curved(a[None]).square().sum()))(x),
@@ -93,6 +94,8 @@ def test_jacobians(function):
 )
 def test_samples(function):
     assert_alike(function, Global(x35), Global(y35))
+    # (samples on all workers)
+    assert_alike(function, Global(x35), Global(y35, (3, 1)), grids=[(3, 1)], workers=3)
 
 
 def net():

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmapping
+from torch._functorch.predispatch import _remove_batch_dim
 from torch.utils import _pytree as pytree
 
 from distdl.globals.context import KnownLayout
@@ -359,12 +360,17 @@ class _Samples:
         given = [own(x, dim) for x, dim in zip(self._args, self._in_dims, strict=True)]
         named = map_tensors(self._kwargs, own)
         inputs = tensors_in((given, named))
+        vmap_of_any = composite(_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
         with on_blocks():
-            y = _flat_vmap(self._func, stop - start, self._in_dims, given, self._spec, 0, self._randomness, **named)
+            y = vmap_of_any(self._func, stop - start, self._in_dims, given, self._spec, 0, self._randomness, **named)
         flat, spec = pytree.tree_flatten(y)
         curved = [one for one in inputs if one.requires_grad]
-        results = []
-        for block in map(tied_of, flat):
+        results: list[Any] = []
+        for found in flat:
+            if isinstance(found, _Each):
+                results.append(found)
+                continue
+            block = tied_of(found)
             if block.requires_grad and _leads_beyond(block, ends=curved):
                 raise TransformError
             rest = [((0, extent),) for extent in block.shape[1:]]
@@ -395,6 +401,13 @@ class _Samples:
 
 class _Each(tuple[Any, ...]):
     """Of what is no tensor, that of each sample."""
+
+
+def _removed(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
+    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _Each([y])
+
+
+_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_removed)
 
 
 def _stack(ys: Sequence[Any]) -> Any:
