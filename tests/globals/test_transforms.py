@@ -149,7 +149,8 @@ class Slopes(torch.nn.Module):
         slopes = grad(lambda z: self.u(z).sum())(x)
         curvature = jvp(grad(lambda z: self.u(z).sum()), (x,), (torch.ones_like(x),))[1]
         by_weight = vjp(lambda w: (x * w).tanh().sum(), self.w)[1](torch.ones((), dtype=x.dtype))[0]
-        return (slopes * self.w).sum(-1) + curvature.sum(-1) + vmap(torch.cos)(x).sum(-1) + by_weight.sum()
+        of_plain = grad(lambda z: (z * self.w).sin().sum())(x35) + vmap(grad(lambda z: z.cos().sum()))(x35)
+        return (slopes * self.w + of_plain.sum(0)).sum(-1) + (curvature + vmap(torch.cos)(x)).sum(-1) + by_weight.sum()
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

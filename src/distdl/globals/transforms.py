@@ -36,7 +36,7 @@ from distdl.globals.running import is_on_blocks, is_running, on_blocks
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
-from distdl.tensors.derivatives import MADE_BY
+from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hooks
 from distdl.tensors.function import TransformError
 from distdl.workers.worlds import launched
 
@@ -232,15 +232,18 @@ def _transform(name: str) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # (which goes on into torch's)
             return original(*args, **kwargs)
-        # (torch counts the levels of jvp for all threads together)
-        together = name == "_jvp_with_argnums" and launched() == "threads"
+        if name == "_jvp_with_argnums":  # (torch counts its levels for all threads together)
+            refused = launched() == "threads"
+        else:  # (torch takes no hooks around it; ours may be those of weights in shares)
+            hooks = saved_tensors_hooks()
+            refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
         if not _is_split((args, kwargs)):
             inside = torch._C._are_functorch_transforms_active()
-            if inside and together:
+            if inside and refused:
                 raise TransformError
-            if inside or (is_on_blocks() and not together):
+            if inside or (is_on_blocks() and not refused):
                 return original(*args, **kwargs)
-            if not together:
+            if not refused:
                 with suppress(TransformError):
                     return original(*args, **kwargs)
         return _Level().run(original, *args, **kwargs)
@@ -346,7 +349,7 @@ class _Samples:
         Raises: TransformError if they do not, or if the function knows other tensors that are split or have a gradient.
         """
         layout = self._layout()
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # (torch's grad takes none around it)
+        if saved_tensors_hooks() is not None:  # (torch's grad takes none around it)
             raise TransformError
         context = layout.context
         start, stop = layout.box[0]
