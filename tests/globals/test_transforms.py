@@ -231,6 +231,7 @@ def test_a_result_has_a_graph_if_something_outside_has():
         assert not grad(function)(x).requires_grad and not vjp(function, x)[0].requires_grad
     with torch.inference_mode():
         assert_close(slope(x * 2), grad(total)(x35 * 2))
+        assert_close(jvp(function, (x * 2,), (x * 2,))[1], jvp(function, (x35 * 2,), (x35 * 2,))[1])
     # (what a worker has no cells of stands for the others: all of them decide alike)
     few = split(noise(1, 5)).requires_grad_()
     dx = grad(lambda a: (a * few).sum().exp())(split(noise(1, 5, seed=1)))

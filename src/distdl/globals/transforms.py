@@ -156,7 +156,8 @@ class _Level:
                 f"jvp needs tangents of the shapes of the primals; got one of {tuple(tangent.shape)} for "
                 f"{tuple(x.shape)}"
             )
-        dual: torch.Tensor = self._differentiable(self._aliases(x, self), self)
+        x, tangent = self._aliases((x, tangent), self)
+        dual: torch.Tensor = self._differentiable(x, self)
         self._duals.append((dual, tangent))
         return dual
 
