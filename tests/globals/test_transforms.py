@@ -389,6 +389,7 @@ def test_forward_mode_inside_of_vmap_on_threads():
             assert_close(jacfwd(curved)(x35), expected)
             x = distdl.distribute_tensor(x35, distdl.world().reshape(3, 1))
             assert_close(vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x), of_each)
+            assert_close(distdl.local_map(lambda a: a @ jacfwd(torch.sin)(row))(x), x35 @ row.cos().diag())
 
     expected, of_each = jacfwd(curved)(x35), vmap(jacfwd(lambda a: a.sin().cumsum(0)))(x35)
     distdl.run_workers(work, 3)

@@ -268,7 +268,7 @@ def _vmap(
         return torchs(**kwargs)
     samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
     if not _is_split((flat_args, kwargs)):
-        if torch._C._are_functorch_transforms_active() or is_on_blocks():
+        if torch._C._are_functorch_transforms_active():
             return torchs(**kwargs)
         try:
             return torchs(**kwargs)
