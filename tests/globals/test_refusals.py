@@ -181,12 +181,12 @@ def test_tangents_of_global_tensors_are_one_error_and_what_it_names_works(call):
         x = distdl.distribute_tensor(torch.arange(6.0), P)
         with pytest.raises((NotImplementedError, ValueError)) as error:
             call(x, P)
-        y, tangent = torch.autograd.functional.jvp(lambda x: x * x, x, torch.ones(6))
+        y, tangent = torch.func.jvp(lambda x: x * x, (x,), (torch.ones(6),))
         return str(error.value), y.tolist(), tangent.tolist()
 
     with forward_ad.dual_level():
         (text, y, tangent), *others = distdl.run_workers(main, 3)
-    assert "torch.autograd.functional.jvp(function, x, tangent)" in text and others == [(text, y, tangent)] * 2
+    assert "torch.func.jvp(function, (x,), (tangent,))" in text and others == [(text, y, tangent)] * 2
     assert y == [0, 1, 4, 9, 16, 25] and tangent == [0, 2, 4, 6, 8, 10]
 
 
