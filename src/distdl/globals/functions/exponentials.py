@@ -25,6 +25,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local
+from distdl.tensors.dtypes import HALVES
 
 
 def _mass(
@@ -78,8 +79,8 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not split_along(layout, dims) or not x.numel():
             block = block_of(x)
             return GlobalTensor._of(own(block, at), layout)
-        if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
-            return own(x.float(), dim).to(x.dtype)
+        if x.dtype in HALVES:  # (as torch adds up; on a GPU, autocast gives float32)
+            return own(x.float(), dim).to(own(block_of(x).new_zeros(()), 0).dtype)
         top, sums = _mass(x, dims, name, everywhere=True)
         block = block_of(x)
         if not layout.active:
