@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import following, handlers, own_functions, transforms
+from distdl.globals import following, handlers, mapping, own_functions, transforms
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import initial, numbers
 from distdl.globals.local_map import local_map
@@ -21,6 +21,7 @@ following.install()
 initial.install()
 caching.install()
 transforms.install()
+mapping.install()
 
 __all__ = [
     "GlobalTensor",

@@ -1,11 +1,11 @@
-"""The transforms of ``torch.func`` (``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian``, ``vmap`` ...).
+"""The transforms of ``torch.func`` that differentiate: ``grad``, ``vjp``, ``jvp``, ``jacrev``, ``hessian`` ...
 
 torch wraps the tensors that a transformed function gets. What is split over workers cannot be wrapped, as a wrapper has
-no memory that could travel. So functions of it are differentiated by autograd, and samples are taken one by one::
+no memory that could travel. So functions of it are differentiated by autograd, and samples are taken one by one (see
+``globals.mapping``)::
 
     grad, vjp    x' = an alias of x that requires a gradient,  y = f(x'),  dx = autograd.grad(y, x', dy)
     jvp          the derivative of  dy -> dx,  which is linear in dy
-    vmap         f of each sample, stacked; where samples lie whole on workers, torch's vmap of their blocks
 
 A result has a graph if it follows from what has one outside of the transform, as in torch. All else is torch's own
 code, in which what wraps and unwraps has been replaced. A function of plain tensors goes to torch first, and comes here
@@ -15,24 +15,21 @@ if it meets what is split.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial, wraps
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import wraps
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
-from torch._functorch import vmap as vmapping
-from torch._functorch.predispatch import _remove_batch_dim
 from torch.utils import _pytree as pytree
 
-from distdl.globals.context import KnownLayout
-from distdl.globals.nested import map_tensors, tensors_in
+from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, entered, plain_of, tied_of
-from distdl.globals.running import is_on_blocks, is_running, on_blocks
+from distdl.globals.replicas import Replica, plain_of
+from distdl.globals.running import is_on_blocks
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
@@ -40,14 +37,9 @@ from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hoo
 from distdl.tensors.function import TransformError
 from distdl.workers.worlds import launched
 
-_MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
-
-_flat_vmap: Any = vmapping._flat_vmap
-
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.calls = 1  # how often the function that runs here is called, by all vmaps around it
         self.open: list[object] = []  # the marks of the transforms whose functions run here, one in another
 
 
@@ -116,7 +108,7 @@ class _Level:
 
     def _follow(self, ys: Sequence[torch.Tensor]) -> list[bool]:
         """Whether each tensor follows from what has a gradient outside, on any worker. Collective."""
-        own = [self._outside and y.requires_grad and _leads_beyond(_plain(y), self._mark) for y in ys]
+        own = [self._outside and y.requires_grad and leads_beyond(_plain(y), self._mark) for y in ys]
         split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
         if split is None or not self._outside or split._context.comm.imagined:
             return own
@@ -184,7 +176,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
 
 
-def _leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tensor] = ()) -> bool:
+def leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tensor] = ()) -> bool:
     """Whether the graph of a tensor leads out of a transform: to a program's leaves, or those of transforms around it.
 
     Args:
@@ -213,7 +205,7 @@ def _leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tens
     return False
 
 
-def _is_split(values: Any) -> bool:
+def is_split(values: Any) -> bool:
     """Whether a transform of these is ours.
 
     Raises: TransformError inside one of torch's.
@@ -238,7 +230,7 @@ def _transform(name: str) -> None:
         else:  # (torch takes no hooks around it; ours may be those of weights in shares)
             hooks = saved_tensors_hooks()
             refused = hooks is not None and hasattr(hooks[0], KEEPS_TENSORS)
-        if not _is_split((args, kwargs)):
+        if not is_split((args, kwargs)):
             inside = torch._C._are_functorch_transforms_active()
             if inside and refused:
                 raise TransformError
@@ -252,175 +244,7 @@ def _transform(name: str) -> None:
     setattr(eager_transforms, name, run)
 
 
-def _vmap(
-    func: Callable[..., Any],
-    batch_size: int,
-    flat_in_dims: list[int | None],
-    flat_args: list[Any],
-    args_spec: Any,
-    out_dims: Any,
-    randomness: str,
-    **kwargs: Any,
-) -> Any:
-    """torch's ``_flat_vmap``, which is called for each chunk of samples when all has been checked."""
-    torchs = partial(_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
-    if torch.compiler.is_compiling():
-        return torchs(**kwargs)
-    samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
-    if not _is_split((flat_args, kwargs)):
-        if torch._C._are_functorch_transforms_active():
-            return torchs(**kwargs)
-        try:
-            return torchs(**kwargs)
-        except TransformError:
-            y = samples.one_by_one(_MOST if is_running() else 0)
-    else:
-        try:
-            y = samples.on_blocks()
-        except TransformError:
-            y = samples.one_by_one()
-    return composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_moved)(y, out_dims, 0, batch_size, func)
-
-
-def _moved(name: str, y: torch.Tensor, level: int, count: int, out_dim: int | None) -> torch.Tensor:
-    """A result of which all samples are there, in dim 0, with these in another dim; or the same one for all."""
-    if out_dim is None:
-        return y[0]
-    if not isinstance(y, torch.Tensor):
-        return vmapping._maybe_remove_batch_dim(name, y[0], level, count, out_dim)  # (raises)
-    return y.movedim(0, out_dim)
-
-
-class _Samples:
-    """A function of samples, which stand in a dim of some of its arguments."""
-
-    def __init__(
-        self,
-        func: Callable[..., Any],
-        count: int,
-        in_dims: list[int | None],
-        args: list[Any],
-        spec: Any,
-        randomness: str,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._func, self._count, self._spec, self._kwargs = func, count, spec, kwargs
-        self._in_dims, self._args, self._randomness = in_dims, args, randomness
-
-    def one_by_one(self, most: int = 0) -> Any:
-        """The results, each with its samples in dim 0.
-
-        Args:
-            most: how many calls there may be, with those of other vmaps around this one; 0 for any number.
-        Raises: ValueError; TransformError if there are more.
-        """
-        if not self._count:
-            raise ValueError("vmap of what is split over workers needs a sample; there are none in the dim it maps")
-        around, _here.calls = _here.calls, _here.calls * self._count
-        try:
-            if 0 < most < _here.calls:
-                raise TransformError
-            draws = self._draws() if self._randomness == "same" else nullcontext
-            each = []
-            for number in range(self._count):
-                with draws():
-                    each.append(pytree.tree_flatten(self._call(number)))
-        finally:
-            _here.calls = around
-        for _, spec in each:
-            if spec != each[0][1]:
-                raise ValueError(f"vmap needs results of one structure; got {each[0][1]} and {spec}")
-        stacked = [_stack(ys) for ys in zip(*(flat for flat, _ in each), strict=True)]
-        return pytree.tree_unflatten(stacked, each[0][1])
-
-    def _draws(self) -> Callable[[], AbstractContextManager[None]]:
-        """In which each sample draws the same as the others: what is split, by the draws that come next."""
-        first = self._call(0)  # (there may be nothing split among the arguments)
-        known: list[Any] = tensors_in((self._args, self._kwargs, first))
-        found = [one._context.draws for one in known if type(one) in (GlobalTensor, Replica)]
-        return partial(found[0].again, found[0].seed, found[0].counted()) if found else nullcontext
-
-    def _call(self, number: int) -> Any:
-        given = [x if d is None else x.select(d, number) for x, d in zip(self._args, self._in_dims, strict=True)]
-        return self._func(*pytree.tree_unflatten(given, self._spec), **self._kwargs)
-
-    def on_blocks(self) -> Any:
-        """The same, of samples that lie whole on workers. Nothing moves.
-
-        Raises: TransformError if they do not, or if the function knows other tensors that are split or have a gradient.
-        """
-        layout = self._layout()
-        if saved_tensors_hooks() is not None:  # (torch's grad takes none around it)
-            raise TransformError
-        context = layout.context
-        start, stop = layout.box[0]
-
-        def own(x: Any, dim: int | None = None) -> Any:
-            if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor:
-                return block_of(x) if type(x) is GlobalTensor else x
-            x = entered(x, context) if type(x) is Replica or x.requires_grad else x
-            return x if dim is None else x.narrow(dim, start, stop - start)
-
-        given = [own(x, dim) for x, dim in zip(self._args, self._in_dims, strict=True)]
-        named = map_tensors(self._kwargs, own)
-        inputs = tensors_in((given, named))
-        vmap_of_any = composite(_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
-        with on_blocks():
-            y = vmap_of_any(self._func, stop - start, self._in_dims, given, self._spec, 0, self._randomness, **named)
-        flat, spec = pytree.tree_flatten(y)
-        curved = [one for one in inputs if one.requires_grad]
-        results: list[Any] = []
-        for found in flat:
-            if isinstance(found, _Each):
-                results.append(found)
-                continue
-            block = tied_of(found)
-            if block.requires_grad and _leads_beyond(block, ends=curved):
-                raise TransformError
-            rest = [((0, extent),) for extent in block.shape[1:]]
-            workers = layout.partition.workers.reshape(-1, *[1] * len(rest))
-            results.append(GlobalTensor._of(block, context.layout(workers, [layout.intervals[0], *rest])))
-        return pytree.tree_unflatten(results, spec)
-
-    def _layout(self) -> KnownLayout:
-        """How samples are split: that of a tensor which has that dim alone."""
-        found: set[KnownLayout] = set()
-        for x, dim in zip(self._args, self._in_dims, strict=True):
-            if type(x) is not GlobalTensor:
-                continue
-            intervals, workers = x._layout.intervals, x._layout.partition.workers
-            if dim is None or workers.size != len(x._context.everyone):
-                raise TransformError
-            if any(len(along) > 1 for place, along in enumerate(intervals) if place != dim):
-                raise TransformError
-            found.add(x._context.layout(workers.ravel(), [intervals[dim]]))
-        others = any(type(one) is GlobalTensor for one in tensors_in(self._kwargs))
-        if len(found) != 1 or others or self._randomness != "error":
-            raise TransformError
-        layout = found.pop()
-        if any(start == stop for start, stop in layout.intervals[0]):
-            raise TransformError
-        return layout
-
-
-class _Each(tuple[Any, ...]):
-    """Of what is no tensor, that of each sample."""
-
-
-def _removed(name: str, y: Any, level: int, count: int, out_dim: int) -> Any:
-    return _remove_batch_dim(y, level, count, out_dim) if isinstance(y, torch.Tensor) else _Each([y])
-
-
-_UNWRAP_ANY = composite(vmapping._unwrap_batched, _maybe_remove_batch_dim=_removed)
-
-
-def _stack(ys: Sequence[Any]) -> Any:
-    return torch.stack(list(ys)) if isinstance(ys[0], torch.Tensor) else _Each(ys)
-
-
 def install() -> None:
     """Let transforms of functions of global tensors be ours: torch asks nobody there."""
     for name in ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"):
         _transform(name)
-    patched: Any = vmapping
-    patched._flat_vmap = wraps(_flat_vmap)(_vmap)
