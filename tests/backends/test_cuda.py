@@ -4,6 +4,7 @@ NCCL between two processes that share the device."""
 import copy
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,24 @@ def on_device():
 
 def test_threads_on_one_device():
     assert distdl.run_workers(on_device, 4) == [True] * 4
+
+
+def test_transforms_on_threads():
+    def main():
+        P = distdl.world().reshape(2, 1)
+        x = torch.arange(12.0, dtype=torch.float64, device="cuda").reshape(4, 3) / 10
+
+        def f(x):
+            return (x.cumsum(0).sin() * x).sum()
+
+        for transform in (torch.func.grad, torch.func.hessian):
+            for mode in (nullcontext, torch.inference_mode):
+                with mode():
+                    found = transform(f)(distdl.distribute_tensor(x.clone(), P)).full_tensor()
+                assert torch.allclose(found, transform(f)(x)), (transform, mode)
+        return True
+
+    assert distdl.run_workers(main, 2) == [True, True]
 
 
 @pytest.mark.timeout(120)

@@ -284,6 +284,31 @@ def test_backward_runs_on_the_workers_own_thread():
     assert distdl.run_workers(main, 2) == [True, True]
 
 
+def test_a_backward_on_a_thread_of_torch_is_refused_where_it_would_wait():
+    import _thread  # (which starts threads that Python does not know, as that of a device)
+    import threading
+
+    raised, over = [], threading.Event()
+
+    def main():
+        y = AllSumReduce(distdl.world().reshape(2), [0])(torch.ones(2, requires_grad=True)).sum()
+
+        def run():
+            try:
+                y.backward()
+            except CommunicationError as error:
+                raised.append(error)
+            over.set()
+
+        if distdl.world().rank:
+            _thread.start_new_thread(run, ())
+        assert over.wait(5) and raised
+        raise raised[0]
+
+    with pytest.raises(CommunicationError, match=r"in a backward of worker 1 .* thread of the device.*multithreading"):
+        distdl.run_workers(main, 2)
+
+
 def test_twelve_tenths_add_up_to_the_nearest_float():
     def main():
         return AllSumReduce(distdl.world().reshape(2, 3, 2), [0, 1, 2])(torch.tensor([0.1])).item()

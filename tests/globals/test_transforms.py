@@ -1,6 +1,7 @@
 """The transforms of torch.func of functions of global tensors, against torch's own of plain ones."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -405,3 +406,21 @@ def test_transforms_under_debug(monkeypatch):
         assert_close(vmap(function)(torch.stack([w55, -w55])), vmap(alone)(torch.stack([w55, -w55])))
 
     distdl.run_workers(work, 3)
+
+
+def test_a_backward_of_a_transform_stays_on_the_thread_of_its_worker():
+    """Whatever its device is: threads wait for each other, and torch has one thread of its own for each device."""
+
+    def work():
+        P, seen = distdl.world().reshape(2, 1), []
+
+        def f(x):
+            seen.append(torch.autograd.is_multithreading_enabled())
+            return total(x)
+
+        for mode in (nullcontext, torch.inference_mode):
+            with mode():
+                grad(f)(distdl.distribute_tensor(x35.clone(), P))
+        return seen
+
+    assert distdl.run_workers(work, 2) == [[False, False]] * 2

@@ -74,8 +74,9 @@ class _Level:
     @contextmanager
     def _open(self) -> Iterator[_Level]:
         _here.open.append(self._mark)
+        on_device = torch.autograd.is_multithreading_enabled()  # (an end of inference mode would switch it on)
         try:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_multithreading_enabled(on_device):
                 yield self
         finally:
             _here.open.pop()

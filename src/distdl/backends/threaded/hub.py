@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from distdl.transport.calls import numbered
 from distdl.transport.communicator import CommunicationError, Communicator, Group, IntArray, name_workers
@@ -78,6 +79,8 @@ class Hub:
                 self._refuse(comm, self.threads[thread], comm.place)
             if ready():
                 return
+            if thread not in self.threads:
+                self._check_backward(comm)
             alone = comm.waiting is None
             if alone:
                 self._waits[comm.rank] = _Wait(comm, ready, awaited)
@@ -104,6 +107,18 @@ class Hub:
         if caller != comm.rank:
             with self.lock:
                 self._refuse(comm, caller, numbered(call))
+
+    def _check_backward(self, comm: Communicator) -> None:
+        """Raise in a backward on torch's thread of a device: the other workers' may stand in line behind this one."""
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)  # (Python has not started it)
+        if foreign and torch._C._current_graph_task_id() != -1:
+            error = CommunicationError(
+                f"{comm.place} is in a backward of worker {comm.rank} that runs on torch's own thread of the device, "
+                f"where the backwards of all workers wait for each other: torch.inference_mode(False) switches to "
+                f"that thread; call the backward in torch.autograd.set_multithreading_enabled(False)"
+            )
+            self._end(comm.poison(error))
+            raise error
 
     def _refuse(self, comm: Communicator, caller: int, call: str) -> None:
         error = CommunicationError(
