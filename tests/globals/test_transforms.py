@@ -307,6 +307,12 @@ def test_what_is_differentiated_by_may_not_be_written():
             transform(lambda a: a.clone().mul_(2) * a, x)
 
 
+def test_vmap_of_no_samples():
+    for function in (torch.sin, lambda r: (r.sum(), {"places": r.argsort()}), lambda r: r.float().outer(r)):
+        assert_alike(vmap(function), Global(x35[:0]))
+        assert_alike(vmap(function, in_dims=1), Global(x35[:, :0]))
+
+
 @on_workers
 def test_random_numbers_of_samples():
     x = split(torch.ones(4, 50))
@@ -321,8 +327,6 @@ def test_random_numbers_of_samples():
 @on_workers
 def test_what_is_refused():
     x = split(x35)
-    with pytest.raises(ValueError, match="needs a sample"):
-        vmap(torch.sin)(x[:0])
     with pytest.raises(RuntimeError, match="tangents of the shapes of the primals"):
         jvp(torch.sin, (x,), (x[:, :1],))
 

@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import following, handlers, mapping, own_functions, transforms
+from distdl.globals import control_flow, following, handlers, mapping, own_functions, transforms
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import initial, numbers
 from distdl.globals.local_map import local_map
@@ -22,6 +22,7 @@ initial.install()
 caching.install()
 transforms.install()
 mapping.install()
+control_flow.install()
 
 __all__ = [
     "GlobalTensor",

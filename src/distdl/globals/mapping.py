@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -100,7 +100,7 @@ class _Samples:
         Raises: ValueError; TransformError if there are more.
         """
         if not self.count:
-            raise ValueError("vmap of what is split over workers needs a sample; there are none in the dim it maps")
+            return self._without_samples()
         around, _here.calls = _here.calls, _here.calls * self.count
         try:
             if 0 < most < _here.calls:
@@ -117,6 +117,16 @@ class _Samples:
                 raise ValueError(f"vmap needs results of one structure; got {each[0][1]} and {spec}")
         stacked = [_stack(ys) for ys in zip(*(flat for flat, _ in each), strict=True)]
         return pytree.tree_unflatten(stacked, each[0][1])
+
+    def _without_samples(self) -> Any:
+        """No results, in the shapes and dtypes of what the function makes of a sample of zeros."""
+
+        def with_zeros(x: torch.Tensor, d: int) -> torch.Tensor:
+            zeros = x.new_zeros([1 if place == d % x.dim() else size for place, size in enumerate(x.shape)])
+            return torch.cat([x, zeros], d)  # (in the graph of x)
+
+        args = [x if d is None else with_zeros(x, d) for x, d in zip(self.args, self.in_dims, strict=True)]
+        return map_tensors(replace(self, count=1, args=args).one_by_one(), lambda y: y[:0])
 
     def _draws(self) -> Callable[[], AbstractContextManager[None]]:
         """In which each sample draws the same as the others: what is split, by the draws that come next."""

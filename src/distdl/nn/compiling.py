@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _frames = torch._C._dynamo.eval_frame
-_REASON = "workers agree and exchange messages inside, which cannot be traced"
+REASON = "workers agree and exchange messages inside, which cannot be traced"
 
 
 def leave_uncompiled(forward: Callable[..., Any]) -> None:
@@ -21,4 +21,4 @@ def leave_uncompiled(forward: Callable[..., Any]) -> None:
     skip = _frames._FrameAction.SKIP
     _frames.set_code_exec_strategy(forward.__code__, _frames._FrameExecStrategy(skip, skip))
     marked: Any = forward
-    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, _REASON
+    marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, REASON
