@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from launched import on_workers, split
 from same import GRIDS, Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
@@ -32,6 +33,45 @@ def test_names_of_joins():
     assert_same(lambda x: torch.cat([torch.zeros(0), x]), Global(x2))
     assert_same(lambda x: torch.stack([x.sum(), x.mean()]), Global(x2))
     assert_same(lambda token, x: torch.cat([token.expand(3, -1, -1), x], dim=1), noise(1, 1, 7), Global(x3), twice=True)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_that_are_joined_again(dim):
+    """One after another, in order, in another one, with some of them twice, and mixed with others."""
+    n = x2.shape[dim]
+
+    def parts(x):
+        return [x.select(dim, place).sin() for place in range(n)]
+
+    def pieces(x):
+        return [x.narrow(dim, place, min(2, n - place)).exp() for place in range(0, n, 2)]
+
+    assert_same(lambda x: torch.stack(parts(x), dim), Global(x2), twice=True)
+    assert_same(lambda x: torch.stack(parts(x), -1), Global(x2))
+    assert_same(lambda x: torch.stack(parts(x)[::-1]), Global(x2))
+    assert_same(lambda x: torch.stack([*parts(x), parts(x)[0]]), Global(x2))
+    assert_same(lambda x: torch.cat(pieces(x), dim), Global(x2), twice=True)
+    assert_same(lambda x: torch.cat([x.narrow(dim, 2, 0), *pieces(x)[:-1]], dim), Global(x2))
+    assert_same(lambda x: torch.cat([*pieces(x), x], dim), Global(x2))
+    assert_same(lambda x: torch.stack([row.sum() for row in (x if dim else x.mT)]), Global(x2))
+
+
+@on_workers
+def test_parts_of_several_workers_stay_where_they_are():
+    x = split(noise(6, 4))
+    for join, parts in (
+        (torch.stack, [x[place] for place in range(6)]),
+        (torch.cat, [x[:2], x[2:3], x[3:4], x[4:]]),
+        (torch.cat, [x[:1], x[1:]]),
+    ):
+        with distdl.ledger() as book:
+            y = join(parts)
+        assert y._layout is x._layout and not book.entries
+        assert y.full_tensor().equal(noise(6, 4))
+    columns = split(noise(6, 4), 1, 2)
+    joined = torch.stack([columns[:, place] for place in range(4)], 1)
+    assert joined._layout is columns._layout and joined.full_tensor().equal(noise(6, 4))
+    assert torch.cat([x[2:3], x[:2]])._layout.partition == torch.cat([x, x])._layout.partition == x._layout.partition
 
 
 def test_sequences_of_several_lengths():

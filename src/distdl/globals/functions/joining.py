@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -19,6 +21,7 @@ from distdl.globals.functions.lines import brought_together
 from distdl.globals.operands import block_of, entire
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
 
 # -- side by side
@@ -28,11 +31,17 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
     """Tensors one behind the other along a dim, split as the largest global one is.
 
     Along a dim that is not split, nothing moves but what lies otherwise than that one. Along one that is split, the
-    result is split evenly, or as given.
+    result is split evenly, or as given. Tensors on several workers, one behind the other, stay where they are.
     """
     lead = max((one for one in tensors if type(one) is GlobalTensor), key=lambda one: one.numel())
     context, layout = lead._context, lead._layout
     shapes = tuple(tuple(one.shape) for one in tensors)
+    if along is None and all(type(one) is GlobalTensor for one in tensors):
+        layouts = tuple([one._layout for one in tensors])
+        if any(one is not layout for one in layouts):
+            lying = context.keep(("where they are", layouts, dim), lambda: _where_they_are(layouts, dim))
+            if lying is not None:
+                return GlobalTensor._of(_joined([block_of(one) for one in tensors], dim, lying.local), lying)
 
     def make() -> tuple[KnownLayout, list[KnownLayout]]:
         total = sum(shape[dim] for shape in shapes)
@@ -53,6 +62,33 @@ def side_by_side(tensors: Sequence[Any], dim: int, along: Intervals | None = Non
     return GlobalTensor._of(_joined(brought_together(tensors, needs, name), dim, target.local), target)
 
 
+def _where_they_are(layouts: Sequence[KnownLayout], dim: int) -> KnownLayout | None:
+    """The layout of tensors one behind the other in which none of them has moved; none if a worker had two pieces."""
+    slabs: list[IntArray] = []
+    extents: list[int] = []
+    others = [one for one in range(len(layouts[0].intervals)) if one != dim]
+    for layout in layouts:
+        if any(layout.intervals[one] != layouts[0].intervals[one] for one in others):
+            return None
+        for place, (start, stop) in enumerate(layout.intervals[dim]):
+            if start == stop:
+                continue
+            slab = layout.partition.workers.take([place], dim)
+            if slabs and np.array_equal(slab, slabs[-1]):
+                extents[-1] += stop - start
+            else:
+                slabs.append(slab)
+                extents.append(stop - start)
+    if len(slabs) < 2:  # (of one, the result may be split further)
+        return None
+    workers = np.concatenate(slabs, dim)
+    if len(np.unique(workers)) < workers.size:
+        return None
+    intervals = list(layouts[0].intervals)
+    intervals[dim] = tuple(pairwise(accumulate(extents, initial=0)))
+    return layouts[0].context.layout(workers, intervals)
+
+
 def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
     """Blocks one behind the other; what has no cells stays connected, too. (torch.cat would cut it off.)"""
     filled = [one for one in parts if one.numel()]
@@ -67,8 +103,8 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
         return y
     if empty:
         least = min(range(len(filled)), key=lambda place: filled[place].numel())
-        for one in empty:
-            filled[least] = filled[least].to(dtype) + zeros_on(one, ()).to(dtype)  # (others may carry no gradient)
+        zero: Any = sum(zeros_on(one, ()).to(dtype) for one in empty)
+        filled[least] = filled[least].to(dtype) + zero  # (others may carry no gradient)
     return filled[0].to(dtype, copy=True) if len(filled) == 1 else torch.cat(filled, dim).to(dtype)
 
 
