@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl import GlobalTensor
 
-x35 = noise(3, 5)
+x35, row = noise(3, 5), noise(5, seed=1)
 
 
 class Swish(Function):
@@ -885,3 +885,43 @@ def test_the_strides_of_what_a_function_gives(apply):
     assert ours == theirs
     if dx is not None:
         assert_close(dx, expected)
+
+
+class Assigned(Function):
+    """Writes behind autograd's back into what it is given, as torchdiffeq's steps of several stages do."""
+
+    @staticmethod
+    def forward(ctx, into, value, index):
+        ctx.index = index
+        into.data[index] = value
+        return into
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, dy[ctx.index], None
+
+
+def stages(x, w):
+    into = torch.empty(*x.shape, 3, dtype=x.dtype)
+    stage = Assigned.apply(into, x * w, (..., 0))
+    stage = Assigned.apply(stage, stage[..., 0].sin(), (..., 1))
+    stage = Assigned.apply(stage, stage[..., 1] * stage[..., 0], (..., 2))
+    return (stage * torch.arange(1, 4)).sum(-1)
+
+
+@on_workers
+def test_plain_tensors_that_are_written_by_another_name():
+    results = []
+    for make in (lambda x: x.clone(), split, lambda x: split(x, 1, 3)):
+        x, w = make(x35).requires_grad_(), row.clone().requires_grad_()
+        y = stages(x, w)
+        y.square().sum().backward()
+        results.append([one.full_tensor() if type(one) is GlobalTensor else one for one in (y, x.grad, w.grad)])
+    for found in results[1:]:
+        for one, expected in zip(found, results[0], strict=True):
+            assert_close(one, expected)
+    other = torch.zeros(3, 5, dtype=torch.float64)
+    known = other.view(5, 3)
+    with pytest.raises(TypeError, match=r"function Assigned would write a global tensor into a plain one.* shares its"):
+        Assigned.apply(other, split(x35), ...)
+    assert known.eq(0).all()

@@ -21,6 +21,25 @@ from distdl.globals.ties import lies_alone
 from distdl.tensors.connection import zeros_on
 
 
+class UnwrittenError(RuntimeError):
+    """A plain tensor must not become global.
+
+    Attributes:
+        memory: that of what would have been written.
+    """
+
+    def __init__(self, text: str, memory: int) -> None:
+        super().__init__(text)
+        self.memory = memory
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """The address of the memory in which a plain tensor lies, its own or that which it shares."""
+    with torch._C.DisableTorchFunctionSubclass():
+        address: int = plain_of(x).untyped_storage()._cdata
+    return address
+
+
 def write(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, beside: Any, name: str | None = None
 ) -> Any:
@@ -50,11 +69,12 @@ def write(
             given, named = map_tensors((args, kwargs), entire)
             return func(*given, **named)
         # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
-        raise (TypeError if _assigns_item() else RuntimeError)(
+        text = (
             f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
             f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
             f"as zeros_like or new_zeros of a global one"
         )
+        raise TypeError(text) if _assigns_item() else UnwrittenError(text, memory_of(target))
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
     alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 
-from distdl.globals.adopting import split_beside
+from distdl.globals.adopting import UnwrittenError, adopt, memory_of, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import apply_to_variables, variable_of
@@ -326,14 +326,29 @@ def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return *args, *(kwargs[name] for name in names[len(args) : last + 1])
 
 
+def _lies_in(value: Any, memory: int) -> bool:
+    return type(value) is torch.Tensor and memory_of(value) == memory
+
+
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an autograd function to arguments of which some are global tensors."""
     if function.setup_context is not _DERIVES:
         bound = signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
-    call = _Call(function, _by_position(function, args, kwargs) if kwargs else args)
-    outputs = iter(_Applied.apply(call, *call.inputs()))
+    args = _by_position(function, args, kwargs) if kwargs else args
+    call, unwritten = _Call(function, args), 0
+    try:
+        outputs = iter(_Applied.apply(call, *call.inputs()))
+    except UnwrittenError as error:
+        unwritten = error.memory
+        if not any(_lies_in(one, unwritten) for one in args):
+            raise
+    if unwritten:  # (an argument, by another name: the argument itself may become global)
+        for one in args:
+            if _lies_in(one, unwritten):
+                adopt(one, args, f"the autograd function {function.__name__}")
+        return apply_whole(function, args, {})
     results: list[Any] = []
     for place, kind in enumerate(call.results):
         if isinstance(kind, KnownLayout):
