@@ -291,24 +291,31 @@ def test_functions_of_blocks(function):
         assert (told.totals.forward, told.rows[0].block) == (sent, shape)
 
 
-@pytest.mark.parametrize("by_layout", [False, True])
-def test_a_model_that_says_where_its_tensors_lie(by_layout):
-    """By a partition, or a layout, of the world that is summed up; the sequential model has all on one worker."""
+PLACES = {
+    "a partition": lambda P: P,
+    "a layout": lambda P: Layout.balanced(P, (7, 5)),
+    "the layout of a tensor": lambda P: distdl.distribute_tensor(torch.ones(7, 5), P).layout,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_that_says_where_its_tensors_lie(place):
+    """By what is of the world that is summed up; the sequential model has all on one worker."""
 
     class Turned(nn.Module):
         def __init__(self, P) -> None:
             super().__init__()
-            self.columns = Layout.balanced(P, (7, 6)) if by_layout else P
+            self.columns = PLACES[place](P)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = x.redistribute(self.columns)
-            return distdl.local_map(torch.sin, out=self.columns)(y).exp()
+            y = distdl.local_map(torch.sin, out=self.columns)(x.redistribute(self.columns))
+            return (x * y).exp()
 
     def work():
         P = distdl.world()
         model = Turned(P.reshape(1, 3))
-        told = distdl.summary(model, P.reshape(3, 1), (7, 6), dtype=torch.float32, worker=P.rank)
-        x = distdl.distribute_tensor(torch.ones(7, 6), P.reshape(3, 1))
+        told = distdl.summary(model, P.reshape(3, 1), (7, 5), dtype=torch.float32, worker=P.rank)
+        x = distdl.distribute_tensor(torch.ones(7, 5), P.reshape(3, 1))
         model(x)
         with distdl.ledger(comm=P.comm) as book:
             model(x)

@@ -197,8 +197,10 @@ class Context:
         return found
 
     def known(self, layout: Layout) -> KnownLayout:
-        """A layout as the one object that stands for it."""
-        return layout if isinstance(layout, KnownLayout) else self.layout(layout.partition.workers, layout.intervals)
+        """A layout as the one object that stands for it here."""
+        if isinstance(layout, KnownLayout) and layout.context is self:
+            return layout
+        return self.layout(layout.partition.workers, layout.intervals)
 
     def tiling(self, layout: Layout, name: str) -> KnownLayout:
         """The same of a layout that a user has given to a function.
