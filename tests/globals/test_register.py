@@ -282,9 +282,10 @@ WRONG = {
     "a dict": (
         lambda a: {"a": a},
         "same",
-        "needs results to be tensors, alone .* gave one result with tensors in a dict$",
+        "needs results to be plain and dense tensors, alone .* gave one result with tensors in a dict$",
     ),
     "a tuple in a tuple": (lambda a: (a, (a,)), "same", "gave a tuple of 2 with tensors in a tuple$"),
+    "a sparse tensor": (lambda a: a.to_sparse(), "same", "gave one result with a tensor that is torch.sparse_coo$"),
 }
 
 
@@ -299,6 +300,15 @@ def test_what_is_no_place_and_no_result(what):
         return str(error.value)
 
     assert len(set(distdl.run_workers(work, 3))) == 1
+
+
+@on_workers
+def test_a_function_of_blocks_that_gives_a_global_tensor():
+    """Where one worker has all of it, it has the shape of the block."""
+    x = split(x35, 1, 1)
+    for function in (lambda a: x * 2, lambda a: (a, x)):
+        with pytest.raises(ValueError, match=r"gave (one result|a tuple of 2) with a global tensor$"):
+            distdl.local_map(function)(x)
 
 
 @pytest.mark.parametrize("function", [False, True])

@@ -46,9 +46,10 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             dtypes. Or a function from the layouts of the global arguments to one of these; for several results, a tuple
             of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
-        says, or another dtype than others, or is no tensor, or stands in a structure other than one tuple or list, and
-        for results of another number than places, or than on other workers; CommunicationError if the workers differ in
-        ``out``: the same on every worker in the first call with given layouts and dtypes.
+        says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
+        than one tuple or list, and for results of another number than places, or than on other workers;
+        CommunicationError if the workers differ in ``out``: the same on every worker in the first call with given
+        layouts and dtypes.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (_is_place(place) or callable(place)):
@@ -132,6 +133,15 @@ def _without_values(one: torch.Tensor, worker: int) -> torch.Tensor:
     return torch.empty(shape, dtype=one.dtype, device="meta")
 
 
+def _odd(y: Any) -> str:
+    """What no result may be, if it is that: a tensor that is no block, or a structure of tensors."""
+    if not isinstance(y, torch.Tensor):
+        return f"tensors in a {type(y).__name__}" if tensors_in(y) else ""
+    if y.layout is torch.strided:
+        return ""
+    return "a global tensor" if type(y) is GlobalTensor else f"a tensor that is {y.layout}"
+
+
 def _shapes(ys: Sequence[Any]) -> list[Shape | None]:
     return [tuple(one.shape) if isinstance(one, torch.Tensor) else None for one in ys]
 
@@ -152,9 +162,9 @@ def _layouts(
     out = _asked(out, layouts)
     places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
     mine, tokens = _shapes(ys), tuple(map(_token, places))
-    within = next((type(one).__name__ for one in ys if not isinstance(one, torch.Tensor) and tensors_in(one)), "")
-    if within:
-        form += f" with tensors in a {within}"
+    odd = next(filter(None, map(_odd, ys)), "")
+    if odd:
+        form += f" with {odd}"
 
     def tell() -> list[list[Shape | None]]:
         if context.comm.imagined:
@@ -176,9 +186,10 @@ def _layouts(
         raise TypeError(
             f"local_map needs a function in out= to give 'same', a layout or a partition; got {brief(wrong[0])}"
         )
-    if within:
+    if odd:
         raise ValueError(
-            f"local_map needs results to be tensors, alone or in one tuple or list; {name_of(function)} gave {form}"
+            f"local_map needs results to be plain and dense tensors, alone or in one tuple or list; "
+            f"{name_of(function)} gave {form}"
         )
     if not len(places) == len(ys) == len(told[0]):
         raise ValueError(
