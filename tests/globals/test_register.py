@@ -311,16 +311,30 @@ def test_a_function_of_blocks_that_gives_a_global_tensor():
             distdl.local_map(function)(x)
 
 
+OTHERS = {
+    "partitions": (lambda P, odd: P.reshape(1 + odd, 2 - odd), "1x2 on workers 0, 1 .* with out=2x1 on"),
+    "layouts": (
+        lambda P, odd: rows(P, 1 + odd),
+        "a layout over 2x1 on workers 0, 1 in blocks 1[+]2, 5 .* with out=a layout .* in blocks 2[+]1, 5",
+    ),
+}
+
+
+def rows(P, count):
+    """A layout of 3 x 5 of which the first worker has some rows."""
+    return Layout.of(P.reshape(2, 1), [[(0, count), (count, 3)], [(0, 5)]])
+
+
 @pytest.mark.parametrize("function", [False, True])
-def test_places_that_differ_between_workers(function):
+@pytest.mark.parametrize("what", OTHERS)
+def test_places_that_differ_between_workers(what, function):
     """Each would have had another tensor of what all of them take for one."""
+    other, words = OTHERS[what]
 
     def work():
         x, P = split(x35), distdl.world()[:2]
-        place = P.reshape(2, 1) if distdl.world().rank == 1 else P.reshape(1, 2)
-        with pytest.raises(
-            distdl.CommunicationError, match=r"with out=1x2 on workers 0, 1 .* with out=2x1 on"
-        ) as error:
+        place = other(P, distdl.world().rank == 1)
+        with pytest.raises(distdl.CommunicationError, match=f"with out={words}") as error:
             distdl.local_map(lambda a: a, out=(lambda layout: place) if function else place)(x)
         return str(error.value)
 

@@ -19,7 +19,7 @@ from distdl.exchange import watching
 from distdl.globals.nested import tensors_in
 from distdl.globals.paths import current_path
 from distdl.globals.table import name_of
-from distdl.partition import dims
+from distdl.partition import Layout, dims
 from distdl.transport import Communicator
 from distdl.transport.communicator import name_workers
 
@@ -84,7 +84,7 @@ def moved(what: str, x: Any, to: Any, move: Callable[[], Any]) -> Any:
     Args:
         to: a layout; or the number of the worker that gets all, of which None is every worker.
     """
-    target = _place(to) if hasattr(to, "intervals") else f"on {'every worker' if to is None else f'worker {to}'}"
+    target = place_of(to) if isinstance(to, Layout) else f"on {'every worker' if to is None else f'worker {to}'}"
     return called(f"{what}({_split(x, x._layout)}; to lie {target})", move)
 
 
@@ -160,10 +160,11 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
 def _split(x: Any, layout: Any) -> str:
     gradient = " with gradient" if x._block.requires_grad else ""
     shape = f"{dims(layout.extents)} {x.dtype}" if layout.extents else f"a number, {x.dtype},"
-    return f"{shape} {_place(layout)}{gradient}"
+    return f"{shape} {place_of(layout)}{gradient}"
 
 
-def _place(layout: Any) -> str:
+def place_of(layout: Layout) -> str:
+    """Where a tensor of this layout lies, for people."""
     sizes = ", ".join("+".join(str(stop - start) for start, stop in along) for along in layout.intervals)
     if not sizes:
         return f"on {name_workers(layout.partition.workers.ravel().tolist())}"

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.debug import place_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, plain_of, tied_of
@@ -170,7 +171,7 @@ def _layouts(
         if context.comm.imagined:
             return [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
-        shown = f"local_map with out={', '.join(map(brief, places))}"
+        shown = f"local_map with out={', '.join(map(_shown, places))}"
         call = f"{shown} {crc32(repr(tokens).encode())}"
         told = gather_values(context.comm, context.everyone, call, (form, mine, kinds), shown)
         _check_one("as many results on every worker", [own for own, _, _ in told], function)
@@ -248,6 +249,10 @@ def _token(place: Any) -> Hashable:
     if isinstance(place, Layout):
         return _token(place.partition), place.intervals
     return (place.workers.shape, place.workers.tobytes()) if isinstance(place, Partition) else brief(place)
+
+
+def _shown(place: Any) -> str:
+    return f"a layout {place_of(place)}" if isinstance(place, Layout) else brief(place)
 
 
 def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: Any) -> KnownLayout:
