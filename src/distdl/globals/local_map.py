@@ -61,27 +61,24 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        found: list[GlobalTensor] = []
+        check_one_world("local_map", (args, kwargs))
+        found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
+        context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
-                found.append(one)
-                own = _block(one)
-            elif found_context is not None and (type(one) is Replica or one.requires_grad):
-                own = entered(one, found_context)
-            else:
-                own = one
-            if own.requires_grad:
-                inputs.append(own)
-            return own
+                one = _block(one)
+            elif context is not None and (type(one) is Replica or one.requires_grad):
+                one = entered(one, context)
+            if one.requires_grad:
+                inputs.append(one)
+            return one
 
-        check_one_world("local_map", (args, kwargs))
-        found_context = next((one._context for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor), None)
         given, named = map_tensors((args, kwargs), plain)
         with on_blocks():
             y = map_tensors(function(*given, **named), tied_of)
-        if found_context is None:
+        if context is None:
             return y
         layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
 
@@ -95,7 +92,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         several = isinstance(y, (tuple, list))
         ys = list(y) if several else [y]
         form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
-        known = _layouts(found_context, function, out, layouts, kinds, form, ys, shapes_on)
+        known = _layouts(context, function, out, layouts, kinds, form, ys, shapes_on)
         results = [_global(block, layout, inputs) for block, layout in zip(ys, known, strict=True)]
         if not several:
             return results[0]
@@ -114,24 +111,23 @@ def _asked(place: Any, layouts: Sequence[KnownLayout]) -> Any:
 
 
 def _block(x: GlobalTensor) -> torch.Tensor:
-    """This worker's block; outside the partition one without cells, of the first worker's extents along other dims."""
+    """This worker's block."""
     block, layout = block_of(x), x._layout
-    if layout.active or not layout.rulers:
-        return block
-    _, *rest = layout.shapes[int(layout.partition.workers.flat[0])]
-    return zeros_on(block, (0, *rest))
+    return block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
 
 
 def _without_values(one: torch.Tensor, worker: int) -> torch.Tensor:
     """What another worker would have, without memory."""
     if type(one) is not GlobalTensor:
         return without_memory(plain_of(one))
-    layout, shape = one._layout, one._layout.local
+    return torch.empty(_block_shape(one._layout, worker), dtype=one.dtype, device="meta")
+
+
+def _block_shape(layout: KnownLayout, worker: int) -> Shape:
+    """Of a worker's block; outside the partition it has no cells, and the first worker's extents along other dims."""
     if worker in layout.partition:
-        shape = layout.shapes[worker]
-    elif layout.rulers:
-        shape = (0, *layout.shapes[int(layout.partition.workers.flat[0])][1:])
-    return torch.empty(shape, dtype=one.dtype, device="meta")
+        return layout.shapes[worker]
+    return (0, *layout.shapes[int(layout.partition.workers.flat[0])][1:])
 
 
 def _odd(y: Any) -> str:
