@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from launched import assert_close, assert_told_apart, on_workers, split
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.utils.checkpoint import checkpoint
 
 import distdl
@@ -88,6 +88,16 @@ def test_a_gradient_has_the_shape_of_its_tensor():
             y.backward(wrong)
     with pytest.raises(RuntimeError, match="does not require grad"):
         split(x35).sum().backward()
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: (x.requires_grad_() * 1j).sum().backward(),
+    lambda x: torch.autograd.grad((x.requires_grad_() * 1j).sum(), x),
+    lambda x: torch.func.grad(lambda a: (a * 1j).sum())(x),
+    lambda x: torch.autograd.grad(x.requires_grad_() * 1j, x),
+])  # fmt: skip
+def test_gradients_of_complex_numbers_are_not_implicit(function):
+    assert_raises_the_same(function, x35.clone(), text=True)
 
 
 @on_workers

@@ -197,6 +197,8 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
     if dy is None:
         if y.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
+        if y.is_complex():
+            raise RuntimeError(f"grad can be implicitly created only for real scalar outputs but got {y.dtype}")
         return torch.ones_like(block_of(y))
     if dy.shape != y.shape:
         raise RuntimeError(
