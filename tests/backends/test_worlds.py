@@ -116,6 +116,13 @@ def test_an_opener_that_returns_no_communicator_of_a_worker(registered, opener, 
         distdl.run_workers(lambda: 0, 1, "broken")
 
 
+def test_an_opener_may_number_its_worker_by_numpy(registered):
+    registered("by_numpy", lambda: Bare(rank=np.int64(0), size=np.int64(1)))
+    P = distdl.world("by_numpy")
+    assert P.allgather_data(3) == [3]
+    assert distdl.distribute_tensor(torch.ones(3), P).sum().item() == 3
+
+
 def test_a_name_is_imported_as_a_module_and_that_registers_it(registered, monkeypatch, tmp_path):
     (tmp_path / "found_by_name.py").write_text(
         "from distdl.backends import register\nfrom distdl.backends.serial import SerialCommunicator\n"

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def _check_opened(communicator: Any, backend: str) -> None:
         what = what if isinstance(communicator, Communicator) else f"a {type(communicator).__name__}"
         raise TypeError(f"the back-end {backend!r} has to return a distdl.transport.Communicator; it returned {what}")
     rank, size = getattr(communicator, "rank", None), getattr(communicator, "size", None)
-    if not (isinstance(rank, int) and isinstance(size, int) and 0 <= rank < size):
+    if not (isinstance(rank, Integral) and isinstance(size, Integral) and 0 <= int(rank) < int(size)):
         raise ValueError(
             f"the back-end {backend!r} has to return a communicator with a rank from 0 to size - 1; it returned one "
             f"with rank {rank} and size {size}"
