@@ -39,7 +39,10 @@ def test_half_precision_is_added_up_in_float32(dtype):
     def losses(x):
         return F.mse_loss(x / 99, -x / 99), F.l1_loss(x, x * 0), F.huber_loss(x, x * 0), F.smooth_l1_loss(x, x * 0)
 
-    for one in (function, losses):
+    def deviations(x):  # (of which the variance is beyond what float16 holds)
+        return x.std(0), *torch.std_mean(x, correction=0), (x.T / 9).std(0), *torch.var_mean(x / 9, 0)
+
+    for one in (function, losses, deviations):
         assert_same(one, Global(x), grids=[(2, 1), (1, 2), (4, 1)], tolerance=2 * torch.finfo(dtype).eps)
 
 

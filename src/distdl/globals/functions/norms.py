@@ -29,19 +29,14 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE
+from distdl.tensors.dtypes import HALVES
 from distdl.tensors.function import Function
 
 
-def moments(
-    x: GlobalTensor, dim: Any, keepdim: bool, unbiased: Any = None, correction: Any = None
-) -> tuple[GlobalTensor, GlobalTensor]:
+def moments(x: Any, dim: Any, keepdim: bool, unbiased: Any, correction: Any) -> tuple[Any, Any]:
     """Variance and mean over dims. Mean and squared deviations of the blocks are merged, which loses no digits."""
     if not (x.is_floating_point() or x.is_complex()):
         torch.zeros(1, dtype=x.dtype).var()  # (for torch's error)
-    if x.dtype in (torch.float16, torch.bfloat16):  # (as torch adds up)
-        wide: Any = x.float()
-        var, mean = moments(wide, dim, keepdim, unbiased, correction)
-        return var.to(x.dtype), mean.to(x.dtype)
     judge_dtype(torch.var, x)
     dims, layout = dims_of(x, dim), x._layout
     less = (1 if unbiased is None else int(bool(unbiased))) if correction is None else correction
@@ -119,8 +114,12 @@ def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
         if isinstance(dim, bool):
             dim, unbiased = None, dim
-        var, mean = moments(input, dim, keepdim, unbiased, correction)
-        spread = _root(var) if func.__name__.startswith("std") else var
+        half = input.dtype in HALVES  # (as torch adds up: a variance may overflow where its root does not)
+        spread, mean = moments(input.float() if half else input, dim, keepdim, unbiased, correction)
+        if func.__name__.startswith("std"):
+            spread = _root(spread)
+        if half:
+            spread, mean = spread.to(input.dtype), mean.to(input.dtype)
         return (spread, mean) if func.__name__.endswith("mean") else spread
 
     return run(*args, **kwargs)
@@ -162,7 +161,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
     if p in (inf, -inf):
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
     # (numbers of few digits come together as torch adds them up)
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else None
+    wide = torch.float32 if x.dtype in HALVES else None
     recorded, dtype = derivatives_of(x._block) != NONE, x.dtype.to_real()
     of_block, of_parts = (_Part.apply, _Merged.apply) if recorded else (_norm, _norm)
 
