@@ -46,6 +46,15 @@ def test_half_precision_is_added_up_in_float32(dtype):
         assert_same(one, Global(x), grids=[(2, 1), (1, 2), (4, 1)], tolerance=2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_autocast_computes_in_float32(dtype):
+    def function(x):
+        with torch.autocast("cpu", dtype):
+            return x.trace(), x.quantile(0.3), x.nanquantile(0.9), x.quantile(0.3, dim=0)
+
+    assert_same(function, Global(noise(6, 5).to(dtype)))
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("p", [2, 3.5, float("inf"), 0])
 def test_norms(dim, p):

@@ -88,7 +88,8 @@ def fill_diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (x,) = (*args, *kwargs.values())
     shape_of(func, x, (), {})  # (for torch's error)
-    return _diagonal(x, 0, 0, 1).sum()
+    wide = func(block_of(x).new_zeros(1, 1)).dtype  # (float32 where autocast says so)
+    return _diagonal(x, 0, 0, 1).sum(dtype=wide)
 
 
 @handles("diag", "torch Tensor")

@@ -97,7 +97,8 @@ def quantile(
     if type(q) is GlobalTensor or (isinstance(q, torch.Tensor) and (q.requires_grad or not q.numel())):
         return fall_back(func, (input, q), {"keepdim": keepdim, "interpolation": interpolation})
     q = levels_of(q) if isinstance(q, torch.Tensor) else q
-    func(torch.zeros(1, dtype=input.dtype), q, interpolation=interpolation)  # (for torch's error)
+    wide = func(torch.zeros(1, dtype=input.dtype), q, interpolation=interpolation).dtype  # (or torch's error)
+    input = input.to(wide)  # (as autocast casts)
     exact = input.dtype if input.numel() < 2**24 else torch.float64  # (of places; torch takes no more elements)
     levels, missing, last = torch.as_tensor(q, dtype=exact), _missing(input), input.numel() - 1
     if func.__name__ == "nanquantile":
