@@ -214,6 +214,61 @@ def test_weights_that_a_function_of_blocks_takes_from_around_it():
     assert_close(w.grad, x.layout.block(x35).reshape(-1, 5).sum(0))
 
 
+def mapped(function, x):
+    return distdl.local_map(function)(x) if type(x) is GlobalTensor else function(x)
+
+
+def of_own_block(function, x):
+    if type(x) is not GlobalTensor:
+        return function(x)
+    return GlobalTensor.from_local(function(x.to_local()), x.layout.partition)
+
+
+def written(x, w):
+    x = x * 1
+    x[:, 1:].mul_(w[1:])
+    return x
+
+
+BESIDE_WEIGHTS = {
+    "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
+    "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
+    "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
+    "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
+    "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,
+    "its own block written": lambda m, x: (of_own_block(lambda a: a.mul_(m.w), x := x * 1) + x.sin()) * m.w,
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("rows", [4, 3])  # (of blocks of one shape, sums of gradients are no error)
+@pytest.mark.parametrize("use", BESIDE_WEIGHTS)
+def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
+    """Also where the input, of which nobody knows whether it is a block, requires a gradient."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x):
+            return BESIDE_WEIGHTS[use](self, x)
+
+    def trained(model, x):
+        y = model(x.requires_grad_())
+        y.square().sum().backward()
+        return y, x.grad, model.w.grad
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(Model(), P, weights=weights)
+        found = trained(model, distdl.distribute_tensor(noise(rows, 5), P))
+        for ours, theirs in zip(found, trained(Model(), noise(rows, 5)), strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
+
+
 @on_workers
 def test_results_of_other_layouts():
     x = split(x35)

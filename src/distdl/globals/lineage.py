@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from distdl.globals.running import is_on_blocks
+from distdl.globals.running import is_noted, is_on_blocks
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
@@ -47,6 +48,31 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     return next(iter(found), None)
 
 
+def may_differ(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor with a gradient may be another one on each worker.
+
+    In a function on blocks each may. Elsewhere, what follows from a block that a user has asked for does.
+    """
+    if is_on_blocks():
+        return True
+    node: Any = get_gradient_edge(tensor).node
+    seen, rest = {None, node}, [node]
+    while rest:
+        one = rest.pop()
+        if is_noted(one):
+            return True
+        if not _is_ours(one):  # (which may be that of full_tensor)
+            new = {before for before, _ in one.next_functions} - seen
+            seen |= new
+            rest.extend(new)
+    return False
+
+
+def _is_ours(node: Any) -> bool:
+    kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
+    return isinstance(kind, type) and issubclass(kind, Function)
+
+
 def _sources(node: Any, strict: bool) -> frozenset[Any]:
     """What a node follows from: contexts, and None for what has not entered.
 
@@ -59,10 +85,10 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
     while rest:
         one: Any = rest.pop()
         noted: frozenset[Any] | None = one.metadata.get(_KEY)
-        kind: Any = getattr(type(one), "_forward_cls", None)  # (of an autograd function in Python)
+        kind: Any = getattr(type(one), "_forward_cls", None)
         if noted is not None:
             found |= noted
-        elif isinstance(kind, type) and issubclass(kind, Function):
+        elif _is_ours(one):
             found.add(kind.entered_into(one))
         elif one.next_functions:
             if kind is not None:

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from distdl.globals.comparing import bits_of_all, differ, farthest
 from distdl.globals.context import Context
 from distdl.globals.entering import enter
-from distdl.globals.lineage import OLD_REFERENCE, entered_into
+from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, writes
@@ -113,10 +113,12 @@ class Replica(torch.Tensor):
         found = [value for value in every if type(value) is Replica]
         context = found[0]._context
         target = args[0] if args and type(args[0]) is torch.Tensor and writes(func, kwargs or {}) else None
-        if target is not None and target.requires_grad and not is_copy(target):
-            if torch.is_grad_enabled():
-                raise RuntimeError(_REFUSED.format(func.__name__))
-            target = None  # (which stays what it is)
+        if target is not None and target.requires_grad:
+            is_block = may_differ(target)
+            if is_block or not is_copy(target):
+                if torch.is_grad_enabled() and not is_block:
+                    raise RuntimeError(_REFUSED.format(func.__name__))
+                target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
         copies: dict[int, Replica] = {}
 
@@ -204,12 +206,14 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
     """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers.
 
     Args:
-        strict: whether it is certainly the same on every worker. (Beside a weight, in a function on blocks, it may be a
-            block.)
+        strict: whether it is certainly the same on every worker. (Beside a weight, it may be a block, which has all of
+            its gradient.)
     """
     if type(tensor) is Replica:
         return copy_of(tensor)
-    if not (tensor.requires_grad and torch.is_grad_enabled()) or is_copy(tensor, strict):
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    if (not strict and may_differ(tensor)) or is_copy(tensor, strict):
         return tensor
     return enter(context, [tensor], _Look(tensor, context) if strict else None)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -19,6 +20,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+_BLOCK = "distdl: has given a block"
 
 
 @contextmanager
@@ -56,6 +58,14 @@ def is_on_blocks() -> bool:
 def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
     _here.blocks[block] = _here.asked = True
+    node: Any = block.grad_fn
+    if node is not None:
+        node.metadata[_BLOCK] = True
+
+
+def is_noted(node: Any) -> bool:
+    """Whether a node of the autograd graph has given such a block, or is that of a leaf which is one."""
+    return _BLOCK in node.metadata or (hasattr(node, "variable") and node.variable in _here.blocks)
 
 
 def may_be_block(value: object) -> bool:
