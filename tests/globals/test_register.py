@@ -224,6 +224,13 @@ def of_own_block(function, x):
     return GlobalTensor.from_local(function(x.to_local()), x.layout.partition)
 
 
+def slope(function, x):
+    """The derivative of the sum of a function, by autograd."""
+    with torch.enable_grad():
+        at = x.detach().requires_grad_()
+        return torch.autograd.grad(function(at).sum(), at, create_graph=True)[0]
+
+
 def written(x, w):
     x = x * 1
     x[:, 1:].mul_(w[1:])
@@ -237,6 +244,10 @@ BESIDE_WEIGHTS = {
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
     "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,
     "its own block written": lambda m, x: (of_own_block(lambda a: a.mul_(m.w), x := x * 1) + x.sin()) * m.w,
+    "autograd.grad": lambda m, x: mapped(lambda a: slope(lambda b: (b * m.w).sin(), a), x) * x,
+    "torch.func.grad": lambda m, x: mapped(torch.func.grad(lambda a: (a * m.w).sin().sum()), x),
+    "torch.func.jvp": lambda m, x: mapped(lambda a: torch.func.jvp(lambda b: (b * m.w).sin(), (a,), (a,))[1], x),
+    "torch.vmap": lambda m, x: mapped(torch.vmap(torch.func.grad(lambda a: (a * m.w).sin().sum())), x),
 }
 
 

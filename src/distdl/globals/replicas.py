@@ -130,6 +130,8 @@ class Replica(torch.Tensor):
 
         given, named = map_tensors((args, kwargs or {}), plain)
         result = func(*given, **named)
+        if torch._C._are_functorch_transforms_active() and is_on_blocks():
+            return result  # (what a transform of torch's has wrapped)
         if target is not None and target.requires_grad:
             # (from now on it is a copy, too, and so is what it is a view of)
             for one in (target, target._base):

@@ -12,10 +12,12 @@ from torch.autograd.graph import GradientEdge
 from distdl.globals.entry import NO_TANGENTS, full_tensor
 from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
+from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import Replica, parameter_of, plain_of
-from distdl.globals.table import REPLICATED, TABLE, composite, handles, handles_property
+from distdl.globals.running import is_on_blocks
+from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
 from distdl.tensors.failures import forgetting
@@ -155,9 +157,21 @@ def _one_by_one(
     return tuple(None if dx[0] is None else torch.stack(dx) for dx in zip(*each, strict=True))
 
 
+def _of_blocks_or(handler: Handler) -> Handler:
+    """In a function on blocks, a worker differentiates what it computes there, also where a weight's type says more."""
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not is_on_blocks():
+            return handler(func, args, kwargs)
+        given, named = map_tensors((args, kwargs), plain_of)
+        return func(*given, **named)
+
+    return run
+
+
 for _function, _handler in ((torch.Tensor.backward, backward), (torch.autograd.backward, backward_of_all),
                             (torch.autograd.grad, grad)):  # fmt: skip
-    REPLICATED[_function] = _handler
+    REPLICATED[_function] = _of_blocks_or(_handler)
 
 
 def _listed(tensors: Any) -> list[Any]:
