@@ -280,6 +280,34 @@ def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
     distdl.run_workers(work, 2)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_losses_of_blocks_and_weights_add_up(asks, weights):
+    """Each worker has its own, also where the model gives it; it is no copy of what is the same everywhere."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = (torch.nn.Parameter(one.clone()) for one in (row, row.cos()))
+
+        def forward(self, x):
+            block = x.to_local() if type(x) is GlobalTensor else x
+            return (block * self.w * self.v).sin().sum()
+
+    def trained(model, x):
+        model(x.requires_grad_(asks)).backward()
+        return [*([x.grad] if asks else []), model.w.grad, model.v.grad]
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(Model(), P, weights=weights)
+        found = trained(model, distdl.distribute_tensor(x35, P))
+        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
+
+
 @on_workers
 def test_results_of_other_layouts():
     x = split(x35)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from distdl.globals.running import is_noted, is_on_blocks
+from distdl.globals.running import is_noted, is_on_blocks, was_asked_for
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
@@ -49,12 +49,15 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
 
 
 def may_differ(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor with a gradient may be another one on each worker.
+    """Whether a plain tensor may be another one on each worker.
 
-    In a function on blocks each may. Elsewhere, what follows from a block that a user has asked for does.
+    In a function on blocks each may. Elsewhere, blocks that a user has asked for do, and what follows from them. (What
+    follows from one without gradients does not say so.)
     """
     if is_on_blocks():
         return True
+    if not tensor.requires_grad:
+        return was_asked_for(tensor)
     node: Any = get_gradient_edge(tensor).node
     seen, rest = {None, node}, [node]
     while rest:

@@ -17,7 +17,7 @@ from distdl.globals.context import Context
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.running import is_on_blocks
+from distdl.globals.running import is_on_blocks, note_graph
 from distdl.globals.table import OPERATOR, REPLICATED, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
@@ -121,6 +121,7 @@ class Replica(torch.Tensor):
                 target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
         copies: dict[int, Replica] = {}
+        blocks = [value for value in every if type(value) is not Replica and may_differ(value)]
 
         def plain(value: torch.Tensor) -> torch.Tensor:
             own = entered(value, context, False)
@@ -130,8 +131,10 @@ class Replica(torch.Tensor):
 
         given, named = map_tensors((args, kwargs or {}), plain)
         result = func(*given, **named)
-        if torch._C._are_functorch_transforms_active() and is_on_blocks():
-            return result  # (what a transform of torch's has wrapped)
+        if blocks:
+            for value in tensors_in(result):
+                note_graph(value)
+            return result  # (blocks, too)
         if target is not None and target.requires_grad:
             # (from now on it is a copy, too, and so is what it is a view of)
             for one in (target, target._base):
@@ -324,8 +327,10 @@ def assigned(value: torch.Tensor) -> torch.Tensor:
 
 
 def context_of(value: torch.Tensor) -> Context | None:
-    """The context that a copy has entered; None of others."""
+    """The context that a copy has entered; None of others, and of blocks, which follow from copies, too."""
     if type(value) is Replica:
         return value._context
-    context: Context | None = entered_into(value) if type(value) is torch.Tensor else None
+    if type(value) is not torch.Tensor or may_differ(value):
+        return None
+    context: Context | None = entered_into(value)
     return context

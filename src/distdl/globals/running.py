@@ -58,6 +58,11 @@ def is_on_blocks() -> bool:
 def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
     _here.blocks[block] = _here.asked = True
+    note_graph(block)
+
+
+def note_graph(block: torch.Tensor) -> None:
+    """Let the autograd graph know that it has given a block."""
     node: Any = block.grad_fn
     if node is not None:
         node.metadata[_BLOCK] = True
@@ -66,6 +71,11 @@ def note_block(block: torch.Tensor) -> None:
 def is_noted(node: Any) -> bool:
     """Whether a node of the autograd graph has given such a block, or is that of a leaf which is one."""
     return _BLOCK in node.metadata or (hasattr(node, "variable") and node.variable in _here.blocks)
+
+
+def was_asked_for(value: torch.Tensor) -> bool:
+    """Whether a tensor is a block that the latest forward has asked for."""
+    return _here.asked and value in _here.blocks
 
 
 def may_be_block(value: object) -> bool:
