@@ -2,7 +2,7 @@
 
 from distdl.globals import control_flow, following, handlers, mapping, own_functions, transforms
 from distdl.globals.entry import distribute_tensor
-from distdl.globals.functions import initial, numbers
+from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
 from distdl.globals.models import (
     distribute,
@@ -23,6 +23,7 @@ caching.install()
 transforms.install()
 mapping.install()
 control_flow.install()
+casting.install()
 
 __all__ = [
     "GlobalTensor",

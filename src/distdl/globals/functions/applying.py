@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distdl.environment.arguments import known
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.nested import map_tensors
 from distdl.globals.operands import GRADIENT, block_of, derivatives_of
 from distdl.globals.replicas import Replica, entered
-from distdl.globals.table import Handler
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
 from distdl.partition import Partition, Signature
@@ -116,16 +114,14 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
-def wide_under_autocast(handler: Handler) -> Handler:
-    """For a function that we make of others: under autocast, torch casts its tensors of half precision to float32."""
+def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
+    """A tensor of half precision as float32, under the autocast of one of these types of device."""
+    return x.float() if x.dtype in HALVES and _kind(x) in devices and autocast_dtype(x) is not None else x
 
-    def widened(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if x.dtype in HALVES and autocast_dtype(x) is not None else x
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return handler(func, *map_tensors((args, kwargs), widened))
-
-    return run
+def _kind(x: torch.Tensor) -> str:
+    """The type of a tensor's device."""
+    return x.device.type
 
 
 def single(value: Any) -> Any:

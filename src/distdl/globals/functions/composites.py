@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import wide_under_autocast
+from distdl.globals.functions.applying import widened
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
@@ -203,7 +203,10 @@ def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if input.dim() < 3:
             raise ValueError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
         channels, margins = input.shape[1], (size // 2, (size - 1) // 2)
-        squares = functional.pad(input * input, (*[0, 0] * (input.dim() - 2), *margins))
+        squares = input * input
+        if input.dim() > 3:  # (which torch averages by its pooling of volumes)
+            squares = widened(squares, ("cpu",))
+        squares = functional.pad(squares, (*[0, 0] * (input.dim() - 2), *margins))
         mean: Any = sum(squares.narrow(1, first, channels) for first in range(size)) / size
         return input / (mean * alpha + k).pow(beta)
 
@@ -251,7 +254,6 @@ def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:
 
 
 @handles("triplet_margin_loss", "functional")
-@wide_under_autocast
 def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(
         anchor: Any,
@@ -282,7 +284,6 @@ def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @handles("cosine_embedding_loss", "functional")
-@wide_under_autocast
 def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(
         input1: Any,

@@ -10,6 +10,7 @@ import torch
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import widened
 from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.reductions import (
@@ -139,8 +140,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
         raise TypeError(f"linalg_vector_norm(): argument 'keepdim' must be bool, not {type(keepdim).__name__}")
     if dtype is not None or not (x.is_floating_point() or x.is_complex()):
         torch.linalg.vector_norm(torch.zeros(1, dtype=x.dtype), p, dtype=dtype)  # (for torch's error)
-    if dtype is not None:
-        x = x.to(dtype)
+    x = widened(x, ("cuda",)) if dtype is None else x.to(dtype)
     dims, p = dims_of(x, dim), float(p)
     judge_dtype(lambda one: torch.linalg.vector_norm(one.flatten().repeat(2), p), x)  # (of one cell, there is no sum)
 

@@ -9,7 +9,7 @@ import torch
 
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply, hashable, single
+from distdl.globals.functions.applying import apply, hashable, single, widened
 from distdl.globals.functions.judging import frozen, judge, judged
 from distdl.globals.nested import map_tensors
 from distdl.globals.table import composite, handles
@@ -209,6 +209,7 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if mode == "area" and not antialias:
             input._context.keep(("area", input.shape, input.dtype, frozen(options)), check)
             return _area(input, size, scale_factor)
+        input = widened(input, ("cuda",))
         if (size is None) == (scale_factor is None):
             return fall_back(func, args, kwargs)
         if antialias:

@@ -12,7 +12,7 @@ import torch
 from distdl.geometry.borders import Border
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import apply
+from distdl.globals.functions.applying import apply, widened
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
@@ -282,6 +282,8 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         if not (value is None or isinstance(value, Complex if input.is_complex() else Real)):
             raise TypeError(f"pad() needs value to be a number; got {value!r}, a {type(value).__name__}")
         widths = tuple(int(n) for n in pad)
+        if mode == "replicate" or (mode == "reflect" and len(widths) < 6):  # (those that torch's autocast has)
+            input = widened(input, ("cpu",))
         shape = shape_of(func, input, (widths, mode, None if mode == "constant" else value), {})  # (for torch's error)
         pairs = [(0, 0)] * input.dim()
         for place in range(len(widths) // 2):
