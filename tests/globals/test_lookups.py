@@ -118,3 +118,16 @@ def test_bags_with_factors(options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         distdl.run_workers(work, 4)
+
+
+def test_places_in_a_table_have_the_dtype_that_is_asked_for():
+    """Also behind a search for others, where workers have no cells."""
+
+    def work():
+        table, x = (distdl.distribute_tensor(one, partition((2,))) for one in (torch.arange(5.0), torch.tensor([2.5])))
+        for function, given in ((torch.searchsorted, (table, x)), (torch.bucketize, (x, table))):
+            for narrow in (False, True):
+                y = function(*given, out_int32=narrow)
+                assert y.dtype is (torch.int32 if narrow else torch.int64) and y.tolist() == [3]
+
+    distdl.run_workers(work, 3)

@@ -381,3 +381,15 @@ def test_what_is_added_no_times_has_a_gradient_of_zeros(function, shapes):
     added[0] = torch.nan  # (which is not read)
     for one in (Global(added), added[:1]):
         assert_same(lambda x, a, b: function(x, a, b, beta=0), one, Global(first), Global(second))
+
+
+def test_products_of_equal_shapes_have_the_dtypes_of_their_own_functions_under_autocast():
+    """torch's casts matmul and vecdot, and not mv and dot."""
+    matrix, vector = noise(4, 6).float(), noise(6).float()
+
+    def function(x, v):
+        with torch.autocast("cpu", torch.bfloat16):
+            products = torch.mv(x, v), torch.matmul(x, v), torch.dot(v, v), v @ v
+            return *products, torch.linalg.vecdot(v, v, dim=0), torch.linalg.vecdot(x, x, dim=0)
+
+    assert_same(function, Global(matrix), Global(vector), tolerance=0.02)

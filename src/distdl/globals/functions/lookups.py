@@ -184,7 +184,8 @@ def _sought_in_lines(func: Any, x: Any, table: Any, others: dict[str, Any]) -> A
     judged(func, (table, x) if func is torch.searchsorted else (x, table), others)
     front = range(x.dim() - 1)
     labels = [("n",) if table.dim() == 1 else (*front, "n"), (*front, "m")]
-    return work_on([table, x], labels, (*front, "m"), adds=False)(look, [table, x], func.__name__)
+    work = work_on([table, x], labels, (*front, "m"), adds=False)
+    return work(look, [table, x], func.__name__, bool(others.get("out_int32")))
 
 
 @handles("prelu", "torch Tensor functional")

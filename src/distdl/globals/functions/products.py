@@ -155,11 +155,11 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _times_sparse(operator, [a, b], [left, right], out)
         return contract(operator, [a, b], [left, right], out, "matmul")
 
-    if "dim" in kwargs:
-        if kwargs["dim"] != -1:
-            return (args[0].conj() * args[1]).sum(kwargs["dim"])
-        kwargs = {name: value for name, value in kwargs.items() if name != "dim"}
-    return run(*args, *kwargs.values())
+    dim = kwargs.get("dim", -1)
+    factors = [*args, *(value for name, value in kwargs.items() if name != "dim")]
+    if dim != -1 and factors[0].dim() != factors[1].dim():
+        return (factors[0].conj() * factors[1]).sum(dim)
+    return run(*(factors if dim == -1 else [one.movedim(dim, -1) for one in factors]))
 
 
 def _is_sparse(x: torch.Tensor) -> bool:

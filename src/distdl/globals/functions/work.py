@@ -20,6 +20,7 @@ from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.spreading import SPACIOUS, Labels, Spread, spread_of
 from distdl.globals.operands import block_of, check_dense, moved_block, moved_blocks
 from distdl.globals.replicas import entered
+from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 from distdl.tensors.modes import unobserved
@@ -166,26 +167,36 @@ class Work:
             found[place] = block.reshape(self.needs[place].arrives)
         return found
 
-    def __call__(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> GlobalTensor:
-        """Apply a function to the parts of its operands."""
+    def __call__(
+        self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str, options: Hashable = ()
+    ) -> GlobalTensor:
+        """Apply a function to the parts of its operands.
+
+        Args:
+            options: of the function, on which the dtype of its result depends.
+        """
         parts = self.parts(operands, name)
-        dtype = self.result_dtype(func, operands, name)
+        dtype = self.result_dtype(func, operands, (name, options))
         y = local(func, self.partial, *zip(parts, (need.least for need in self.needs), strict=True))
         return self.finish(y if dtype is None else y.to(dtype), name)
 
-    def result_dtype(self, func: Callable[..., torch.Tensor], operands: Sequence[Any], name: str) -> torch.dtype | None:
+    def result_dtype(
+        self, func: Callable[..., torch.Tensor], operands: Sequence[Any], kind: Hashable
+    ) -> torch.dtype | None:
         """The dtype of the result, the same on every worker; None where what the function gives has it.
 
         torch makes products of single cells by other functions, which cast otherwise under autocast; and of no cells,
         it takes dtypes that it else refuses. So the function is tried once, on as many cells as tell a single one from
         several.
 
+        Args:
+            kind: beside the function's name, what tells it apart from others that give other dtypes.
         Raises: what the other workers raise for these dtypes, if torch might not raise it for this worker's parts.
         """
         cast = autocast_dtype(operands[0])
         if cast is None and not self.tries:
             return None
-        key = (name, cast, *[one.dtype for one in operands])
+        key = (name_of(func), kind, cast, *[one.dtype for one in operands])
         if key not in self._dtypes:
             shapes = [
                 [max(min(n, 2), least) for n, least in zip(one.shape, need.least, strict=True)]
