@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from same import Global, assert_same, noise
+from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 
 import distdl
@@ -79,6 +79,16 @@ def test_an_empty_block_is_as_wide_as_the_others(dtype):
     assert_same(
         cast, Global(noise(1, 1, 6, 5, 6).to(dtype)), grids=[(1, 2, 1, 1, 1)], tolerance=8 * torch.finfo(dtype).eps
     )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_distances_of_rows_are_no_function_of_half_precision_on_a_cpu(dtype):
+    def cast(x):
+        with torch.autocast("cpu", dtype):
+            return torch.pdist(x)
+
+    assert_raises_the_same(cast, square.to(dtype), text=True)
+    assert_same(cast, Global(square[:1].to(dtype)), curved=False)  # (of a single row there are none)
 
 
 @pytest.mark.parametrize("name", GPU)

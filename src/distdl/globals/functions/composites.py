@@ -22,6 +22,7 @@ from distdl.globals.nested import map_tensors
 from distdl.globals.table import TABLE, Handler, composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
+from distdl.tensors.dtypes import HALVES
 
 
 def _made_of_others(func: Any) -> Handler:
@@ -173,8 +174,10 @@ def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         judged(func, args, kwargs)
         if input._context.comm.imagined:  # (where nobody knows how many elements a mask chooses)
             return fall_back(func, args, kwargs)
+        if input.dtype in HALVES:
+            func(torch.zeros(min(len(input), 2), 1, dtype=input.dtype, device=input.device))  # (for torch's error)
         distances = torch.cdist(input, input, p, "donot_use_mm_for_euclid_dist")
-        return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)]
+        return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)].to(input.dtype)
 
     return run(*args, **kwargs)
 
