@@ -428,3 +428,17 @@ def test_a_backward_of_a_transform_stays_on_the_thread_of_its_worker():
         return seen
 
     assert distdl.run_workers(work, 2) == [[False, False]] * 2
+
+
+@on_workers
+def test_what_a_function_writes_into_an_argument_has_no_graph_behind_the_transform():
+    """But for what has one outside."""
+    for make in (lambda x: x, split):
+        x, z, factor = make(x35.clone()), make(y35.clone()), make(y35.clone()).requires_grad_()
+        dx = grad(lambda a, b: (b.add_(a) * a).sum())(x, z)
+        assert not z.requires_grad and z.grad_fn is None
+        assert_close(z, x35 + y35)
+        assert_close(dx, 2 * x35 + y35)
+        z = make(y35.clone())
+        grad(lambda a, b, w: (b.add_(a * w) * a).sum())(x, z, factor)
+        assert z.requires_grad

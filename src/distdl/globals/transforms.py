@@ -32,6 +32,7 @@ from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import base_of
 from distdl.partition.sharing import gather_values
 from distdl.tensors.derivatives import KEEPS_TENSORS, MADE_BY, saved_tensors_hooks
 from distdl.tensors.function import TransformError
@@ -54,6 +55,7 @@ class _Level:
         self._mark = object()  # of the leaves that it makes
         self._given: list[tuple[torch.Tensor, Any]] = []  # what is differentiated by, and its node
         self._duals: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._constant: list[torch.Tensor] = []  # what is given without a gradient
 
     def run(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """A transform of torch's, of what need not be wrapped."""
@@ -69,7 +71,19 @@ class _Level:
             fwAD=SimpleNamespace(_set_fwd_grad_enabled=lambda on: nullcontext(), make_dual=self._dual),
             safe_unpack_dual=composite(eager_transforms.safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._undo)),
         )
-        return own(*args, **kwargs)
+        y = own(*args, **kwargs)
+        self._release()
+        return y
+
+    def _release(self) -> None:
+        """Cut off what the function has written into tensors that it was given, unless that has a graph outside.
+
+        Views stay as they are: torch detaches none in place.
+        """
+        written = [x for x in self._constant if x.requires_grad and _base(x) is None]
+        for x, follows in zip(written, self._follow(written), strict=True):
+            if not follows:
+                x.detach_()
 
     @contextmanager
     def _open(self) -> Iterator[_Level]:
@@ -87,6 +101,8 @@ class _Level:
                 return x
             if _plain(x).is_inference():
                 return x.clone()
+            if not x.requires_grad:
+                self._constant.append(x)
             return (x if self._outside else x.detach()).view_as(x)
 
         return pytree.tree_map(alias, tree)
@@ -175,6 +191,11 @@ class _Level:
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
     return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+
+
+def _base(x: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of."""
+    return base_of(x) if type(x) is GlobalTensor else plain_of(x)._base
 
 
 def leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tensor] = ()) -> bool:
