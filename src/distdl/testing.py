@@ -120,7 +120,7 @@ def assert_adjoint(layer: Any, x: torch.Tensor, dy: torch.Tensor | None = None, 
     if not abs(forward - adjoint) <= tolerance * scale:
         raise AssertionError(
             f"{_named(layer, everyone)}: the backward is not the adjoint: <Fx, dy> = {forward!r} and <x, F*dy> = "
-            f"{adjoint!r}{_where_no_adjoint(layer, everyone, x, y, tolerance)}"
+            f"{adjoint!r}{_where_nan(everyone, y, gradient)}{_where_no_adjoint(layer, everyone, x, y, tolerance)}"
         )
 
 
@@ -261,6 +261,15 @@ def _named(layer: Any, everyone: Partition) -> str:
     return str(everyone.broadcast_data(str(layer) if everyone.comm.rank == 0 else None))
 
 
+def _where_nan(everyone: Partition, y: torch.Tensor, gradient: torch.Tensor) -> str:
+    """Which workers' results and gradients have cells that are nan. Collective."""
+    named = (("y", y), ("the gradient of x", gradient))
+    own = [f"{int(one.isnan().sum())} of {one.numel()} cells of {name}" for name, one in named if one.isnan().any()]
+    told = everyone.allgather_data(own)
+    lines = [f"\n  worker {worker}: nan in {' and '.join(found)}" for worker, found in enumerate(told) if found]
+    return _shortened(lines)
+
+
 def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch.Tensor, tolerance: float) -> str:
     """Which cells of the output depend on which of the input in another way than the backward says. Collective."""
     shapes = everyone.allgather_data((tuple(_reals(x).shape), tuple(_reals(y).shape)))
@@ -289,7 +298,8 @@ def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch
     with torch.no_grad():
         forward = torch.stack([joined(layer(unit)) for unit in units(inputs, x)], 1)
     backward = torch.stack([joined(pulled_back(unit)) for unit in units(outputs, y)])
-    off = ~((forward - backward).abs() <= tolerance * forward.abs().max().clamp(min=1e-300))
+    scale = forward.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-300)  # (of what is nan, all would be off)
+    off = ~((forward - backward).abs() <= tolerance * scale)
     lines = [f"\n  by {int(off.sum())} of {off.numel()} pairs of cells of input and output:"] if off.any() else []
     for row, column in off.nonzero().tolist():
         (source, i), (target, o) = inputs[column], outputs[row]

@@ -119,6 +119,19 @@ def test_a_backward_that_is_no_adjoint():
     assert "y[1] on worker 2 contains 1 times x[1] on worker 0; the backward gives -1 times" in text
 
 
+def test_nan_is_named_and_no_pair_of_equal_numbers():
+    def check(P):
+        layer = Repartition(P[:2].reshape(2), P[2:].reshape(2))
+        x = noise(3) if P.rank < 2 else torch.zeros(0, dtype=torch.float64)
+        assert_adjoint(Wrong(layer, None, 1 if P.rank == 2 else None, torch.nan), x)
+
+    text = raised(check)
+    assert "\n  worker 0: nan in 1 of 3 cells of the gradient of x" in text and "cells of y" not in text
+    assert "by 6 of 36 pairs of cells" in text
+    assert "y[1] on worker 2 contains 1 times x[1] on worker 0; the backward gives nan times" in text
+    assert "gives 0 times" not in text and "gives 1 times" not in text
+
+
 def test_a_gradient_of_another_shape():
     class Unconnected(nn.Module):
         def __init__(self, P, cut):
