@@ -24,6 +24,7 @@ from distdl.globals.functions import (
     lines,
     lookups,
     losses,
+    margins,
     masks,
     matrices,
     normalising,
