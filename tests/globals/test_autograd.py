@@ -473,7 +473,7 @@ USES = {
     "backward": lambda y: y.backward(x35),
     "backwards": lambda y: torch.autograd.backward(y, x35),
     "grad": lambda y: torch.autograd.grad(y, y, x35),
-    "falls back": lambda y: torch.renorm(y, 2, 0, 1.0),
+    "falls back": lambda y: torch.alias_copy(y),
     "asked": lambda y: y.requires_grad,
     "detached": lambda y: y.detach(),
     "list": lambda y: torch._foreach_add([y], 1.0),

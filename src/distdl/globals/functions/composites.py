@@ -38,7 +38,7 @@ for _function in (
 TABLE[torch.clip_] = elementwise
 
 
-@handles("tril_ triu_ cumsum_ cumprod_ addmm_ addmv_ addr_ addbmm_ baddbmm_ put_", "Tensor")
+@handles("tril_ triu_ cumsum_ cumprod_ addmm_ addmv_ addr_ addbmm_ baddbmm_ put_ renorm_", "Tensor")
 def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function out of place, written into its first argument."""
     x = args[0]

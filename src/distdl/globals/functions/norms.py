@@ -312,6 +312,21 @@ def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
+@handles("renorm", "torch Tensor")
+def renorm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Slices across a dim that are longer than a number are shortened to it."""
+
+    def run(input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
+        judged(func, (input, p, dim, maxnorm), {})
+        others = [one for one in range(input.dim()) if one != dim % input.dim()]
+        wide = torch.float32 if input.dtype in HALVES else None
+        norms = norm_over(input, p, others, True, wide)
+        factors = torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)
+        return input * factors.to(input.dtype)
+
+    return run(*args, **kwargs)
+
+
 @handles("dist", "torch Tensor")
 def dist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, other: Any, p: Any = 2) -> Any:
