@@ -251,6 +251,19 @@ def test_slices_across_a_dim(dim):
     assert_same(lambda x, v: (x.index_fill(dim, index, v), x.index_fill_(dim, index, v).sin()), Global(x2), value)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("reduce", ["prod", "mean", "amax", "amin"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_slices_that_are_reduced(dim, reduce):
+    index = torch.tensor([1, 4, 1])
+    source = noise(*[3 if one == dim else n for one, n in enumerate((5, 7))], seed=3)
+    torch.ones(1).index_reduce(0, index[:1] - 1, torch.ones(1), reduce)  # (it warns once, and warnings are errors here)
+    for given in (source, Global(source)):
+        assert_same(lambda x, s: x.index_reduce(dim, index, s, reduce), Global(x2), given)
+        assert_same(lambda x, s: x.index_reduce(dim, index, s, reduce=reduce, include_self=False), Global(x2), given)
+        assert_same(lambda x, s: x.sin().index_reduce_(dim, index, s, reduce), Global(x2), given)
+
+
 def test_a_slice_without_dims():
     one, vector = torch.tensor(1), noise(6)
     assert_same(lambda x: x.index_copy(0, one, x[0]), Global(vector), twice=True)

@@ -180,7 +180,9 @@ def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, 
     return y
 
 
-@handles("index_add index_add_ index_copy index_copy_ index_fill index_fill_", "torch Tensor")
+@handles(
+    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_", "torch Tensor"
+)
 def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """Write slices across a dim, which is whole meanwhile."""
 
@@ -207,6 +209,8 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         source = brought(source, _along(y._layout, dim, source.shape), name)
         block = block_of(y)
         refuses(lambda cell: _added(name, cell, dim, source, **more), block, [1] * input.dim())
+        if func.__name__ == "index_reduce_" and torch.is_grad_enabled():  # (whose derivative needs the old values)
+            block = block.clone()
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
         elif source.requires_grad or has_tangent(source):
@@ -214,7 +218,10 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         z = GlobalTensor._of(block, y._layout)
         return z if func.__name__ == name else write_back(input, z, func.__name__)
 
-    y: GlobalTensor = run(*args, **kwargs)
+    if len(args) > 4:  # (what slices are reduced by)
+        y: GlobalTensor = run(*args[:4], **{"reduce": args[4], **kwargs})
+        return y
+    y = run(*args, **kwargs)
     return y
 
 
