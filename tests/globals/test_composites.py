@@ -381,3 +381,20 @@ def test_torch_raises_the_same(function):
 
 def test_second_derivatives():
     assert_same(lambda x: F.local_response_norm(x, 3, alpha=0.5), Global(x4), twice=True, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, 2, 4, 9])
+@pytest.mark.parametrize("increasing", [False, True])
+def test_powers_of_a_vector(count, increasing):
+    """torch's own has no gradient: it writes what it has saved."""
+
+    def powers(x):
+        if isinstance(x, distdl.GlobalTensor):
+            return torch.vander(x, count, increasing)
+        columns = [x**power for power in range(len(x) if count is None else count)]
+        return torch.stack(columns if increasing else columns[::-1], 1) if columns else x[:, None][:, :0].clone()
+
+    assert_same(lambda x: torch.vander(x, count, increasing), Global(noise(7)), curved=False)
+    assert_same(lambda x: torch.vander(x, count, increasing), Global(torch.arange(5)))
+    assert_same(lambda x: torch.vander(x > 0, count, increasing), Global(noise(7)))
+    assert_same(powers, Global(noise(7)), tolerance=1e-10)

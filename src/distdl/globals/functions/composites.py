@@ -166,6 +166,20 @@ def powers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
+@handles("vander", "torch")
+def powers_from_the_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same of a vector, down to the zeroth, or up as an option says."""
+
+    def run(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+        judged(func, (x, N, increasing), {})
+        count = x.shape[0] if N is None else N
+        x = x.long() if x.dtype is torch.bool else x
+        y = torch.linalg.vander(x, N=max(count, 2))[:, :count]
+        return y.clone() if increasing else y.flip(1)
+
+    return run(*args, **kwargs)
+
+
 @handles("pdist", "torch functional")
 def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The distances of rows from the rows behind them."""
