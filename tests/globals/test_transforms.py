@@ -1,6 +1,7 @@
 """The transforms of torch.func of functions of global tensors, against torch's own of plain ones."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -442,3 +443,25 @@ def test_what_a_function_writes_into_an_argument_has_no_graph_behind_the_transfo
         z = make(y35.clone())
         grad(lambda a, b, w: (b.add_(a * w) * a).sum())(x, z, factor)
         assert z.requires_grad
+
+
+@pytest.mark.parametrize("count", [200, 300])
+def test_many_samples_that_are_taken_one_by_one_are_told_once_for_each_line(count):
+    def work():
+        weight = w55.clone().requires_grad_()
+
+        def through(sample):
+            return (sample @ weight).sum()
+
+        for _ in range(2):
+            vmap(through)(split(noise(count, 5)))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        distdl.run_workers(work, 2)
+    texts = [str(one.message) for one in told if "vmap" in str(one.message)]
+    if count == 200:
+        assert not texts
+    else:
+        assert len(texts) == 2 and all(one.filename == __file__ for one in told)  # (on each worker)
+        assert "vmap of through takes its samples one by one, in 300 calls" in texts[0]

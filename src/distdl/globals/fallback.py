@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from math import prod
@@ -19,7 +18,7 @@ from distdl.globals.entry import value_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.outcome import Described, Outcome, observed
-from distdl.globals.paths import current_place
+from distdl.globals.paths import current_place, users_call
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
@@ -30,8 +29,6 @@ from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
-
-_NOT_THE_USERS = ("distdl.", "torch.")  # modules of which no line is the place of a call
 
 
 class Fallback(NamedTuple):
@@ -218,9 +215,7 @@ def _announce(context: Context, name: str, found: list[GlobalTensor]) -> None:
             f"{where}{name} has no op for global tensors, and fallback='error' forbids to bring {nbytes} bytes "
             "together on one worker; enter one with distdl.register, or use distdl.local_map"
         )
-    frame, level = sys._getframe(2), 3
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USERS):
-        frame, level = frame.f_back, level + 1
+    frame, level = users_call()
     site = (name, path, frame.f_code.co_filename, frame.f_lineno)
     context.fallbacks.setdefault(site, Fallback(name, path, nbytes))
     if mode == "warn" and site not in context.warned:

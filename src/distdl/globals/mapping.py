@@ -7,6 +7,7 @@ blocks, without a message. (See ``globals.transforms`` for how transforms come h
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,21 +22,25 @@ from torch.utils import _pytree as pytree
 from distdl.globals.context import KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
+from distdl.globals.paths import current_place, users_call
 from distdl.globals.replicas import Replica, entered, tied_of
 from distdl.globals.running import is_running, on_blocks
-from distdl.globals.table import composite
+from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.transforms import is_split, leads_beyond
 from distdl.tensors.derivatives import saved_tensors_hooks
 from distdl.tensors.function import TransformError
 
+_MANY = 256  # calls beyond which samples that are taken one by one are told
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
 
 _flat_vmap: Any = vmapping._flat_vmap
 
 
 class _Here(threading.local):
-    calls = 1  # how often the function that runs here is called, by all vmaps around it
+    def __init__(self) -> None:
+        self.calls = 1  # how often the function that runs here is called, by all vmaps around it
+        self.told: set[tuple[str, int]] = set()  # which lines have been told that they make many calls
 
 
 _here = _Here()
@@ -105,6 +110,8 @@ class _Samples:
         try:
             if 0 < most < _here.calls:
                 raise TransformError
+            if _here.calls > _MANY:
+                _tell(self.func, _here.calls)
             draws = self._draws() if self.randomness == "same" else nullcontext
             each = []
             for number in range(self.count):
@@ -196,6 +203,20 @@ class _Samples:
         if any(start == stop for start, stop in layout.intervals[0]):
             raise TransformError
         return layout
+
+
+def _tell(func: Callable[..., Any], calls: int) -> None:
+    """Warn, once for each line that calls vmap, that it takes many samples one by one."""
+    frame, level = users_call()
+    site = (frame.f_code.co_filename, frame.f_lineno)
+    if site not in _here.told and current_place().fallback != "silent":
+        _here.told.add(site)
+        warnings.warn(
+            f"vmap of {name_of(func)} takes its samples one by one, in {calls} calls: it knows tensors that are split, "
+            "or has a gradient of others than its arguments. Give it weights as arguments and samples that lie whole "
+            f"on workers, or batches to functions that take them (called at {site[0]}:{site[1]})",
+            stacklevel=level,
+        )
 
 
 class _Each(tuple[Any, ...]):

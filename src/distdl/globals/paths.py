@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 _PLACE = "_distdl_place"
+_NOT_THE_USERS = ("distdl.", "torch.")  # modules of which no line is the place of a call
 _CALL = torch.nn.Module._call_impl.__code__
 
 
@@ -53,3 +54,11 @@ def current_place() -> Place:
 def current_path() -> str:
     """The path of the module whose forward runs, in the model that was distributed; empty outside."""
     return current_place().path
+
+
+def users_call() -> tuple[FrameType, int]:
+    """The call of the user's that has led here: its frame, and the stack level by which the caller warns of it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    return frame, level
