@@ -107,3 +107,19 @@ def test_wrong_sizes_of_a_bias_are_torchs_errors(shape):
             w, v = noise(6, 4 // groups, *point), noise(4, 6 // groups, *point)
             assert_raises_the_same(lambda x, f=convolve, w=w, n=groups: f(x, w, bias, groups=n), x, text=True)
             assert_raises_the_same(lambda x, f=spread, v=v, n=groups: f(x, v, bias, groups=n), x, text=True)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize(("stride", "kernel"), [(2, 2), (2, 3), (3, 2)])
+def test_third_derivatives_of_a_transposed_convolution(stride, kernel, padding):
+    """Of which torch has none with output padding, which blocks have where the whole has not."""
+
+    def slopes(x, w, b):
+        y = F.conv_transpose2d(x, w, b, stride, padding).tanh()
+        for _ in range(2):
+            found = torch.autograd.grad(y.square().sum(), (x, w, b), create_graph=True)
+            y = torch.cat([one.reshape(-1).tanh() for one in found[1:]]).sum() + found[0].tanh().sum()
+        return y
+
+    weights = noise(2, 2, kernel, kernel) / 4, noise(2)
+    assert_same(slopes, Global(noise(1, 2, 5, 3)), *weights, grids=[(1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 2, 2)])

@@ -67,6 +67,16 @@ class Crop(NamedTuple):
         """Whether the operator has just these outputs."""
         return self.before == self.behind == 0
 
+    def plain(self) -> Crop:
+        """The same without output padding, of a transposed convolution: by less padding, else by zeros.
+
+        >>> Crop(2, 1).plain(), Crop(0, 1).plain()
+        (Crop(padding=1, output_padding=0, before=-1, behind=0), Crop(padding=0, output_padding=0, before=0, behind=1))
+        """
+        padding = max(self.padding - self.output_padding, 0)
+        less = self.padding - padding
+        return Crop(padding, 0, self.before - less, self.behind + self.output_padding - less)
+
 
 class Strip(NamedTuple):
     """What cells add to outputs.

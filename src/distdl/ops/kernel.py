@@ -85,7 +85,8 @@ class Kernel:
             casts: whether torch's autocast is on.
         """
         y: torch.Tensor
-        if x.dim() == _OF_3D and not casts and forward_ad._current_level < 0 and self._is_elsewhere(x, weight):
+        own = any(self.output_padding) or (x.dim() == _OF_3D and self._is_elsewhere(x, weight))
+        if own and not casts and forward_ad._current_level < 0:
             y = _Recorded.apply(self, x, weight, bias)
         elif self.transposed:
             convolve = getattr(functional, f"conv_transpose{x.dim() - _FIRST}d")
@@ -99,6 +100,19 @@ class Kernel:
         return torch.convolution(
             x, weight, bias, self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
         )
+
+    def in_steps(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The same by functions of torch that are differentiable any number of times.
+
+        With output padding, its transposed convolution is so only twice. So with less padding more is computed, and
+        cut off. (Where zeros would have to be added, there is no bias: see ``Crop.plain``.)
+        """
+        if not any(self.output_padding):
+            return self._by_torch(x, weight, bias)
+        crops = [Crop(*pair).plain() for pair in zip(self.padding, self.output_padding, strict=True)]
+        plain = replace(self, padding=tuple(crop.padding for crop in crops), output_padding=(0,) * len(crops))
+        margins = [width for crop in reversed(crops) for width in (crop.before, crop.behind)]
+        return functional.pad(plain._by_torch(x, weight, bias), margins)
 
     def biases(self, weight: torch.Tensor) -> int:
         """How many biases go with weights."""
@@ -194,7 +208,7 @@ class _Recorded(Function):
         x, weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *gradients_of(ctx.kernel._by_torch, (x, weight, bias), needed, dy)
+            return None, *gradients_of(ctx.kernel.in_steps, (x, weight, bias), needed, dy)
         return None, *ctx.kernel.backward(dy, x, weight, needed)
 
 

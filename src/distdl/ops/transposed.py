@@ -94,7 +94,7 @@ class TransposedConvolution:
         )
         lines = [self.geometry.line(dim) for dim in range(len(self.geometry.kernel))]
         later = any(
-            max(line.crop(cells, outputs)[2:]) > 0
+            max(line.crop(cells, outputs).plain()[2:]) > 0
             for line, *along in zip(lines, read, computed, strict=True)
             for cells, outputs in zip(*along, strict=True)
             if cells[0] < cells[1] and outputs[0] < outputs[1]
@@ -118,8 +118,9 @@ class TransposedConvolution:
 
         Args:
             pieces: its output channels, in parts that torch computes at once: whole groups, or parts of one.
-            later: whether a worker has outputs that torch's operator does not compute. Then the bias is added behind
-                it, on every worker, so that second derivatives depend on the same tensors everywhere.
+            later: whether a worker has outputs that torch's operator does not compute without output padding, with
+                which it has no third derivatives. Then the bias is added behind it, on every worker, so that
+                derivatives depend on the same tensors everywhere.
         """
         channels = self.channels
         computes = bool(window) and volume(window) > 0 and volume(outputs) > 0
