@@ -481,6 +481,31 @@ def test_a_parameter_of_no_distributed_model_may_be_swapped():
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_parameters_of_a_distributed_model_are_not_swapped(weights):
+    """They are converted in place instead, as without torch's option."""
+
+    def work():
+        model = distdl.distribute(network(lambda: nn.Linear(4, 3)), partition((2, 1)), weights=weights)
+        parameters, x = list(model.parameters()), distdl.distribute_tensor(noise(5, 4), partition((2, 1)))
+        model(x).sum().backward()
+        doubled = {name: one * 2 for name, one in model.state_dict().items()}
+        model.load_state_dict(doubled)
+        model.float()
+        assert all(one.dtype is one.grad.dtype is torch.float32 for one in parameters)
+        assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+        for name, one in model.state_dict().items():
+            torch.testing.assert_close(one, doubled[name].float())
+        model(x.float()).sum().backward()
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        distdl.run_workers(work, 3)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def test_plain_tensors_that_are_rounded_otherwise_are_no_error():
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(3, 2)), partition((3, 1)))

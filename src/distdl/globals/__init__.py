@@ -5,6 +5,7 @@ from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
 from distdl.globals.models import (
+    converting,
     distribute,
     load_optimizer_state_dict,
     optimizer_state_dict,
@@ -24,6 +25,7 @@ transforms.install()
 mapping.install()
 control_flow.install()
 casting.install()
+converting.install()
 
 __all__ = [
     "GlobalTensor",
