@@ -44,6 +44,25 @@ def test_rows_that_are_looked_up_are_shortened_in_every_table(weights, split):
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize("rows", [3, 2])
+def test_gradients_that_are_divided_by_how_often_a_row_is_looked_up(weights, padding, rows):
+    """By all workers together, of which one has no index of two rows."""
+
+    def work():
+        sequential = network(lambda: nn.Embedding(9, 4, padding_idx=padding, scale_grad_by_freq=True))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3, 1)), weights=weights, fallback="error")
+        for one, x in (
+            (sequential, INDICES[:rows]),
+            (model, distdl.distribute_tensor(INDICES[:rows], partition((3, 1)))),
+        ):
+            one(x).exp().sum().backward()
+        assert_close(model.weight.grad, sequential.weight.grad)
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("padding", [None, 4])
 def test_second_derivatives_where_a_worker_has_no_indices(weights, padding):
     """One has an empty block, and another none."""
 

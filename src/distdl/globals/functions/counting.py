@@ -36,7 +36,7 @@ def bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         found = torch.bincount(cells.detach().reshape(-1), own, count)
         # (of no cells, torch gives whole numbers, whatever the weights)
         wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
-        return _added(layout, _without_derivative(found.to(wanted), "bincount", sizes))
+        return added_up(layout, _without_derivative(found.to(wanted), "bincount", sizes))
 
     return run(*args, **kwargs)
 
@@ -55,7 +55,7 @@ def histc(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             low, high = low - 1, high + 1
         if not (torch.isfinite(torch.tensor([low, high])).all()):
             return fall_back(func, args, kwargs)
-        return _added(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
+        return added_up(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
 
     return run(*args, **kwargs)
 
@@ -79,7 +79,7 @@ def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         one = flat.new_zeros(1), None if own is None else own.new_zeros(1)
         func(one[0], bins, weight=one[1], **options)  # (for torch's error)
         found, edges = func(flat, bins, weight=own, **options)
-        counts = _added(layout, _without_derivative(found, "histogram", cells, sizes))
+        counts = added_up(layout, _without_derivative(found, "histogram", cells, sizes))
         if density:
             counts = counts / (counts.sum() * edges.diff())
         return torch.return_types.histogram((counts, _split(edges, input, "histogram")))
@@ -87,7 +87,7 @@ def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return run(*args, **kwargs)
 
 
-def _added(layout: KnownLayout, counts: torch.Tensor) -> Any:
+def added_up(layout: KnownLayout, counts: torch.Tensor) -> Any:
     """The sum over workers of what each has counted in its block of a tensor that lies so."""
     context, workers, count = layout.context, layout.partition.workers, counts.numel()
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
+from distdl.globals.functions.counting import added_up
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.work import work_on
@@ -39,7 +40,7 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if max_norm is not None and type(weight) is not GlobalTensor:
             _shorten(weight, input, max_norm, norm_type)
             return func(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
-        if type(input) is not GlobalTensor or max_norm is not None or scale_grad_by_freq:
+        if type(input) is not GlobalTensor or max_norm is not None:
             return fall_back(func, args, kwargs)
         if weight.dim() != 2:
             raise RuntimeError("'weight' must be 2-D")
@@ -52,6 +53,9 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
         # (of no indices, torch's second derivative raises)
         y = local(look_up, (*block.shape, columns), (block, (1,) * block.dim()), (table, (max(rows, 1), 1)))
+        if scale_grad_by_freq and torch.is_grad_enabled() and table.requires_grad and input.numel():
+            often = _counts(input, rows)[block.detach()].unsqueeze(-1)
+            y.register_hook(lambda dy: dy / often)
 
         def result() -> Any:
             return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
@@ -116,6 +120,14 @@ _OF_BAGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda rows: rows.mean(1),
     "max": lambda rows: rows.max(1).values,
 }
+
+
+def _counts(indices: GlobalTensor, rows: int) -> torch.Tensor:
+    """How often each row is looked up, by all workers."""
+    own = block_of(indices).detach().reshape(-1)
+    found = torch.zeros(rows, dtype=torch.int64, device=own.device).index_add(0, own, torch.ones_like(own).long())
+    counts: torch.Tensor = added_up(indices._layout, found).full_tensor()
+    return counts
 
 
 def _rows(table: torch.Tensor) -> torch.Tensor:
