@@ -139,6 +139,28 @@ def test_bags_with_factors(options):
         distdl.run_workers(work, 4)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 4}, {"include_last_offset": True}])
+def test_bags_of_uneven_length(weights, mode, options):
+    """One is empty, and some lie on two workers."""
+    indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 8, 4, 0, 0]), torch.tensor([0, 3, 3, 7, 11])
+
+    def work():
+        sequential = network(lambda: nn.EmbeddingBag(9, 4, mode=mode, **options))
+        model = distdl.distribute(copy.deepcopy(sequential), partition((3,)), weights=weights, fallback="error")
+        for given in (offsets, distdl.distribute_tensor(offsets, partition((2,)))):
+            y = model(distdl.distribute_tensor(indices, partition((3,))), given)
+            expected = sequential(indices, offsets)
+            assert_close(y, expected)
+            for one, result in ((model, y), (sequential, expected)):
+                one.zero_grad()
+                result.exp().sum().backward()
+            assert_close(model.weight.grad, sequential.weight.grad)
+
+    run(work)
+
+
 def test_places_in_a_table_have_the_dtype_that_is_asked_for():
     """Also behind a search for others, where workers have no cells."""
 

@@ -67,7 +67,8 @@ def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("embedding_bag", "functional")
 def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, padded or not."""
+    """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, padded or
+    not; the sum and mean also of others."""
 
     def run(
         input: Any,
@@ -86,6 +87,8 @@ def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             _shorten(weight, input, max_norm, norm_type)
             max_norm = None
         alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
+        ends = _ends_of(input, offsets, include_last_offset) if mode in ("sum", "mean") else None
+        alike = alike or ends is not None
         plain = max_norm is None and not scale_grad_by_freq and type(weight) is not GlobalTensor
         if alike and plain and per_sample_weights is not None:
             same = per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
@@ -100,9 +103,35 @@ def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         rows = functional.embedding(input, weight, padding_idx)
         if per_sample_weights is not None:
             rows = rows * per_sample_weights.unsqueeze(-1)
+        if ends is not None:
+            padding = None if padding_idx is None else padding_idx % len(weight)
+            return _of_uneven(mode, rows, input, ends, padding)
         return _OF_BAGS[mode](rows) if padding_idx is None else _of_padded(mode, rows, input, padding_idx % len(weight))
 
     return run(*args, **kwargs)
+
+
+def _ends_of(input: Any, offsets: Any, with_last: bool) -> list[int] | None:
+    """Where each bag of a vector of indices ends, if the offsets say where they begin; None if they do not."""
+    vectors = isinstance(offsets, torch.Tensor) and type(input) is GlobalTensor and input.dim() == offsets.dim() == 1
+    if not vectors or not input.numel() or input._context.comm.imagined:
+        return None
+    begins = entire(offsets).tolist()
+    ends = [*begins[1:], *([] if with_last else [len(input)])]
+    right = begins and begins[0] == 0 and begins == sorted(begins) and begins[-1] <= len(input)
+    return ends if right and (not with_last or (ends and ends[-1] == len(input))) else None
+
+
+def _of_uneven(mode: str, rows: Any, indices: Any, ends: list[int], padding: int | None) -> Any:
+    """The sum or mean of each bag of rows."""
+    bags = torch.bucketize(torch.arange(len(rows)), torch.tensor(ends), right=True).to(rows.device)
+    counts: Any = torch.bincount(bags, minlength=len(ends))
+    if padding is not None:
+        left_out = indices == padding
+        rows = rows.masked_fill(left_out.unsqueeze(-1), 0)
+        counts = torch.zeros_like(counts).index_add(0, bags, (~left_out).long())
+    total = torch.zeros(len(ends), rows.shape[1], dtype=rows.dtype, device=rows.device).index_add(0, bags, rows)
+    return total if mode == "sum" else total / counts.clamp(min=1).unsqueeze(-1)
 
 
 def _of_padded(mode: str, rows: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
