@@ -172,6 +172,8 @@ SPARSE = {
     "on the right": (lambda x: x @ _sparse(6, 4).to_sparse_csr(), noise(5, 6)),
     "mv": (lambda x: torch.mv(_sparse(4, 5).to_sparse(), x), noise(5)),
     "bmm": (lambda x: torch.bmm(_sparse(3, 4, 5).to_sparse(), x), noise(3, 5, 6)),
+    "addmm": (lambda x: torch.sparse.addmm(x[:4], _sparse(4, 5).to_sparse(), x, beta=0.5, alpha=2.0), noise(5, 6)),
+    "addmm, nothing added": (lambda x: torch.sparse.addmm(x, _sparse(5, 5).to_sparse(), x, beta=0.0), noise(5, 6)),
 }
 
 
@@ -188,6 +190,7 @@ def test_products_with_a_sparse_constant(product):
 OF_PARAMETERS = {
     "mm": torch.mm,
     "sparse.mm": torch.sparse.mm,
+    "sparse.addmm": lambda a, x: torch.sparse.addmm(x, a, x, beta=0.5),
     "on the right": lambda a, x: x @ a,
     "softmax": lambda a, x: torch.sparse.mm(torch.sparse.softmax(a, 1), x),
 }

@@ -195,7 +195,19 @@ def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else matmul(func, args, kwargs)
 
 
+def _sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product and the sum: each has its derivatives, by a sparse factor, too."""
+
+    def run(mat: Any, mat1: Any, mat2: Any, *, beta: Any = 1.0, alpha: Any = 1.0) -> Any:
+        product = torch.sparse.mm(mat1, mat2)
+        _check_added(mat, product)
+        return _plus(product if alpha == 1 else product * alpha, mat, beta)
+
+    return run(*args, **kwargs)
+
+
 TABLE[torch.sparse.mm] = _sparse_mm
+TABLE[torch.sparse.addmm] = _sparse_addmm
 
 
 _OF_BLOCKS: dict[str, Any] = {
@@ -243,15 +255,20 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             alpha, beta = kind(alpha), kind(beta)
         if alpha != 1:
             product = product * alpha
-        if beta == 0 and not (input.requires_grad and torch.is_grad_enabled()):
-            return product  # (what is added is not read, then, not even where it is nan)
-        input = _cast_like(input, product)
-        if beta == 0:  # (its gradient is zeros)
-            return product + input.masked_fill(torch.ones((), dtype=torch.bool, device=input.device), 0)
-        return product + (input if beta == 1 else input * beta)
+        return _plus(product, input, beta)
 
     first, second = _FACTORS[func.__name__]
     return run(*args, **{{first: "one", second: "other"}.get(name, name): value for name, value in kwargs.items()})
+
+
+def _plus(product: Any, x: Any, beta: Any) -> Any:
+    """A product, and so many times what is added to it."""
+    if beta == 0 and not (x.requires_grad and torch.is_grad_enabled()):
+        return product  # (what is added is not read, then, not even where it is nan)
+    x = _cast_like(x, product)
+    if beta == 0:  # (its gradient is zeros)
+        return product + x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return product + (x if beta == 1 else x * beta)
 
 
 def _check_added(x: Any, product: Any) -> None:
