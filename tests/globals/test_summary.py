@@ -455,6 +455,28 @@ def test_several_inputs_and_integers():
     assert row.shape == (3, 5, 6) and row.block == (2, 3, 6)
 
 
+@pytest.mark.parametrize("kind", ["normal", "categorical"])
+def test_models_that_make_distributions(kind):
+    """Which check their parameters: nobody knows whether they are right, so they are taken to be."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            if kind == "categorical":
+                choice = torch.distributions.Categorical(logits=y)
+                return choice.log_prob(choice.sample()) + choice.entropy()
+            drawn = torch.distributions.Normal(y, nn.functional.softplus(y) + 0.1)
+            return drawn.log_prob(drawn.rsample()).sum(1)
+
+    told = distdl.summary(Policy(), (2, 1), (6, 4))
+    row = next(row for row in told.rows if not row.path)
+    assert row.shape == (6,) and row.block == (3,)
+
+
 def test_without_backward():
     told = distdl.summary(UNet(), (1, 1, 2, 2), SHAPE, backward=False)
     assert told.totals.backward == (0, 0) and told.totals.activations == 0

@@ -16,7 +16,7 @@ import torch
 from distdl.exchange import Operator
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import judge_dtype
-from distdl.globals.operands import block_of, derivatives_of, moved_block
+from distdl.globals.operands import block_of, derivatives_of, entire, moved_block
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
@@ -300,6 +300,9 @@ def truth_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     (x,) = (*args, *kwargs.values())
     if x.dtype is not torch.bool:
         raise RuntimeError(f"{func.__name__} needs truths; got a tensor of {x.dtype}")
+    if x._context.comm.imagined and func.__name__ == "_is_all_true":  # (what is checked is taken to hold)
+        entire(x.all())
+        return torch.ones((), dtype=torch.bool, device="cpu")
     return x.any() if func.__name__ == "_is_any_true" else x.all()
 
 
