@@ -472,9 +472,19 @@ def test_models_that_make_distributions(kind):
             drawn = torch.distributions.Normal(y, nn.functional.softplus(y) + 0.1)
             return drawn.log_prob(drawn.rsample()).sum(1)
 
-    told = distdl.summary(Policy(), (2, 1), (6, 4))
+    for worker, sent in enumerate(really(Policy(), (2, 1), 2, shape=(6, 4))):
+        told = distdl.summary(Policy(), (2, 1), (6, 4), worker=worker)
+        assert told.totals.backward == sent["backward"]
+        if kind == "normal":  # (multinomial asks for a number of the weights, too, which nobody knows)
+            assert told.totals.forward == sent["forward"]
     row = next(row for row in told.rows if not row.path)
     assert row.shape == (6,) and row.block == (3,)
+
+
+def test_every_worker_of_a_model_that_draws():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    for worker, sent in enumerate(really(model, (2, 1), 2, shape=(6, 4))):
+        assert distdl.summary(model, (2, 1), (6, 4), worker=worker).totals.forward == sent["forward"] == (0, 0)
 
 
 def test_without_backward():

@@ -30,6 +30,7 @@ from distdl.globals.table import name_of, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
 from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
+from distdl.tensors.draws import seed
 from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
 from distdl.transport.communicator import Group, IntArray, Message, Pending
@@ -145,6 +146,7 @@ def rehearse(
     comm = Imagined(me, size)
     P, context = CartesianPartition(comm, workers), Context.of(comm)
     own = distribute(on_meta(model), P, **{"fallback": "silent", **options})
+    context.draws.seed = seed()  # (which inputs bring along where they are split)
 
     def split(x: torch.Tensor) -> torch.Tensor:
         if x.dim() < workers.ndim:
