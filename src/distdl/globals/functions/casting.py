@@ -10,6 +10,8 @@ from collections.abc import Collection
 from functools import wraps
 from typing import Any
 
+import torch
+
 from distdl.globals.functions.applying import widened
 from distdl.globals.nested import map_tensors
 from distdl.globals.table import TABLE, Handler, name_of
@@ -32,7 +34,9 @@ _ON = {  # (of its other functions, torch's own or our ops give the dtype: eleme
 def _wide(handler: Handler, devices: Collection[str]) -> Handler:
     @wraps(handler)
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return handler(func, *map_tensors((args, kwargs), lambda one: widened(one, devices)))
+        if torch._C._is_any_autocast_enabled():
+            args, kwargs = map_tensors((args, kwargs), lambda one: widened(one, devices))
+        return handler(func, args, kwargs)
 
     return run
 
