@@ -34,7 +34,7 @@ from distdl.tensors.function import TransformError
 _MANY = 256  # calls beyond which samples that are taken one by one are told
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
 
-_flat_vmap: Any = vmapping._flat_vmap
+torchs_flat_vmap: Any = vmapping._flat_vmap
 
 
 class _Here(threading.local):
@@ -57,7 +57,7 @@ def _vmap(
     **kwargs: Any,
 ) -> Any:
     """torch's ``_flat_vmap``, which is called for each chunk of samples when all has been checked."""
-    torchs = partial(_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
+    torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
     if torch.compiler.is_compiling():
         return torchs(**kwargs)
     samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
@@ -166,7 +166,7 @@ class _Samples:
         given = [own(x, dim) for x, dim in zip(self.args, self.in_dims, strict=True)]
         named = map_tensors(self.kwargs, own)
         inputs = tensors_in((given, named))
-        vmap_of_any = composite(_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
+        vmap_of_any = composite(torchs_flat_vmap, _unwrap_batched=_UNWRAP_ANY)
         with on_blocks():
             y = vmap_of_any(self.func, stop - start, self.in_dims, given, self.spec, 0, self.randomness, **named)
         flat, spec = pytree.tree_flatten(y)
@@ -237,4 +237,4 @@ def _stack(ys: Sequence[Any]) -> Any:
 def install() -> None:
     """Let vmap of functions of global tensors be ours: torch asks nobody there."""
     patched: Any = vmapping
-    patched._flat_vmap = wraps(_flat_vmap)(_vmap)
+    patched._flat_vmap = wraps(torchs_flat_vmap)(_vmap)
