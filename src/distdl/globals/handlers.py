@@ -15,6 +15,7 @@ from distdl.globals.functions import (
     equations,
     exponentials,
     extremes,
+    flexible,
     foreach,
     fourier,
     grouped,

@@ -91,6 +91,13 @@ def composite(func: Any, **others: Any) -> Callable[..., Any]:
     return rebuilt
 
 
+def copied(func: Any) -> Any:
+    """A function of torch's as it is, which stays so where torch's gets other code."""
+    copy = FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
 def check_is_tensor(value: object, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check what was taken for a tensor and turned out to lack an attribute.
 

@@ -1,0 +1,142 @@
+"""What a function has captured that torch calls for each element: weights, tables, tensors that are split.
+
+Such a function (a ``score_mod`` of attention) runs inside of ``vmap``, on the elements of this worker's block, and may
+read any cell of what it has captured. So each captured tensor comes whole to every worker, once, where the function
+first uses it, and its gradient is the sum over all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._functorch import apis
+from torch._functorch import vmap as vmapping
+from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from distdl.globals.context import Context
+from distdl.globals.mapping import torchs_flat_vmap
+from distdl.globals.nested import map_tensors, tensors_in
+from distdl.globals.operands import block_of, moved_block
+from distdl.globals.replicas import Replica, entered, plain_of
+from distdl.globals.table import composite
+from distdl.globals.tensor import GlobalTensor
+from distdl.globals.transforms import leads_beyond
+from distdl.tensors.function import TransformError
+from distdl.tensors.levels import beneath, is_batched, mapping
+from distdl.tensors.memory import without_memory
+
+# (ours would take one element after another where a function cannot be mapped: of each block, as many as it has)
+_vmap = composite(apis.vmap, vmap_impl=composite(vmapping.vmap_impl, _flat_vmap=torchs_flat_vmap))
+_for_bhqkv: Any = composite(flex._vmap_for_bhqkv, torch=SimpleNamespace(vmap=_vmap))
+
+
+class Captured(TorchFunctionMode):
+    """In which functions of torch get plain tensors in the place of captured ones.
+
+    Args:
+        name: of what the function is given to, for errors.
+        curved: whether captured tensors have gradients.
+        imagined: whether the elements have no memory, as in a rehearsal: then nothing captured has, either.
+    """
+
+    def __init__(self, name: str, context: Context | None = None, curved: bool = False, imagined: bool = False) -> None:
+        self._name, self._context, self._curved, self._imagined = name, context, curved, imagined
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the captured tensor, so that it stays
+        self._made: dict[int, torch.Tensor] = {}  # what the function has computed itself, of captured ones alone
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given, named = map_tensors((args, kwargs or {}), self._own)
+        y = _item(*given) if func is torch.Tensor.__getitem__ else func(*given, **named)
+        for one in tensors_in(y):
+            if one.requires_grad and not is_batched(one):
+                self._made[id(one)] = one
+        return y
+
+    def _own(self, x: torch.Tensor) -> torch.Tensor:
+        found = self._known.get(id(x))
+        if found is not None:
+            return found[1]
+        if type(x) in (GlobalTensor, Replica):
+            split = True
+        else:
+            if is_batched(x):
+                return x
+            split = self._curved and x.requires_grad and torch.is_grad_enabled() and id(x) not in self._made
+        own = self._entered(x) if split else x
+        if self._imagined and not own.is_meta:
+            own = without_memory(own)
+        if own is not x:
+            self._known[id(x)] = x, own
+        return own
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        # (messages are sent outside of vmap, and by code that takes no scalar for an index)
+        with torch._C.DisableTorchFunction(), beneath():
+            if type(x) is Replica:
+                return plain_of(x)
+            if type(x) is not GlobalTensor:
+                assert self._context is not None  # (as for all that has gradients)
+                return entered(x, self._context)
+            layout, block = x._layout, block_of(x)
+            owned = layout if layout.rulers else layout.lifted(1)
+            everywhere = layout.context.everywhere(layout.extents or (1,))
+            block = (block if self._curved else block.detach()).reshape(owned.local)
+            return moved_block(block, owned, everywhere, self._name).reshape(layout.extents)
+
+    def check(self, y: torch.Tensor, *inputs: torch.Tensor) -> None:
+        """Check that what has been computed follows from inputs and from captured tensors that have come here.
+
+        Raises: RuntimeError, on every worker, if it follows from others: their gradients would not be added up.
+        """
+        ends = [*inputs, *(own for _, own in self._known.values())]
+        if y.requires_grad and leads_beyond(y, ends=[one for one in ends if one.requires_grad]):
+            raise RuntimeError(
+                f"{self._name} of global tensors needs functions of scores that use captured tensors where we see it; "
+                "here one was used unseen (as inside of torch._C.DisableTorchFunction), and its gradient would not be "
+                "added up over the workers"
+            )
+
+
+def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
+    """x[index], without a look at the values of scalars, which differ from element to element."""
+    each = tree_leaves(index)
+    if not each or not all(isinstance(one, (torch.Tensor, int)) for one in each):
+        return x[index]
+    y: torch.Tensor = torch.ops.aten.index(
+        x, [torch.tensor(one, dtype=torch.int64, device=x.device) if isinstance(one, int) else one for one in each]
+    )
+    return y
+
+
+def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """The function of all elements, of one of them.
+
+    Args:
+        prefix: as torch has it, for what stands in front of the places: (0,) for the score.
+    """
+
+    def run(*args: Any) -> Any:
+        with captured, mapping():
+            return function(*args)
+
+    def of_all(*args: Any) -> Any:
+        try:
+            return _for_bhqkv(run, prefix=prefix)(*args)
+        except TransformError:
+            raise RuntimeError(_REFUSED) from None
+
+    return of_all
+
+
+_REFUSED = (
+    "flex_attention and create_mask need functions of elements that use what is split over workers by functions of "
+    "torch, from tensors or modules that they have captured; here one sends messages for each element, as "
+    "x.full_tensor() or a layer of distdl.nn does. Call that in front of it"
+)

@@ -1,0 +1,280 @@
+"""Attention with functions of scores and masks, over queries that are split in any way."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from same import Global, assert_raises_the_same, assert_same, noise
+from torch._higher_order_ops.flex_attention import sdpa_dense
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+import distdl
+from distdl.globals.functions.flexible import torchs_flex_attention
+from distdl.globals.table import composite
+from distdl.transport.recording import Recording
+
+# (torch warns once in a process; here a warning is an error)
+flex._WARNINGS_SHOWN.update(("flex_attention_performance", "deprecated_return_lse"))
+q, k, v = noise(2, 3, 5, 4), noise(2, 3, 7, 4, seed=1), noise(2, 3, 7, 6, seed=2)
+GRIDS = [(2, 1, 2, 1), (1, 3, 1, 1), (1, 1, 4, 1), (1, 1, 2, 2), (1, 2, 1, 2)]
+EMPTY = [(4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 5, 1)]  # (workers without cells; with 3 heads, and 5 workers)
+
+# what torch computes where nothing is compiled; it refuses gradients on CPUs
+dense = composite(
+    torchs_flex_attention,
+    flex_attention_hop=sdpa_dense,
+    _validate_device=lambda *_: None,
+    _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,
+)
+
+
+def attend(query, key, value, *args, **kwargs):
+    split = any(isinstance(one, distdl.GlobalTensor) for one in (query, key, value))
+    return (flex_attention if split else dense)(query, key, value, *args, **kwargs)
+
+
+def mask(function, batch=None, heads=None, queries=5, keys=7):
+    return create_block_mask(function, batch, heads, queries, keys, device="cpu", BLOCK_SIZE=2)
+
+
+MODS = {
+    "none": None,
+    "soft cap": lambda score, b, h, i, j: 2 * torch.tanh(score / 2),
+    "places": lambda score, b, h, i, j: score * (b + 1) + 0.3 * h + 0.1 * (i - 2 * j),
+}
+
+
+@pytest.mark.parametrize("mod", MODS)
+@pytest.mark.parametrize(
+    "key, value", [(Global(k), Global(v)), (Global(k, (1, 1, 3, 1)), Global(v, (1, 2, 1, 2))), (k, v)]
+)
+def test_functions_of_scores(mod, key, value):
+    assert_same(lambda q, k, v: attend(q, k, v, MODS[mod]), Global(q), key, value, grids=GRIDS)
+
+
+def test_workers_without_cells():
+    allowed = mask(lambda b, h, i, j: (i + 2 >= j) | (h == 1), 2, 3)
+    assert_same(
+        lambda q, k, v, w: attend(q, k, v, lambda s, b, h, i, j: s + w[h, i, j], allowed, return_lse=True),
+        Global(q), Global(k), Global(v), noise(3, 5, 7), grids=EMPTY,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_torch_as_it_is_called(monkeypatch):
+    """And not its formula alone: with the derivative that torch has for it."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    allowed = mask(lambda b, h, i, j: i + b >= j, 2)
+
+    def function(q, k, v, w):
+        return flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s) + w[h, i, j], allowed, 0.3, return_lse=True)
+
+    assert_same(function, Global(q), Global(k), Global(v), noise(3, 5, 7), grids=GRIDS[:2], tolerance=1e-11)
+
+
+CAPTURED = {
+    "bias": (noise(3, 5, 7), lambda s, w, b, h, i, j: s + w[h, i, j]),
+    "slopes": (noise(3), lambda s, w, b, h, i, j: s + w.exp()[h] * (j - i)),
+    "distances": (noise(9, 3), lambda s, w, b, h, i, j: s + w[(i - j).clamp(-4, 4) + 4, h]),
+    "documents": (noise(2, 7), lambda s, w, b, h, i, j: torch.where(w[b, i] > w[b, j], s, -torch.inf)),
+    "a number": (noise(1)[0], lambda s, w, b, h, i, j: s * w),
+}
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+@pytest.mark.parametrize("split", [False, True])
+def test_what_functions_have_captured(case, split):
+    """A parameter, the same on every worker, or a tensor that is split: it has a gradient in any case."""
+    captured, mod = CAPTURED[case]
+    if case == "a number" and split:
+        captured = noise(4)
+        assert_same(
+            lambda q, k, v, w: (lambda number: attend(q, k, v, lambda s, *_: s * number))(w.mean()),
+            Global(q), Global(k), Global(v), Global(captured), grids=GRIDS,
+        )  # fmt: skip
+        return
+    assert_same(
+        lambda q, k, v, w: attend(q, k, v, lambda s, *places: mod(s, w, *places)),
+        Global(q), Global(k), Global(v), Global(captured) if split else captured, grids=GRIDS,
+    )  # fmt: skip
+
+
+def test_tables_that_are_indexed_twice():
+    """And modules that look up: of these, torch has no derivatives."""
+
+    def function(q, k, v, w):
+        if isinstance(q, distdl.GlobalTensor):
+            near = torch.nn.functional.embedding
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s * w[b][h][i] + near(j % 2, w[0])[i])
+        scores = q @ k.mT / 2 * w[..., None] + w[0][torch.arange(7) % 2].mT
+        return scores.softmax(-1) @ v
+
+    for table in (noise(2, 3, 5), Global(noise(2, 3, 5))):
+        assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS)
+
+
+def test_second_derivatives():
+    """Also of tables that are indexed, of which torch's has none."""
+    assert_same(
+        lambda q, k, v, w: attend(q, k, v, lambda s, *_: torch.tanh(s) * w.sum()),
+        Global(q), Global(k), Global(v), noise(3), grids=GRIDS[:2], twice=True,
+    )  # fmt: skip
+
+    def function(q, k, v, w):
+        if isinstance(q, distdl.GlobalTensor):
+            return flex_attention(q, k, v, lambda s, b, h, i, j: s * w[h] + w[j % 3])
+        scores = q @ k.mT / 2 * w[:, None, None] + w[torch.arange(7) % 3]
+        return scores.softmax(-1) @ v
+
+    assert_same(function, Global(q), Global(k), Global(v), noise(3), grids=GRIDS[:2], twice=True)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 1, 1), (1, 2, 2, 1), (2, 1, 1, 2)])
+def test_heads_that_share_keys(grid):
+    assert_same(
+        lambda q, k, v: attend(q, k, v, MODS["places"], enable_gqa=True),
+        Global(noise(2, 6, 5, 4)), Global(k), Global(v), grids=[grid],
+    )  # fmt: skip
+
+
+def test_keys_of_one_sample():
+    allowed = mask(lambda b, h, i, j: i + b >= j, 2)
+    assert_same(
+        lambda q, k, v: attend(q, k, v, block_mask=allowed), Global(q), Global(k[:1]), Global(v[:1]), grids=GRIDS
+    )
+    assert_same(lambda k, q, v: attend(q, k, v, MODS["places"], allowed), Global(k), q, v, grids=GRIDS)
+
+
+def test_queries_that_read_no_key():
+    nowhere = mask(lambda b, h, i, j: j < i - 1)
+    assert_same(
+        lambda q, k, v: attend(q, k, v, block_mask=nowhere, return_lse=True), Global(q), Global(k), Global(v),
+        grids=GRIDS,
+    )  # fmt: skip
+
+
+def test_a_mask_of_blocks_is_read_as_torch_reads_it():
+    """What its function says counts, and not which blocks are listed."""
+    numbers, places = torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    empty = BlockMask.from_kv_blocks(
+        numbers, places, BLOCK_SIZE=8, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(5, 7)
+    )
+    assert_same(lambda q, k, v: attend(q, k, v, block_mask=empty), Global(q), Global(k), Global(v), grids=GRIDS[:2])
+
+
+def test_results_lie_in_memory_as_queries_do():
+    def function(q, k, v):
+        y = attend(q.transpose(1, 2), k, v)
+        return y, y.stride(), y.is_contiguous(), y.transpose(1, 2).reshape(2, 5, -1).contiguous()
+
+    assert_same(function, Global(noise(2, 5, 3, 4)), Global(k), Global(v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype):
+    lower = torch.bfloat16 if dtype is torch.float32 else dtype
+    for kind in {dtype, lower}:
+        assert_same(
+            lambda q, k, v: attend(q, k, v, MODS["soft cap"]),
+            Global(q.to(dtype)), Global(k.to(kind)), Global(v.to(kind)), grids=GRIDS[:3],
+            tolerance=1e-5 if kind is torch.float32 else 2e-2,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast(dtype):
+    def function(q, k, v):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return flex_attention(q, k, v, MODS["places"])
+
+    given = [Global(one.to(dtype)) for one in (q, k, v)]
+    assert_same(function, *given, grids=GRIDS[:3], curved=False, tolerance=1e-12)
+
+
+WRONG = {
+    "heads": lambda x: flex_attention(x, x[:, :1], x[:, :1]),
+    "features": lambda x: flex_attention(x, x[..., :2], x),
+    "samples": lambda x: flex_attention(x[:1], x, x),
+    "keys": lambda x: flex_attention(x, x[:, :, :3], x),
+    "no keys": lambda x: flex_attention(x, x[:, :, :0], x[:, :, :0]),
+    "dims": lambda x: flex_attention(x[0], x[0], x[0]),
+    "lengths": lambda x: flex_attention(x, x, x, block_mask=mask(lambda b, h, i, j: i >= j)),
+    "kernel": lambda x: flex_attention(x, x, x, kernel_options={"BACKEND": "none"}),
+    "maxima": lambda x: flex_attention(x, x, x, return_aux=AuxRequest(max_scores=True)),
+    "lse twice": lambda x: flex_attention(x, x, x, return_lse=True, return_aux=AuxRequest(lse=True)),
+    "no value": lambda x: flex_attention(x, x),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    kinds = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError)
+    assert_raises_the_same(WRONG[case], q, text=True, kinds=kinds)
+
+
+def _refused(function):
+    def work():
+        x = distdl.distribute_tensor(q, distdl.world()[:2].reshape(1, 1, 2, 1))
+        with pytest.raises(RuntimeError) as found:
+            function(x)
+        return str(found.value)
+
+    texts = set(distdl.run_workers(work, 3))
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def test_what_functions_of_scores_may_not_do():
+    def unseen(s, *places):
+        with torch._C.DisableTorchFunction():
+            return s * weight
+
+    weight = torch.nn.Parameter(noise(1)[0])
+    assert "used unseen" in _refused(lambda x: flex_attention(x, x, x, unseen))
+    text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.full_tensor().sum()))
+    assert "sends messages for each element" in text
+    assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))
+
+
+def test_samples_stay_where_they_are():
+    """Where samples or heads are split, nothing moves; where queries are, keys and values come, as one message each."""
+
+    def work():
+        found = []
+        for grid in [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)]:
+            P, sent = distdl.world().reshape(grid), []
+            x = distdl.distribute_tensor(noise(2, 4, 6, 4), P)
+            P.comm.recorder = Recording(P.comm, lambda _, to=sent: to.append(1), lambda _: None)
+            flex_attention(x, x * 2, x * 3, MODS["places"], mask(lambda b, h, i, j: i >= j, queries=6, keys=6))
+            P.comm.recorder = None
+            found.append(len(sent))
+        return found
+
+    assert distdl.run_workers(work, 2) == [[0, 0, 2]] * 2
+
+
+def test_plain_tensors_go_to_torch():
+    assert torch.equal(flex_attention(q, k, v, MODS["places"]), dense(q, k, v, MODS["places"]))
+    assert "score_mod" in inspect.signature(flex_attention).parameters
+    assert "scaled dot product" in flex_attention.__doc__
+    traced = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    assert torch.equal(traced(q, k, v, MODS["places"]), dense(q, k, v, MODS["places"]))
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(q.clone().requires_grad_(), k, v)
+
+
+def test_compiled_by_torch():
+    """Of global tensors, it is what it is without the compiler; of others, compiled."""
+    traced = torch.compile(flex_attention, backend="eager")
+
+    def function(q, k, v, w):
+        of = traced if isinstance(q, distdl.GlobalTensor) else dense
+        return of(q, k, v, lambda s, b, h, i, j: s + w[h, i, j])
+
+    assert_same(function, Global(q), Global(k), Global(v), noise(3, 5, 7), grids=GRIDS[:1])
+    strict = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert "workers agree and exchange messages" in _refused(lambda x: strict(x, x, x, MODS["soft cap"]))
