@@ -8,7 +8,7 @@ import torch
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch.nn.attention import flex_attention as flex
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
 
 import distdl
 from distdl.globals.functions.flexible import torchs_flex_attention
@@ -162,6 +162,24 @@ def test_a_mask_of_blocks_is_read_as_torch_reads_it():
         numbers, places, BLOCK_SIZE=8, mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(5, 7)
     )
     assert_same(lambda q, k, v: attend(q, k, v, block_mask=empty), Global(q), Global(k), Global(v), grids=GRIDS[:2])
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_masks_of_documents_that_are_split(compiles):
+    """A mask is a plain one, the same on every worker. The compiler is not asked for what it cannot trace."""
+    documents = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 1, 1, 1]])
+
+    def function(documents, x):
+        is_split = isinstance(documents, distdl.GlobalTensor)
+        given = (lambda b, h, i, j: (documents[b, i] == documents[b, j]) & (i >= j), 2, None, 5, 5, "cpu")
+        mask = create_block_mask(*given, BLOCK_SIZE=2, _compile=compiles and is_split)
+        whole = create_mask(*given)
+        scored = create_mask(lambda s, b, h, i, j: s + documents[b, i].log(), *given[1:])
+        assert type(whole) is type(scored) is torch.Tensor
+        return attend(x, x, x, None, mask), whole, scored, mask.to_dense()
+
+    assert_same(function, Global(documents), Global(noise(2, 3, 5, 4)), grids=[(1, 2), (2, 2), (1, 4)])
 
 
 def test_results_lie_in_memory_as_queries_do():

@@ -140,3 +140,28 @@ _REFUSED = (
     "torch, from tensors or modules that they have captured; here one sends messages for each element, as "
     "x.full_tensor() or a layer of distdl.nn does. Call that in front of it"
 )
+
+
+class _Found(Exception):
+    """A tensor that is split, or follows from weights."""
+
+
+class _Finding(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(type(one) in (GlobalTensor, Replica) for one in tensors_in((args, kwargs or {}))):
+            raise _Found
+        return func(*args, **(kwargs or {}))
+
+
+def captures_split(function: Callable[..., Any], *element: torch.Tensor) -> bool:
+    """Whether a function uses captured tensors that are split, or weights of a distributed model, for an element."""
+    try:
+        with _Finding():
+            function(*element)
+    except _Found:
+        return True
+    except Exception:  # (which comes again where all elements are computed)
+        return False
+    return False

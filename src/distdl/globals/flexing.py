@@ -1,21 +1,25 @@
-"""``flex_attention`` looks for global tensors: in torch it asks nobody.
+"""``flex_attention``, ``create_mask`` and ``create_block_mask`` look for global tensors: in torch they ask nobody.
 
-torch compiles what it calls, which takes nothing that is split. It may have been imported by its name before distdl. So
-it stays the function that it is, and gets other code.
+torch compiles what ``flex_attention`` calls, and masks are made by ``vmap``: neither takes what is split. All may have
+been imported by their names before distdl. So they stay the functions that they are, and get other code.
 """
 
 # mypy: disable-error-code="name-defined"
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
+import torch
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import handle_torch_function
 
+from distdl.globals.capturing import Captured, captures_split, mapped
+from distdl.globals.context import worlds
 from distdl.globals.functions.flexible import torchs_flex_attention
 from distdl.globals.replicas import Replica
-from distdl.globals.table import copied
+from distdl.globals.table import composite, copied
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 
@@ -35,14 +39,35 @@ def _of_split(*args: Any, **kwargs: Any) -> Any:
 leave_uncompiled(_of_split)
 
 
-# (its code runs with the names of torch's module)
+def _create_mask(*args: Any, **kwargs: Any) -> Any:
+    if not worlds.count or torch.compiler.is_compiling():
+        return _torchs_create_mask(*args, **kwargs)
+    captured = Captured("create_mask")
+    of = composite(_torchs_create_mask, _vmap_for_bhqkv=lambda function, prefix: mapped(function, captured, prefix))
+    return of(*args, **kwargs)
+
+
+def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
+    if worlds.count and not torch.compiler.is_compiling():
+        named = _OF_BLOCK_MASK.bind(*args, **kwargs)
+        if named.arguments.get("_compile") and captures_split(named.arguments["mask_mod"], *torch.zeros(4).long()):
+            named.arguments["_compile"] = False  # (what is split cannot be traced)
+        args, kwargs = named.args, named.kwargs
+    return _torchs_create_block_mask(*args, **kwargs)
+
+
+_torchs_create_mask, _torchs_create_block_mask = copied(flex.create_mask), copied(flex.create_block_mask)
+_OF_BLOCK_MASK = signature(flex.create_block_mask)
+# (their code runs with the names of torch's module)
 _ENTRIES: dict[Any, Any] = {
     _flex_attention: lambda *args, **kwargs: _distdl_flex_attention(*args, **kwargs),  # noqa: F821
+    _create_mask: lambda *args, **kwargs: _distdl_create_mask(*args, **kwargs),  # noqa: F821
+    _create_block_mask: lambda *args, **kwargs: _distdl_create_block_mask(*args, **kwargs),  # noqa: F821
 }
 
 
 def install() -> None:
-    """Give torch's function the code that looks for global tensors."""
+    """Give torch's functions the code that looks for global tensors."""
     for own, entry in _ENTRIES.items():
         name = own.__name__.removeprefix("_")
         function = getattr(flex, name)
