@@ -23,6 +23,7 @@ from distdl.nn.compiling import leave_uncompiled
 from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_checkpointed, is_recomputed
+from distdl.tensors.levels import beneath
 from distdl.tensors.modes import unobserved
 from distdl.tensors.repeats import checkpoints
 
@@ -140,7 +141,8 @@ class Parameters(dict[str, Any]):
         parameter = super().__getitem__(name)
         if parameter is None or not (self.copies.running or self._is_recomputed()):
             return parameter
-        with torch._C.DisableTorchFunction():  # (no mode is to see each call on the way to a copy, nor ours)
+        # (no mode is to see each call on the way to a copy, nor ours; and a copy is none of an element)
+        with torch._C.DisableTorchFunction(), beneath():
             return self.copies.of(self, parameter)
 
     def _is_recomputed(self) -> bool:
