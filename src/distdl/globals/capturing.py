@@ -8,13 +8,11 @@ first uses it, and its gradient is the sum over all workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch._functorch import apis
 from torch._functorch import vmap as vmapping
-from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +30,8 @@ from distdl.tensors.memory import without_memory
 
 # (ours would take one element after another where a function cannot be mapped: of each block, as many as it has)
 _vmap = composite(apis.vmap, vmap_impl=composite(vmapping.vmap_impl, _flat_vmap=torchs_flat_vmap))
-_for_bhqkv: Any = composite(flex._vmap_for_bhqkv, torch=SimpleNamespace(vmap=_vmap))
+# (places of samples, heads, queries and keys; as in torch's own, the last of them is mapped first)
+_PLACES = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)
 
 
 class Captured(TorchFunctionMode):
@@ -116,10 +115,10 @@ def _item(x: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """The function of all elements, of one of them.
+    """A function of all elements, of what stands in front of their places and of these; given that of one element.
 
     Args:
-        prefix: as torch has it, for what stands in front of the places: (0,) for the score.
+        prefix: as torch has it: (0,) for scores in front of the places.
     """
 
     def run(*args: Any) -> Any:
@@ -127,8 +126,11 @@ def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, 
             return function(*args)
 
     def of_all(*args: Any) -> Any:
+        of_some = run
+        for dims in _PLACES:
+            of_some = _vmap(of_some, in_dims=prefix + dims)
         try:
-            return _for_bhqkv(run, prefix=prefix)(*args)
+            return of_some(*args)
         except TransformError:
             raise RuntimeError(_REFUSED) from None
 
