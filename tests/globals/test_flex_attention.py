@@ -226,6 +226,7 @@ WRONG = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments(case):
     kinds = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError)
@@ -283,6 +284,7 @@ def test_plain_tensors_go_to_torch():
         flex_attention(q.clone().requires_grad_(), k, v)
 
 
+@pytest.mark.compiles
 def test_compiled_by_torch():
     """Of global tensors, it is what it is without the compiler; of others, compiled."""
     traced = torch.compile(flex_attention, backend="eager")
