@@ -9,6 +9,7 @@ from same import Global, assert_raises_the_same, assert_same, noise
 from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distdl
 from distdl.globals.functions.flexible import torchs_flex_attention
@@ -272,6 +273,39 @@ def test_samples_stay_where_they_are():
         return found
 
     assert distdl.run_workers(work, 2) == [[0, 0, 2]] * 2
+
+
+def test_no_tensor_is_larger_than_a_share_of_the_scores():
+    class Largest(TorchDispatchMode):
+        cells = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            y = func(*args, **(kwargs or {}))
+            if isinstance(y, torch.Tensor):
+                self.cells = max(self.cells, y.untyped_storage().nbytes() // y.element_size())
+            return y
+
+    weight = torch.nn.Parameter(noise(3))
+
+    def work():
+        x = distdl.distribute_tensor(noise(2, 3, 64, 4), distdl.world().reshape(1, 1, 4, 1)).requires_grad_()
+        causal = mask(lambda b, h, i, j: i >= j, queries=64, keys=64)
+        with Largest() as seen:
+            flex_attention(x, x, x, lambda s, b, h, i, j: torch.tanh(s) * weight[h] + i - j, causal).sum().backward()
+        return seen.cells
+
+    assert distdl.run_workers(work, 4) == [2 * 3 * 16 * 64] * 4
+
+
+def test_functions_that_write_scores_in_place():
+    def function(q, k, v, w):
+        def mod(s, b, h, i, j):
+            s += w[h]
+            return s.mul_(2)
+
+        return attend(q, k, v, mod)
+
+    assert_same(function, Global(q), Global(k), Global(v), noise(3), grids=GRIDS[:3])
 
 
 def test_plain_tensors_go_to_torch():
