@@ -58,6 +58,15 @@ _OF_OTHERS = re.compile(  # whose dtype follows from torch's own on blocks, from
 )
 
 
+ALIKE = {  # of which the second is of float32
+    "bilinear": lambda x, y: F.bilinear(x, x, y[None]),
+    "cross": lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
+    "dot": lambda x, y: x[0].dot(y[0]),
+    "scatter_add": lambda x, y: x.scatter_add(0, torch.zeros(1, 4, dtype=torch.int64), y),
+    "index_put": lambda x, y: x.index_put((torch.tensor([1]),), y[:1]),
+}
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", CPU)
 def test_dtypes_and_values_are_those_of_the_cpu(name, dtype):
@@ -104,6 +113,21 @@ def test_what_a_gpu_computes_in_float32_is_float32(name, monkeypatch):
     assert distdl.run_workers(work, 3) == [torch.float32] * 3
 
 
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_a_gpu_computes_in_the_widest_dtype_is_of_that(name, monkeypatch):
+    """The same; and of half precision alone, it stays so, as sums without nan do and products of chains do not."""
+    monkeypatch.setattr(applying, "_kind", lambda x: "cuda")
+
+    def work():
+        P = distdl.world()[:2].reshape(2, 1)
+        x, y = (distdl.distribute_tensor(one, P) for one in (square.bfloat16(), square.float()))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert x.nansum().dtype is x.nanmean(0).dtype is torch.linalg.multi_dot([x, y, x]).dtype is torch.bfloat16
+            return ALIKE[name](x, y).dtype
+
+    assert distdl.run_workers(work, 3) == [torch.float32] * 3
+
+
 def test_every_function_of_a_gpus_list_is_known():
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lists = re.split(r"#define AT_FORALL_", header.read_text())
@@ -111,5 +135,5 @@ def test_every_function_of_a_gpus_list_is_known():
     (chosen,) = [one for one in lists if one.startswith("FP32_SET_OPT_DTYPE(")]
     names = set(re.findall(r"\b_\((\w+)", wide + chosen)) - {"_"}
     assert len(names) > 50
-    known = {*casting._ALWAYS.split(), *casting._ON["cuda"].split()}
+    known = {*casting._WIDE["cuda"].split()}
     assert not {name for name in names - known if not _OF_OTHERS.fullmatch(name)}

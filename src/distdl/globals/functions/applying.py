@@ -119,6 +119,12 @@ def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
     return x.float() if x.dtype in HALVES and _kind(x) in devices and autocast_dtype(x) is not None else x
 
 
+def narrowed(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
+    """A tensor in the dtype of the autocast of one of these types of device. (Of float64, torch casts nothing.)"""
+    cast = autocast_dtype(x) if _kind(x) in devices and x.is_floating_point() and x.dtype is not torch.float64 else None
+    return x if cast is None else x.to(cast)
+
+
 def _kind(x: torch.Tensor) -> str:
     """The type of a tensor's device."""
     return x.device.type

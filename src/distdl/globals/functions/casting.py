@@ -1,23 +1,24 @@
-"""Functions that torch's autocast computes in float32, as its lists say, for each type of device.
+"""Functions that torch's autocast computes in another dtype, as its lists say, for each type of device.
 
 Where torch's own function computes on blocks, it casts them. Where we make a function of others, or where a worker has
-no cells to compute with, the result would be of half precision. So what these functions get is cast before they run.
+no cells to compute with, the result would be of another dtype. So what these functions get is cast before they run: to
+float32, to the dtype of autocast, or to the widest of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Any
 
 import torch
 
-from distdl.globals.functions.applying import widened
-from distdl.globals.nested import map_tensors
+from distdl.globals.functions.applying import narrowed, widened
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.table import TABLE, Handler, name_of
 
-_ALWAYS = "cdist cosine_embedding_loss multi_margin_loss multilabel_margin_loss prod triplet_margin_loss"
-_ON = {  # (of its other functions, torch's own or our ops give the dtype: elements, their losses, sums, softmax)
+_ALWAYS = " cdist cosine_embedding_loss multi_margin_loss multilabel_margin_loss prod triplet_margin_loss"
+_WIDE = {  # (of its other functions, torch's own or our ops give the dtype: elements, their losses, sums, softmax)
     "cpu": "adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices avg_pool3d cholesky "
     "cholesky_inverse cholesky_solve fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft "
     "fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn geqrf grid_sample "
@@ -25,29 +26,48 @@ _ON = {  # (of its other functions, torch's own or our ops give the dtype: eleme
     "linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve "
     "linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve "
     "max_unpool1d max_unpool2d max_unpool3d nanquantile orgqr ormqr pinverse qr quantile stft svd trace "
-    "triangular_solve view_as_complex",
+    "triangular_solve view_as_complex" + _ALWAYS,
     "cuda": "cosine_similarity cumprod cumsum dist group_norm layer_norm linalg_matrix_norm linalg_norm logsumexp "
-    "pdist renorm rms_norm special_logsumexp",
+    "pdist renorm rms_norm special_logsumexp" + _ALWAYS,
 }
 
 
-def _wide(handler: Handler, devices: Collection[str]) -> Handler:
+_NARROW = {"cuda": "chain_matmul linalg_multi_dot"}  # (of the others, our ops and torch's own cast)
+_ALIKE = {"cpu": "index_copy", "cuda": "bilinear cross dot grid_sample index_put scatter_add tensordot vdot"}
+
+Cast = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _to_wide(devices: Collection[str], args: Any) -> Cast:
+    return lambda one: widened(one, devices)
+
+
+def _to_narrow(devices: Collection[str], args: Any) -> Cast:
+    return lambda one: narrowed(one, devices)
+
+
+def _to_widest(devices: Collection[str], args: Any) -> Cast:
+    return _to_wide(devices, args) if any(one.dtype is torch.float32 for one in tensors_in(args)) else lambda one: one
+
+
+def _casting(handler: Handler, cast: Callable[[Collection[str], Any], Cast], devices: Collection[str]) -> Handler:
     @wraps(handler)
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._is_any_autocast_enabled():
-            args, kwargs = map_tensors((args, kwargs), lambda one: widened(one, devices))
+            args, kwargs = map_tensors((args, kwargs), cast(devices, (args, kwargs)))
         return handler(func, args, kwargs)
 
     return run
 
 
 def install() -> None:
-    """Let the handlers of these functions get wide tensors."""
-    devices: dict[str, list[str]] = {}
-    for device, names in _ON.items():
-        for name in (_ALWAYS + " " + names).split():
-            devices.setdefault(name, []).append(device)
-    for function, handler in TABLE.items():
-        found = devices.get(name_of(function)) if function is not None else None
-        if found is not None:
-            TABLE[function] = _wide(handler, found)
+    """Let the handlers of these functions get tensors of the dtype in which torch computes."""
+    for cast, lists in ((_to_wide, _WIDE), (_to_narrow, _NARROW), (_to_widest, _ALIKE)):
+        devices: dict[str, list[str]] = {}
+        for device, names in lists.items():
+            for name in names.split():
+                devices.setdefault(name, []).append(device)
+        for function, handler in TABLE.items():
+            found = devices.get(name_of(function)) if function is not None else None
+            if found is not None:
+                TABLE[function] = _casting(handler, cast, found)

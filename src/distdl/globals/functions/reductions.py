@@ -322,6 +322,7 @@ def without_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return input.sum(dim, keepdim, dtype=dtype)
         there = ~input.detach().isnan()
         y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
+        y = y.to(input.dtype) if dtype is None else y  # (which autocast does not cast, as it does sums)
         return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y
 
     return run(*args, **kwargs)
