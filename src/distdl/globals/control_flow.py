@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from distdl.globals.replicas import Replica
 from distdl.globals.running import is_running
-from distdl.globals.table import TABLE, composite
+from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.transforms import is_split
 from distdl.nn.compiling import REASON
@@ -86,16 +86,6 @@ _EAGER: dict[str, Callable[..., Any]] = {
 
 # by what the compiler says where a function that it is given knows what is split
 _SPLIT = REASON, GlobalTensor.__name__, Replica.__name__
-
-
-def _sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(x: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-        return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
-
-    return run(*args, **kwargs)
-
-
-TABLE[torch.ops.aten.slice] = _sliced  # (which torch's scans call)
 
 
 def install() -> None:

@@ -16,7 +16,7 @@ from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View, note_picked
-from distdl.globals.table import handles
+from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
 
@@ -175,6 +175,18 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return part(input, [*[slice(None)] * dim, step])
 
     return run(*args, **kwargs)
+
+
+def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The places of a dim from one to another, by steps."""
+
+    def run(input: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
+        return part(input, [*[slice(None)] * (dim % input.dim()), _slice(*rest, **more)])
+
+    return run(*args, **kwargs)
+
+
+TABLE[torch.ops.aten.slice] = sliced  # (which torch's associative scan calls)
 
 
 @handles("select_scatter slice_scatter", "torch Tensor")
