@@ -1,6 +1,8 @@
 """Attention with functions of scores and masks, over queries that are split in any way."""
 
 import inspect
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -332,3 +334,33 @@ def test_compiled_by_torch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "workers agree and exchange messages" in _refused(lambda x: strict(x, x, x, MODS["soft cap"]))
+
+
+def test_distdl_is_imported_again():
+    """By a notebook, or a test that drops its modules: torch's functions do not call themselves for ever."""
+    code = """
+import importlib, inspect, sys, torch
+from torch.nn.attention import flex_attention as flex
+
+def arguments():
+    return [inspect.getfullargspec(one) for one in (flex.flex_attention, flex.create_mask, flex.create_block_mask)]
+
+before = arguments()
+flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+q = torch.ones(1, 1, 3, 2)
+for again in range(3):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
+        del sys.modules[name]
+    import distdl
+    importlib.reload(sys.modules["distdl.globals.flexing"]).install()
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
+    assert flex.flex_attention(q, q, q, block_mask=mask).sum() == 6
+assert before == arguments()
+
+def work():
+    x = distdl.distribute_tensor(q, distdl.world().reshape(1, 1, 2, 1))
+    return flex.flex_attention(x, x, x).sum().item()
+
+assert distdl.run_workers(work, 2) == [6, 6]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

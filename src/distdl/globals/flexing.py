@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function
 
 from distdl.globals.capturing import Captured, captures_split, mapped
 from distdl.globals.context import worlds
-from distdl.globals.functions.flexible import torchs_flex_attention
+from distdl.globals.functions.flexible import torchs, torchs_flex_attention
 from distdl.globals.replicas import Replica
 from distdl.globals.table import composite, copied
 from distdl.globals.tensor import GlobalTensor
@@ -56,7 +56,7 @@ def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
     return _torchs_create_block_mask(*args, **kwargs)
 
 
-_torchs_create_mask, _torchs_create_block_mask = copied(flex.create_mask), copied(flex.create_block_mask)
+_torchs_create_mask, _torchs_create_block_mask = torchs(flex.create_mask), torchs(flex.create_block_mask)
 _OF_BLOCK_MASK = signature(flex.create_block_mask)
 # (their code runs with the names of torch's module)
 _ENTRIES: dict[Any, Any] = {
@@ -72,5 +72,8 @@ def install() -> None:
         name = own.__name__.removeprefix("_")
         function = getattr(flex, name)
         setattr(flex, f"_distdl_{name}", own)
+        if f"_distdl_{name}" in function.__code__.co_names:
+            continue  # (distdl has been imported before)
+        function.__signature__ = signature(function)
         function.__wrapped__ = copied(function)
         function.__code__, function.__defaults__, function.__kwdefaults__ = entry.__code__, None, None
