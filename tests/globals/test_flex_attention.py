@@ -118,6 +118,38 @@ def test_tables_that_are_indexed_twice():
         assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS)
 
 
+@pytest.mark.parametrize("table", [noise(3), Global(noise(3))])
+def test_what_functions_keep_for_another_time(table):
+    """Its gradient counts once, also where that of another call follows from it."""
+
+    def function(q, k, v, w):
+        kept = []
+
+        def mod(s, b, h, i, j):
+            if not kept:
+                kept.append(w.exp())
+            return s * kept[0][h]
+
+        y = attend(q, k, v, mod) + attend(q, k, 2 * v, mod)
+        again = kept[0] * 2
+        return y + attend(q, k, v, lambda s, b, h, i, j: s + again[h] * w[h])
+
+    assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS[:3])
+
+
+@pytest.mark.parametrize("table", [noise(3), Global(noise(3))])
+def test_functions_that_read_without_gradients_first(table):
+    def function(q, k, v, w):
+        def mod(s, b, h, i, j):
+            with torch.no_grad():
+                largest = torch.stack(list(w)).abs().max()
+            return s * w[h] / largest
+
+        return attend(q, k, v, mod)
+
+    assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS[:3])
+
+
 def test_second_derivatives():
     """Also of tables that are indexed, of which torch's has none."""
     assert_same(
@@ -255,6 +287,8 @@ def test_what_functions_of_scores_may_not_do():
 
     weight = torch.nn.Parameter(noise(1)[0])
     assert "used unseen" in _refused(lambda x: flex_attention(x, x, x, unseen))
+    text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.mul_(2).sum()))
+    assert "write into no captured tensor" in text and "mul_ does" in text
     text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.full_tensor().sum()))
     assert "sends messages for each element" in text
     assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))

@@ -17,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from distdl.globals.context import Context
+from distdl.globals.lineage import note_entered
 from distdl.globals.mapping import torchs_flat_vmap
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of, moved_block
 from distdl.globals.replicas import Replica, entered, plain_of
-from distdl.globals.table import composite
+from distdl.globals.table import composite, name_of, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.transforms import leads_beyond
 from distdl.tensors.function import TransformError
@@ -45,6 +46,7 @@ class Captured(TorchFunctionMode):
 
     def __init__(self, name: str, context: Context | None = None, curved: bool = False, imagined: bool = False) -> None:
         self._name, self._context, self._curved, self._imagined = name, context, curved, imagined
+        self._grads = curved and torch.is_grad_enabled()  # (the function may use some without them first)
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the captured tensor, so that it stays
         self._made: dict[int, torch.Tensor] = {}  # what the function has computed itself, of captured ones alone
 
@@ -52,6 +54,11 @@ class Captured(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given, named = map_tensors((args, kwargs or {}), self._own)
+        if args and given[0] is not args[0] and writes(func, named):
+            raise RuntimeError(
+                f"{self._name} of global tensors needs functions of elements that write into no captured tensor that "
+                f"is split, is a weight or has a gradient; here {name_of(func)} does. Write in front of it"
+            )
         y = _item(*given) if func is torch.Tensor.__getitem__ else func(*given, **named)
         for one in tensors_in(y):
             if one.requires_grad and not is_batched(one):
@@ -71,13 +78,13 @@ class Captured(TorchFunctionMode):
         own = self._entered(x) if split else x
         if self._imagined and not own.is_meta:
             own = without_memory(own)
-        if own is not x:
+        if split or own is not x:
             self._known[id(x)] = x, own
         return own
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         # (messages are sent outside of vmap, and by code that takes no scalar for an index)
-        with torch._C.DisableTorchFunction(), beneath():
+        with torch._C.DisableTorchFunction(), beneath(), torch.set_grad_enabled(self._grads):
             if type(x) is Replica:
                 return plain_of(x)
             if type(x) is not GlobalTensor:
@@ -87,7 +94,9 @@ class Captured(TorchFunctionMode):
             owned = layout if layout.rulers else layout.lifted(1)
             everywhere = layout.context.everywhere(layout.extents or (1,))
             block = (block if self._curved else block.detach()).reshape(owned.local)
-            return moved_block(block, owned, everywhere, self._name).reshape(layout.extents)
+            own = moved_block(block, owned, everywhere, self._name).view(layout.extents)
+            note_entered(own, layout.context)  # (so what the function keeps of it does not once more)
+            return own
 
     def check(self, y: torch.Tensor, *inputs: torch.Tensor) -> None:
         """Check that what has been computed follows from inputs and from captured tensors that have come here.

@@ -48,6 +48,13 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     return next(iter(found), None)
 
 
+def note_entered(tensor: torch.Tensor, context: Any) -> None:
+    """Note that a plain tensor, whole on each worker, has a gradient that adds up over all workers of a context."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_KEY] = frozenset((context,))
+
+
 def may_differ(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor may be another one on each worker.
 
