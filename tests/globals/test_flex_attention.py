@@ -294,6 +294,44 @@ def test_what_functions_of_scores_may_not_do():
     assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("number", [False, True])
+def test_functions_that_know_what_is_split_for_plain_queries(number):
+    def function(x):
+        w = x.mean((2, 3))
+        flex_attention(q, k, v, (lambda s, *_: s * w.sum()) if number else (lambda s, b, h, i, j: s + w[b, h]))
+
+    assert "distribute the query" in _refused(function)
+
+
+def test_errors_of_plain_arguments_in_a_world():
+    """They are torch's own."""
+
+    def causal(b, h, i, j):
+        return True
+
+    cases = [
+        lambda: create_block_mask(causal),
+        lambda: create_block_mask(causal, 1, 1, 2, 2, blocks=2),
+        lambda: create_mask(causal, 1, 1, 2, 2, "cpu"),
+        lambda: flex_attention(q, k[:1], v),
+    ]
+
+    def texts():
+        found = []
+        for case in cases:
+            with pytest.raises((TypeError, ValueError)) as error:
+                case()
+            found.append((error.type, str(error.value)))
+        return found
+
+    def work():
+        distdl.distribute_tensor(q, distdl.world().reshape(1, 1, 2, 1))
+        return texts()
+
+    assert distdl.run_workers(work, 2) == [texts()] * 2
+
+
 def test_samples_stay_where_they_are():
     """Where samples or heads are split, nothing moves; where queries are, keys and values come, as one message each."""
 

@@ -8,6 +8,7 @@ first uses it, and its gradient is the sum over all workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -130,6 +131,7 @@ def mapped(function: Callable[..., Any], captured: Captured, prefix: tuple[int, 
         prefix: as torch has it: (0,) for scores in front of the places.
     """
 
+    @wraps(function)
     def run(*args: Any) -> Any:
         with captured, mapping():
             return function(*args)

@@ -28,7 +28,36 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     for one in (*args[:3], kwargs.get("query"), kwargs.get("key"), kwargs.get("value")):
         if type(one) is GlobalTensor or type(one) is Replica:
             return _of_split(*args, **kwargs)
-    return torchs_flex_attention(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling() or not worlds.count:
+        return torchs_flex_attention(*args, **kwargs)
+    try:
+        return torchs_flex_attention(*args, **kwargs)
+    except Exception:
+        if _is_split_captured(*args, **kwargs):
+            raise RuntimeError(_PLAIN) from None
+        raise
+
+
+def _is_split_captured(
+    query: Any = None,
+    key: Any = None,
+    value: Any = None,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    places = torch.zeros(4, dtype=torch.int64).unbind()
+    if score_mod is not None and captures_split(score_mod, torch.zeros(()), *places):
+        return True
+    return block_mask is not None and captures_split(block_mask.mask_mod, *places)
+
+
+_PLAIN = (
+    "flex_attention of plain tensors is torch's, which takes no functions of scores or masks that have captured global "
+    "tensors or weights of a distributed model; distribute the query (distdl.distribute_tensor), or capture "
+    "x.full_tensor()"
+)
 
 
 def _of_split(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +69,7 @@ leave_uncompiled(_of_split)
 
 
 def _create_mask(*args: Any, **kwargs: Any) -> Any:
-    if not worlds.count or torch.compiler.is_compiling():
+    if not worlds.count or torch.compiler.is_dynamo_compiling():
         return _torchs_create_mask(*args, **kwargs)
     captured = Captured("create_mask")
     of = composite(_torchs_create_mask, _vmap_for_bhqkv=lambda function, prefix: mapped(function, captured, prefix))
@@ -48,8 +77,11 @@ def _create_mask(*args: Any, **kwargs: Any) -> Any:
 
 
 def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
-    if worlds.count and not torch.compiler.is_compiling():
-        named = _OF_BLOCK_MASK.bind(*args, **kwargs)
+    if worlds.count and not torch.compiler.is_dynamo_compiling():
+        try:
+            named = _OF_BLOCK_MASK.bind(*args, **kwargs)
+        except TypeError:
+            return _torchs_create_block_mask(*args, **kwargs)  # (for torch's error)
         if named.arguments.get("_compile") and captures_split(named.arguments["mask_mod"], *torch.zeros(4).long()):
             named.arguments["_compile"] = False  # (what is split cannot be traced)
         args, kwargs = named.args, named.kwargs
