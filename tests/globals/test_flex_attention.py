@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distdl
 from distdl.globals.functions.flexible import torchs_flex_attention
 from distdl.globals.table import composite
+from distdl.testing import Counting
 from distdl.transport.recording import Recording
 
 # (torch warns once in a process; here a warning is an error)
@@ -292,6 +293,22 @@ def test_what_functions_of_scores_may_not_do():
     text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.full_tensor().sum()))
     assert "sends messages for each element" in text
     assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))
+
+
+def test_functions_that_know_tensors_of_another_world():
+    def work():
+        P = distdl.world()
+        other = distdl.Partition(Counting(P.comm)).create_partition_inclusive([0, 1]).reshape(2)
+        x, w = (distdl.distribute_tensor(one, grid) for one, grid in ((q, P.reshape(1, 1, 2, 1)), (noise(3), other)))
+        unequal = BlockMask.from_kv_blocks(
+            torch.zeros(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+            BLOCK_SIZE=8, mask_mod=lambda b, h, i, j: w[h] > 0, seq_lengths=(5, 5),
+        )  # fmt: skip
+        for given in ((lambda s, b, h, i, j: s + w[h], None), (None, unequal)):
+            with pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 2 and of 2"):
+                flex_attention(x, x, x, *given)
+
+    distdl.run_workers(work, 2)
 
 
 @pytest.mark.compiles

@@ -41,6 +41,7 @@ class Captured(TorchFunctionMode):
 
     Args:
         name: of what the function is given to, for errors.
+        context: that of the inputs; None if they are in no world.
         curved: whether captured tensors have gradients.
         imagined: whether the elements have no memory, as in a rehearsal: then nothing captured has, either.
     """
@@ -72,6 +73,7 @@ class Captured(TorchFunctionMode):
             return found[1]
         if type(x) in (GlobalTensor, Replica):
             split = True
+            self._check_world(x._context)  # type: ignore[attr-defined]
         else:
             if is_batched(x):
                 return x
@@ -82,6 +84,13 @@ class Captured(TorchFunctionMode):
         if split or own is not x:
             self._known[id(x)] = x, own
         return own
+
+    def _check_world(self, other: Context) -> None:
+        """Raises: ValueError for another world than that of the inputs."""
+        own = self._context
+        if own is not None and other is not own and not own.comm.imagined:
+            sizes = f"{own.comm.size} and of {other.comm.size}"
+            raise ValueError(f"{self._name} needs tensors of one world; got some of worlds of {sizes} workers")
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         # (messages are sent outside of vmap, and by code that takes no scalar for an index)

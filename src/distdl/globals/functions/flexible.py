@@ -161,7 +161,7 @@ class _Scoring:
         self._score_mod, self._mask_mod = score_mod, mask_mod
         imagined = placed.parts[0].is_meta
         self._captured = Captured(_NAME, placed.context, curved=True, imagined=imagined)
-        self._captured_by_mask = Captured(_NAME, imagined=imagined)
+        self._captured_by_mask = Captured(_NAME, placed.context, imagined=imagined)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         working = torch.float64 if q.dtype is torch.float64 else torch.float32
