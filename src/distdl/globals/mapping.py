@@ -58,7 +58,7 @@ def _vmap(
 ) -> Any:
     """torch's ``_flat_vmap``, which is called for each chunk of samples when all has been checked."""
     torchs = partial(torchs_flat_vmap, func, batch_size, flat_in_dims, flat_args, args_spec, out_dims, randomness)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torchs(**kwargs)
     samples = _Samples(func, batch_size, flat_in_dims, flat_args, args_spec, randomness, kwargs)
     if not is_split((flat_args, kwargs)):

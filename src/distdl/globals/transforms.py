@@ -245,7 +245,7 @@ def _transform(name: str) -> None:
 
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # (which goes on into torch's)
+        if torch.compiler.is_dynamo_compiling():  # (which goes on into torch's)
             return original(*args, **kwargs)
         if name == "_jvp_with_argnums":  # (torch counts its levels for all threads together)
             refused = launched() == "threads"
