@@ -11,7 +11,9 @@ from same import noise
 
 import distdl
 from distdl import GlobalTensor
+from distdl.globals import lineage
 from distdl.globals.register import unregister
+from distdl.globals.running import is_noted
 from distdl.partition import Layout
 
 x35, row = noise(3, 5), noise(5, seed=2)
@@ -538,3 +540,49 @@ def test_an_object_that_is_called_has_the_same_name_on_all_workers(monkeypatch, 
         return str(error.value)
 
     assert len(set(distdl.run_workers(work, 2))) == 1
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_plain_tensors_beside_weights_in_a_mode_without_gradients(mode, weights):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x, scale):
+            return x * (scale * self.w)
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model, x = distdl.distribute(Model(), P, weights=weights), distdl.distribute_tensor(x35, P)
+        scale = row.cos().requires_grad_()
+        with mode():
+            y = model(x, scale)
+            assert_close(y, x35 * (row.cos() * row))
+
+    distdl.run_workers(work, 2)
+
+
+def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatch):
+    """Not once for each later one."""
+    looked = []
+    monkeypatch.setattr(lineage, "is_noted", lambda node: looked.append(node) or is_noted(node))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x, scale):
+            for _ in range(20):
+                scale = scale.sin()
+                x = x * (scale * self.w)
+            return x
+
+    def work():
+        P = distdl.world().reshape(1, 1)
+        distdl.distribute(Model(), P)(distdl.distribute_tensor(x35, P), row.clone().requires_grad_())
+
+    distdl.run_workers(work, 1)
+    assert 20 < len(looked) < 100

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from distdl.globals.running import is_noted, is_on_blocks, was_asked_for
+from distdl.globals.running import is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
@@ -65,16 +65,24 @@ def may_differ(tensor: torch.Tensor) -> bool:
         return True
     if not tensor.requires_grad:
         return was_asked_for(tensor)
-    node: Any = get_gradient_edge(tensor).node
-    seen, rest = {None, node}, [node]
+    if tensor.is_leaf and (torch.is_inference_mode_enabled() or tensor.is_inference()):
+        return is_asked_for(tensor)
+    # (of a leaf, the node knows the tensor itself, where hooks of saved tensors or a checkpoint give another one)
+    node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
+    seen, rest = {node}, [node]
     while rest:
-        one = rest.pop()
-        if is_noted(one):
+        one: Any = rest.pop()
+        noted = is_noted(one)
+        if noted:
+            note_node(node, True)
             return True
-        if not _is_ours(one):  # (which may be that of full_tensor)
-            new = {before for before, _ in one.next_functions} - seen
+        if noted is None and not _is_ours(one):  # (which may be that of full_tensor)
+            new = {before for before, _ in one.next_functions if before is not None} - seen
             seen |= new
             rest.extend(new)
+    for one in seen:  # (each node of a long history is looked at once)
+        if one.next_functions and not _is_ours(one):  # (a block's own node may be asked for later on)
+            note_node(one, False)
     return False
 
 

@@ -20,7 +20,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_BLOCK = "distdl: has given a block"
+_BLOCK = "distdl: gives what may be a block"
 
 
 @contextmanager
@@ -63,14 +63,26 @@ def note_block(block: torch.Tensor) -> None:
 
 def note_graph(block: torch.Tensor) -> None:
     """Let the autograd graph know that it has given a block."""
-    node: Any = block.grad_fn
-    if node is not None:
-        node.metadata[_BLOCK] = True
+    if block.grad_fn is not None:
+        note_node(block.grad_fn, True)
 
 
-def is_noted(node: Any) -> bool:
-    """Whether a node of the autograd graph has given such a block, or is that of a leaf which is one."""
-    return _BLOCK in node.metadata or (hasattr(node, "variable") and node.variable in _here.blocks)
+def note_node(node: Any, gives_block: bool) -> None:
+    """Let a node of the autograd graph know whether it has given a block, or what follows from one."""
+    node.metadata[_BLOCK] = gives_block
+
+
+def is_noted(node: Any) -> bool | None:
+    """Whether a node of the autograd graph has given such a block, or is a leaf's that is one; None if unknown."""
+    if type(node).__name__ == "AccumulateGrad":
+        return is_asked_for(node.variable)
+    noted: bool | None = node.metadata.get(_BLOCK)
+    return noted
+
+
+def is_asked_for(value: torch.Tensor) -> bool:
+    """Whether a tensor is a block that a user has asked for, in whichever forward."""
+    return value in _here.blocks
 
 
 def was_asked_for(value: torch.Tensor) -> bool:
@@ -83,4 +95,4 @@ def may_be_block(value: object) -> bool:
 
     What follows from one without gradients does not say so, so in a forward that asks for blocks any plain tensor may.
     """
-    return type(value) is torch.Tensor and (_here.asked or value in _here.blocks)
+    return type(value) is torch.Tensor and (_here.asked or is_asked_for(value))
