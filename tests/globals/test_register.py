@@ -8,6 +8,7 @@ import pytest
 import torch
 from launched import assert_close, on_workers, split
 from same import noise
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
@@ -243,6 +244,7 @@ BESIDE_WEIGHTS = {
     "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
     "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
     "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
+    "in a checkpoint": lambda m, x: mapped(lambda a: checkpoint(lambda a: (a * m.w).sin(), a, use_reentrant=False), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
     "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,
     "its own block written": lambda m, x: (of_own_block(lambda a: a.mul_(m.w), x := x * 1) + x.sin()) * m.w,

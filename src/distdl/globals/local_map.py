@@ -19,7 +19,7 @@ from distdl.globals.debug import place_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, plain_of, tied_of
-from distdl.globals.running import on_blocks
+from distdl.globals.running import note_given, on_blocks
 from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor, check_one_world
 from distdl.partition import Layout, Partition, dims
@@ -69,6 +69,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
                 one = _block(one)
+                if one.requires_grad:
+                    note_given(one)
             elif context is not None and (type(one) is Replica or one.requires_grad):
                 one = entered(one, context)
             if one.requires_grad:

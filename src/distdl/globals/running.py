@@ -57,7 +57,13 @@ def is_on_blocks() -> bool:
 
 def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
-    _here.blocks[block] = _here.asked = True
+    _here.asked = True
+    note_given(block)
+
+
+def note_given(block: torch.Tensor) -> None:
+    """Take note of a block that a function on blocks gets: what a checkpoint in there recomputes, it does outside."""
+    _here.blocks[block] = True
     note_graph(block)
 
 
