@@ -925,3 +925,28 @@ def test_plain_tensors_that_are_written_by_another_name():
     with pytest.raises(TypeError, match=r"function Assigned would write a global tensor into a plain one.* shares its"):
         Assigned.apply(other, split(x35), ...)
     assert known.eq(0).all()
+
+
+class Counted(Function):
+    """Writes into one argument, and then into another by another name."""
+
+    @staticmethod
+    def forward(ctx, x, count, into, name):
+        (count if name == "plain" else x if name == "global" else into.data[1:]).data.add_(1)
+        into.data[0] = x.sum(0)
+        return x + into.sum(0) * count
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None, None, None
+
+
+@pytest.mark.parametrize("name", ["plain", "global", "the same"])
+def test_functions_that_would_write_twice_are_not_called_again(name):
+    @on_workers
+    def work():
+        count, into = torch.ones((), dtype=x35.dtype), torch.zeros(2, 5, dtype=x35.dtype)
+        with pytest.raises(RuntimeError, match="would write what a global tensor says into a plain tensor"):
+            Counted.apply(split(x35), count, into, name)
+
+    work()

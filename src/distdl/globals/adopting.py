@@ -34,7 +34,9 @@ class UnwrittenError(RuntimeError):
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """The address of the memory in which a plain tensor lies, its own or that which it shares."""
+    """The address of the memory in which a plain tensor lies, its own or a shared one; 0 of one that has none."""
+    if x.layout is not torch.strided:
+        return 0
     with torch._C.DisableTorchFunctionSubclass():
         address: int = plain_of(x).untyped_storage()._cdata
     return address
