@@ -234,6 +234,12 @@ def slope(function, x):
         return torch.autograd.grad(function(at).sum(), at, create_graph=True)[0]
 
 
+def weight_written(x, model):
+    with torch.no_grad():
+        model.w += row.cos()
+    return x * model.w
+
+
 def written(x, w):
     x = x * 1
     x[:, 1:].mul_(w[1:])
@@ -245,6 +251,7 @@ BESIDE_WEIGHTS = {
     "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
     "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
     "in a checkpoint": lambda m, x: mapped(lambda a: checkpoint(lambda a: (a * m.w).sin(), a, use_reentrant=False), x),
+    "weight written": lambda m, x: mapped(lambda a: weight_written(a, m), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
     "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,
     "its own block written": lambda m, x: (of_own_block(lambda a: a.mul_(m.w), x := x * 1) + x.sin()) * m.w,

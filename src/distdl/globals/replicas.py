@@ -134,7 +134,9 @@ class Replica(torch.Tensor):
         if blocks:
             for value in tensors_in(result):
                 note_graph(value)
-            return result  # (blocks, too)
+            written = copies.get(id(result))
+            # (blocks, too, but for a copy that is written without gradients, as by self.w += 1)
+            return result if written is None or torch.is_grad_enabled() else assigned(written)
         if target is not None and target.requires_grad:
             # (from now on it is a copy, too, and so is what it is a view of)
             for one in (target, target._base):
