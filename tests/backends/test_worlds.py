@@ -527,9 +527,12 @@ def test_importing_distdl_imports_no_backend(imported):
 
 @pytest.mark.timeout(120)
 def test_importing_distdl_takes_under_1_3_times_the_time_of_torch(imported):
-    """(It is 1.15. What pip installs is compiled, as torch is here: so ``imported`` compiles distdl, too.)"""
-    ratios = [(torchs + rest) / torchs for torchs, rest in (imported(n)["seconds"] for n in range(3))]
-    assert sorted(ratios)[1] < 1.3, ratios
+    """(It is 1.16. What pip installs is compiled, as torch is here: so ``imported`` compiles distdl, too.
+
+    Of five processes, the least of each: what else runs on the machine only ever adds to it.)
+    """
+    torchs, rests = zip(*(imported(n)["seconds"] for n in range(5)), strict=True)
+    assert (min(torchs) + min(rests)) / min(torchs) < 1.3, (torchs, rests)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import number
-from distdl.globals.signatures import Numbers, numbers_of
+from distdl.globals.signatures import numbers_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
 
@@ -93,15 +93,19 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _with_numbers_at(handler: Handler, wanted: Numbers) -> Handler:
-    """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor."""
-    places = sorted(wanted.places)
+def _with_numbers_at(handler: Handler, function: Callable[..., Any]) -> Handler:
+    """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor.
+
+    Where that is, is asked of torch at the first call: to read all signatures would make imports slow.
+    """
 
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count = len(args)
+        count, wanted = len(args), numbers_of(function)
         found = [
-            place for place in places if place < count and type(args[place]) not in _PLAIN and _has_tensors(args[place])
+            place
+            for place in wanted.places
+            if place < count and type(args[place]) not in _PLAIN and _has_tensors(args[place])
         ]
         names = kwargs and [name for name in wanted.names & kwargs.keys() if _has_tensors(kwargs[name])]
         if not (found or names):
@@ -137,8 +141,6 @@ def install() -> None:
         if function in of_one:
             TABLE[function] = _with_numbers(handler)
         elif callable(function) and handler is not elementwise:
-            wanted = numbers_of(function)
-            if wanted.places or wanted.names:
-                TABLE[function] = _with_numbers_at(handler, wanted)
+            TABLE[function] = _with_numbers_at(handler, function)
     for function in named(_OF_NONE, "torch"):
         TABLE[function] = _of_numbers
