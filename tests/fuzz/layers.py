@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -13,6 +14,7 @@ from faults import KINDS, Fault
 from hypothesis import strategies as st
 from partitions import WORKERS, Blocks, splits, workers_of
 from picking import Pick
+from team import quietly
 
 Make = Callable[["Site"], LayerOf]
 
@@ -176,7 +178,7 @@ def chains(draw: st.DrawFn, faulty: bool = False) -> Chain:
             layers.append(loss(site) if ends else site.of(*MAKERS)(site))
         made = layers[-1]
         try:
-            y = made.sequential(number)(y)
+            y = quietly(partial(made.sequential(number), y))
         except Exception:
             break
     first = layers[0].grids[0]

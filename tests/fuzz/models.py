@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from networks import Batch, Network, Part
 from partitions import Blocks, blocks
 from picking import Pick
+from team import quietly
 
 _MOST = 4000  # elements of a tensor
 ACTIVATIONS = [
@@ -210,8 +211,8 @@ def _overwrites(part: Part) -> bool:
 def _taken(parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape of what modules return; None if they fail."""
     try:
-        with torch.no_grad():
-            y = Part("Sequential", inner=parts).module()(torch.ones(shape))
+        with torch.no_grad():  # (some warnings come once in a process: as errors, they would fail but then)
+            y = quietly(lambda: Part("Sequential", inner=parts).module()(torch.ones(shape)))
     except Exception:
         return None
     return tuple(y.shape) if y.numel() <= _MOST and 2 <= y.dim() <= 5 else None

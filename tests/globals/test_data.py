@@ -211,18 +211,20 @@ def test_another_order_on_one_worker(loader):
     assert len(set(distdl.run_workers(work, 3))) == 1
 
 
-def drawn_by_torchs_generator(differs: bool) -> list[torch.Tensor]:
-    torch.manual_seed(distdl.world().rank if differs else 3)
+def drawn_by_torchs_generator() -> list[torch.Tensor]:
     whole = BlockDataset(LABELS, grid_of((2,)))
-    return [one.full_tensor() for one in DataLoader(whole, 2, sampler=torch.utils.data.RandomSampler(whole))]
+    loader = DataLoader(whole, 2, sampler=torch.utils.data.RandomSampler(whole))
+    torch.manual_seed(distdl.world().rank)
+    with pytest.raises(ValueError, match="the same order on every worker"):
+        list(loader)
+    torch.manual_seed(3)
+    return [one.full_tensor() for one in loader]
 
 
 def test_a_sampler_without_a_generator():
     """It draws from that of torch, of which each process has one."""
-    for one in zip(*distdl.run_workers(partial(drawn_by_torchs_generator, False), 2, "gloo"), strict=True):
+    for one in zip(*distdl.run_workers(drawn_by_torchs_generator, 2, "gloo"), strict=True):
         assert torch.equal(*one)
-    with pytest.raises(ValueError, match="the same order on every worker"):
-        distdl.run_workers(partial(drawn_by_torchs_generator, True), 2, "gloo")
 
 
 def test_a_thread_that_loads_ahead():
