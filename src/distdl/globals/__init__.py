@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import control_flow, flexing, following, handlers, mapping, own_functions, transforms
+from distdl.globals import control_flow, flexing, following, handlers, linearizing, mapping, own_functions, transforms
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
@@ -24,6 +24,7 @@ caching.install()
 transforms.install()
 mapping.install()
 flexing.install()
+linearizing.install()
 control_flow.install()
 casting.install()
 converting.install()

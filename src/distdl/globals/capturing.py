@@ -71,9 +71,9 @@ class Captured(TorchFunctionMode):
         found = self._known.get(id(x))
         if found is not None:
             return found[1]
-        if type(x) in (GlobalTensor, Replica):
+        if isinstance(x, (GlobalTensor, Replica)):
             split = True
-            self._check_world(x._context)  # type: ignore[attr-defined]
+            self._check_world(x._context)
         else:
             if is_batched(x):
                 return x

@@ -17,9 +17,9 @@ from torch.overrides import handle_torch_function
 
 from distdl.globals.capturing import Captured, captures_split, mapped
 from distdl.globals.context import worlds
-from distdl.globals.functions.flexible import torchs, torchs_flex_attention
+from distdl.globals.functions.flexible import torchs_flex_attention
 from distdl.globals.replicas import Replica
-from distdl.globals.table import composite, copied
+from distdl.globals.table import composite, copied, lend
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 
@@ -88,24 +88,12 @@ def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
     return _torchs_create_block_mask(*args, **kwargs)
 
 
-_torchs_create_mask, _torchs_create_block_mask = torchs(flex.create_mask), torchs(flex.create_block_mask)
+_torchs_create_mask, _torchs_create_block_mask = copied(flex.create_mask), copied(flex.create_block_mask)
 _OF_BLOCK_MASK = signature(flex.create_block_mask)
-# (their code runs with the names of torch's module)
-_ENTRIES: dict[Any, Any] = {
-    _flex_attention: lambda *args, **kwargs: _distdl_flex_attention(*args, **kwargs),  # noqa: F821
-    _create_mask: lambda *args, **kwargs: _distdl_create_mask(*args, **kwargs),  # noqa: F821
-    _create_block_mask: lambda *args, **kwargs: _distdl_create_block_mask(*args, **kwargs),  # noqa: F821
-}
 
 
 def install() -> None:
-    """Give torch's functions the code that looks for global tensors."""
-    for own, entry in _ENTRIES.items():
-        name = own.__name__.removeprefix("_")
-        function = getattr(flex, name)
-        setattr(flex, f"_distdl_{name}", own)
-        if f"_distdl_{name}" in function.__code__.co_names:
-            continue  # (distdl has been imported before)
-        function.__signature__ = signature(function)
-        function.__wrapped__ = copied(function)
-        function.__code__, function.__defaults__, function.__kwdefaults__ = entry.__code__, None, None
+    """Let torch's functions look for global tensors."""
+    lend(flex.flex_attention, _flex_attention, lambda *a, **k: _distdl_flex_attention(*a, **k))  # noqa: F821
+    lend(flex.create_mask, _create_mask, lambda *a, **k: _distdl_create_mask(*a, **k))  # noqa: F821
+    lend(flex.create_block_mask, _create_block_mask, lambda *a, **k: _distdl_create_block_mask(*a, **k))  # noqa: F821

@@ -47,7 +47,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Level:
+class Level:
     """One transform of a function: what its arguments become, and what is left of its results."""
 
     def __init__(self) -> None:
@@ -61,10 +61,10 @@ class _Level:
         """A transform of torch's, of what need not be wrapped."""
         own = composite(
             unwrap(func),
-            grad_increment_nesting=self._open,
-            jvp_increment_nesting=self._open,
-            _wrap_all_tensors=self._aliases,
-            _create_differentiable=self._differentiable,
+            grad_increment_nesting=self.opened,
+            jvp_increment_nesting=self.opened,
+            _wrap_all_tensors=self.aliases,
+            _create_differentiable=self.differentiable,
             _undo_create_differentiable=self._results,
             _autograd_grad=self._gradients,
             JVP_NESTING=0,
@@ -72,10 +72,10 @@ class _Level:
             safe_unpack_dual=composite(eager_transforms.safe_unpack_dual, fwAD=SimpleNamespace(unpack_dual=self._undo)),
         )
         y = own(*args, **kwargs)
-        self._release()
+        self.release()
         return y
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Cut off what the function has written into tensors that it was given, unless that has a graph outside.
 
         Views stay as they are: torch detaches none in place.
@@ -86,7 +86,7 @@ class _Level:
                 x.detach_()
 
     @contextmanager
-    def _open(self) -> Iterator[_Level]:
+    def opened(self) -> Iterator[Level]:
         _here.open.append(self._mark)
         on_device = torch.autograd.is_multithreading_enabled()  # (an end of inference mode would switch it on)
         try:
@@ -95,7 +95,7 @@ class _Level:
         finally:
             _here.open.pop()
 
-    def _aliases(self, tree: Any, level: _Level) -> Any:
+    def aliases(self, tree: Any, level: Any = None) -> Any:
         def alias(x: Any) -> Any:
             if not (isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())):
                 return x
@@ -107,7 +107,7 @@ class _Level:
 
         return pytree.tree_map(alias, tree)
 
-    def _differentiable(self, tree: Any, level: _Level) -> Any:
+    def differentiable(self, tree: Any, level: Any = None) -> Any:
         def differentiable(x: Any) -> torch.Tensor:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
@@ -118,7 +118,7 @@ class _Level:
 
         return pytree.tree_map(differentiable, tree)
 
-    def _check_unwritten(self) -> None:
+    def check_unwritten(self) -> None:
         """Raises: RuntimeError, which is torch's, if what is differentiated by has been written."""
         if any(x.grad_fn is not node for x, node in self._given):
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
@@ -132,7 +132,7 @@ class _Level:
         told = gather_values(split._context.comm, split._context.everyone, "a transform of torch.func", own)
         return [any(each) for each in zip(*told, strict=True)]
 
-    def _results(self, tree: Any, level: _Level) -> Any:
+    def _results(self, tree: Any, level: Level) -> Any:
         ys, spec = pytree.tree_flatten(tree)
         for y in ys:
             if not isinstance(y, torch.Tensor):
@@ -150,7 +150,7 @@ class _Level:
         retain_graph: bool = False,
         create_graph: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        self._check_unwritten()
+        self.check_unwritten()
         shared = any(self._follow(outputs))  # (the graph is that of what is outside, too)
         curved = create_graph and (shared or any(dy.requires_grad for dy in grad_outputs or ()))
         find: Any = eager_transforms._autograd_grad
@@ -165,17 +165,17 @@ class _Level:
                 f"jvp needs tangents of the shapes of the primals; got one of {tuple(tangent.shape)} for "
                 f"{tuple(x.shape)}"
             )
-        x, tangent = self._aliases((x, tangent), self)
-        dual: torch.Tensor = self._differentiable(x, self)
+        x, tangent = self.aliases((x, tangent), self)
+        dual: torch.Tensor = self.differentiable(x, self)
         self._duals.append((dual, tangent))
         return dual
 
     def _undo(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a result and its tangent are; without one, it does not follow from what has been given tangents."""
-        self._check_unwritten()
+        self.check_unwritten()
         if not y.requires_grad:
             return y, None
-        dy = self._differentiable(torch.zeros_like(y), self)
+        dy = self.differentiable(torch.zeros_like(y), self)
         found = torch.autograd.grad(y, [x for x, _ in self._duals], dy, create_graph=True, allow_unused=True)
         used = [
             (dx, tangent)
@@ -261,7 +261,7 @@ def _transform(name: str) -> None:
             if not refused:
                 with suppress(TransformError):
                     return original(*args, **kwargs)
-        return _Level().run(original, *args, **kwargs)
+        return Level().run(original, *args, **kwargs)
 
     setattr(eager_transforms, name, run)
 

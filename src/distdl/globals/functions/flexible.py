@@ -235,13 +235,7 @@ def _options(
 _torchs_options: Any = flex._apply_kernel_options
 
 
-def torchs(func: Any) -> Any:
-    """A function of torch's as torch has it, also where distdl has given it other code in an earlier import."""
-    is_ours = any(name.startswith("_distdl_") for name in func.__code__.co_names)
-    return copied(func.__wrapped__ if is_ours else func)
-
-
-torchs_flex_attention = torchs(flex.flex_attention)
+torchs_flex_attention = copied(flex.flex_attention)
 _checked = composite(
     torchs_flex_attention,
     flex_attention_hop=_attend,

@@ -1,0 +1,124 @@
+"""``torch.func.linearize`` and ``functionalize`` of global tensors, against torch's own of plain ones."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from launched import on_workers, split
+from same import Global, assert_same, noise
+from torch.func import functionalize, grad, jvp, linearize
+from torch.utils import _pytree as pytree
+
+import distdl
+
+x35, t35 = noise(3, 5), noise(3, 5, seed=1)
+
+
+def curved(x):
+    return (x.sin() * x.roll(1, 0)).cumsum(1).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # (torch, of its own linearize)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t: linearize(curved, x)[0],
+        lambda x, t: linearize(curved, x)[1](t),
+        lambda x, t: linearize(lambda a, b: {"first": curved(a * b), "second": a}, x, t)[1](t, x * t),
+        lambda x, t: linearize(lambda tree: tree["a"].exp().sum(), {"a": x})[1]({"a": t}),
+        lambda x, t: linearize(lambda a, b: a.square(), x, t)[1](t, x),  # (one is not used)
+        lambda x, t: linearize(lambda a: a.sum(0).split([2, 3])[0].sin(), x)[1](t),
+        lambda x, t: (lambda along: along(t) + along(t * 2))(linearize(curved, x)[1]),
+        lambda x, t: functionalize(lambda a: a.mul_(2).sin())(x * 1),
+        lambda x, t: functionalize(lambda a: a.add(1).t().mul_(2), remove="mutations_and_views")(x),
+        lambda x, t: grad(lambda a: functionalize(lambda b: b.mul_(t).sin().sum())(a * 1))(x),
+        lambda x, t: functionalize(grad(lambda b: (b * t).sin().sum()))(x),
+    ],
+)
+def test_values(function):
+    assert_same(lambda *given: tuple(pytree.tree_leaves(function(*given))), Global(x35), Global(t35), curved=False)
+
+
+@on_workers
+def test_what_follows_from_constants_has_none_of_their_gradients():
+    """Of tangents, results have gradients, and these gradients in turn; of primals and weights they have none."""
+    w = split(noise(5, 5, seed=2)).requires_grad_()
+    x, t, again = split(x35).requires_grad_(), split(t35).requires_grad_(), split(t35).requires_grad_()
+    function = lambda a: curved(a @ w)  # noqa: E731
+    along = linearize(function, x)[1]
+    assert not along(t.detach()).requires_grad
+    (dt,) = torch.autograd.grad(along(t).square().sum(), t, create_graph=True)
+    (expected,) = torch.autograd.grad(jvp(function, (x,), (again,))[1].square().sum(), again, create_graph=True)
+    torch.testing.assert_close(dt.full_tensor(), expected.full_tensor())
+    dt.square().sum().backward()
+    (expected,) = torch.autograd.grad(expected.square().sum(), again)
+    torch.testing.assert_close(t.grad.full_tensor(), expected.full_tensor())
+    assert x.grad is None and w.grad is None
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_models(weights, plain):
+    sequential = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
+    expected = [*jvp(sequential, (x35,), (t35,)), jvp(sequential, (x35,), (x35,))[1]]
+
+    def work():
+        P = distdl.world()[:2].reshape(2, 1)
+        model = distdl.distribute(copy.deepcopy(sequential), P, weights=weights)
+        y, along = linearize(model, x35 if plain else split(x35))
+        t, x = split(t35), split(x35)
+        for one, other in zip([y, along(t), along(x)], expected, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other)
+        torch.testing.assert_close(functionalize(model)(x35 if plain else x).full_tensor(), expected[0])
+
+    distdl.run_workers(work, 2)
+
+
+@on_workers
+def test_what_functionalised_functions_write_reaches_their_arguments():
+    x = split(x35).clone()
+    functionalize(lambda a: a.add_(1))(x)
+    torch.testing.assert_close(x.full_tensor(), x35 + 1)
+
+
+@on_workers
+def test_other_results_and_wrong_tangents():
+    x = split(x35)
+    along = linearize(lambda a: (a * 2, None, "text", x), x)[1]
+    found = along(x)
+    assert found[1:3] == (None, "text") and not found[3].full_tensor().any()
+    with pytest.raises(RuntimeError, match="doesn't match the shape"):
+        along(split(x35[:1]))
+    with pytest.raises(RuntimeError, match="same argspec"):
+        along(x, x)
+
+
+@on_workers
+def test_nothing_is_kept():
+    x = split(x35)
+    y, along = linearize(curved, x)
+    along(x)
+    kept = weakref.ref(along), weakref.ref(y)
+    del y, along
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+def test_plain_functions_stay_with_torch():
+    """Each is called as often as torch calls it, and traced by torch."""
+    calls = []
+
+    def function(x):
+        calls.append(type(x))
+        return x.sin()
+
+    def work():
+        distdl.distribute_tensor(x35, distdl.world().reshape(1, 1))
+        along = linearize(function, x35)[1]
+        torch.testing.assert_close(along(t35), x35.cos() * t35)
+        functionalize(function)(x35)
+
+    distdl.run_workers(work, 1)
+    assert len(calls) == 3
