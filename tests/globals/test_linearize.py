@@ -96,6 +96,12 @@ def test_other_results_and_wrong_tangents():
 
 
 @on_workers
+def test_inside_of_vmap():
+    found = torch.vmap(lambda a, b: linearize(torch.sin, a)[1](b))(split(x35), split(t35))
+    torch.testing.assert_close(found.full_tensor(), x35.cos() * t35)
+
+
+@on_workers
 def test_nothing_is_kept():
     x = split(x35)
     y, along = linearize(curved, x)

@@ -88,8 +88,11 @@ def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
     def again(*args: Any) -> Any:
         return first.pop() if first else func(*args)
 
-    if not is_split((primals, first)) and launched() != "threads":  # (torch counts its levels for all together)
-        return _torchs_linearize(again, *primals)
+    if not is_split((primals, first)):
+        if launched() != "threads":  # (torch counts its levels for all threads together)
+            return _torchs_linearize(again, *primals)
+        if torch._C._are_functorch_transforms_active():
+            raise TransformError
     derivative = _Derivative(func, primals)
     own = composite(
         _torchs_linearize,
