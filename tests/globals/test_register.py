@@ -246,11 +246,31 @@ def written(x, w):
     return x
 
 
+class Waves(torch.autograd.Function):
+    """Gives two results."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.sin(), w.cos()
+
+    @staticmethod
+    def backward(ctx, dy, dz):
+        x, w = ctx.saved_tensors
+        return dy * x.cos(), -dz * w.sin()
+
+
+def of_waves(a, w):
+    y, z = Waves.apply(a, w)
+    return y * z
+
+
 BESIDE_WEIGHTS = {
     "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
     "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
     "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
     "in a checkpoint": lambda m, x: mapped(lambda a: checkpoint(lambda a: (a * m.w).sin(), a, use_reentrant=False), x),
+    "two results": lambda m, x: mapped(lambda a: of_waves(a, m.w), x),
     "weight written": lambda m, x: mapped(lambda a: weight_written(a, m), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
     "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,

@@ -206,7 +206,7 @@ def _is_tied(replica: Replica) -> bool:
     plain = replica.__dict__.get("_plain")
     if plain is None or not isinstance(node, BackwardCFunction):
         return False
-    return plain.grad_fn is None or plain.grad_fn.next_functions[:1] != ((node, 0),)
+    return plain.grad_fn is None or node not in [before for before, _ in plain.grad_fn.next_functions[:1]]
 
 
 def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torch.Tensor:
