@@ -1,8 +1,10 @@
 """Functions of a user's own, applied to global tensors."""
 
+import math
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,6 +248,14 @@ def written(x, w):
     return x
 
 
+SineTimes = scaled_sine()
+plain_checkpoint, reentrant = partial(checkpoint, use_reentrant=False), partial(checkpoint, use_reentrant=True)
+
+
+def beside_leaf(x, model):
+    return x * (model.w * torch.ones_like(row, requires_grad=True)).sin()
+
+
 class Waves(torch.autograd.Function):
     """Gives two results."""
 
@@ -269,7 +279,21 @@ BESIDE_WEIGHTS = {
     "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
     "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
     "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
-    "in a checkpoint": lambda m, x: mapped(lambda a: checkpoint(lambda a: (a * m.w).sin(), a, use_reentrant=False), x),
+    "in a checkpoint": lambda m, x: mapped(lambda a: plain_checkpoint(lambda a: (a * m.w).sin(), a), x),
+    "leaf in a checkpoint": lambda m, x: mapped(lambda a: plain_checkpoint(lambda a: beside_leaf(a, m), a), x),
+    "re-entry": lambda m, x: mapped(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a), x),
+    "re-entry of copies": lambda m, x: mapped(lambda a: math.prod(reentrant(lambda w: (w.sin(), w * m.w), m.w)) * a, x),
+    "re-entry of its own block": lambda m, x: of_own_block(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a), x),
+    "re-entry of two": lambda m, x: of_own_block(
+        lambda a: math.prod(reentrant(lambda a: (a.cos() * m.w, m.w.sin()), a)), x
+    ),
+    "re-entry of both": lambda m, x: of_own_block(
+        lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x
+    ),
+    "re-entry of both, of a constant": lambda m, x: (
+        x * of_own_block(lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x.detach())
+    ),
+    "an autograd function": lambda m, x: mapped(lambda a: SineTimes.apply(a, m.w), x),
     "two results": lambda m, x: mapped(lambda a: of_waves(a, m.w), x),
     "weight written": lambda m, x: mapped(lambda a: weight_written(a, m), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
@@ -306,6 +330,34 @@ def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
         model = distdl.distribute(Model(), P, weights=weights)
         found = trained(model, distdl.distribute_tensor(noise(rows, 5), P))
         for ours, theirs in zip(found, trained(Model(), noise(rows, 5)), strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", ["product", "an autograd function", "in a checkpoint"])
+def test_second_derivatives_of_blocks_beside_weights(use, weights):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = torch.nn.Parameter(row.clone()), torch.nn.Parameter(row.cos())
+
+        def forward(self, x):
+            whole = SimpleNamespace(w=self.w * self.v)
+            return BESIDE_WEIGHTS[use](whole, x)
+
+    def trained(model, x):
+        y = model(x.requires_grad_()).square().sum()
+        slopes = torch.autograd.grad(y, [x, model.w], create_graph=True)
+        sum(slope.square().sum() for slope in slopes).backward()
+        return *slopes, x.grad, model.w.grad, model.v.grad
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(Model(), P, weights=weights)
+        found = trained(model, distdl.distribute_tensor(x35, P))
+        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
             assert_close(ours, theirs)
 
     distdl.run_workers(work, 2)

@@ -1,6 +1,16 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import control_flow, flexing, following, handlers, linearizing, mapping, own_functions, transforms
+from distdl.globals import (
+    control_flow,
+    flexing,
+    following,
+    handlers,
+    linearizing,
+    mapping,
+    own_functions,
+    recomputing,
+    transforms,
+)
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
@@ -17,6 +27,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.tensors import caching
 
 own_functions.install()
+recomputing.install()
 numbers.install()
 following.install()
 initial.install()

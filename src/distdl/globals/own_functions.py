@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from distdl.globals.adopting import UnwrittenError, adopt, memory_of, split_beside
 from distdl.globals.context import KnownLayout
+from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import apply_to_variables, variable_of
 from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
@@ -461,7 +462,12 @@ def install() -> None:
                 return settle_ties(applied(*args, **kwargs))
             return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
-        return given_blocks(cls, args, y) if GlobalTensor in map(type, y if type(y) is tuple else (y,)) else y
+        made = {type(one) for one in (y if type(y) is tuple else (y,))}
+        if GlobalTensor in made:
+            return given_blocks(cls, args, y)
+        if Replica in made and any(may_differ(one) for one in args if type(one) is torch.Tensor):
+            return settle_ties(y)  # (of blocks, and of weights from around it)
+        return y
 
     apply.__doc__ = known.apply.__doc__
     known.apply = classmethod(apply)

@@ -62,7 +62,7 @@ def note_block(block: torch.Tensor) -> None:
 
 
 def note_given(block: torch.Tensor) -> None:
-    """Take note of a block that a function on blocks gets: what a checkpoint in there recomputes, it does outside."""
+    """Take note of a block that a function on blocks gets, or of a leaf in its place: a backward runs outside."""
     _here.blocks[block] = True
     note_graph(block)
 

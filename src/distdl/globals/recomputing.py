@@ -1,0 +1,72 @@
+"""Activation checkpoints of blocks: a backward recomputes what their forward has computed.
+
+There, nothing says that a function on blocks runs. And a checkpoint with re-entry gives new leaves in the place of
+blocks, and differentiates what it has recomputed by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as checkpoints
+
+from distdl.globals.context import Context
+from distdl.globals.lineage import may_differ
+from distdl.globals.nested import map_tensors
+from distdl.globals.replicas import Replica, plain_of
+from distdl.globals.running import is_on_blocks, note_given, on_blocks
+
+
+def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs on blocks wherever it is called, if one runs on blocks here."""
+    return on_blocks()(function) if is_on_blocks() else function
+
+
+def _of_parts(function: Callable[..., Any], contexts: Sequence[Context | None]) -> Callable[..., Any]:
+    """A function of blocks and copies, which recomputes with copies, and gives what a worker has of gradients.
+
+    Args:
+        contexts: those of arguments that are copies: they may come as the plain leaves that they have been saved as.
+    """
+
+    def run(*args: Any) -> Any:
+        if not torch.is_grad_enabled():  # (it is the forward)
+            return function(*args)
+        given = [
+            one if context is None or type(one) is Replica else Replica._of(one, context)
+            for one, context in zip(args, contexts, strict=True)
+        ]
+        return map_tensors(function(*given), plain_of)
+
+    return run
+
+
+def install() -> None:
+    """Let checkpoints recompute blocks as blocks."""
+    frame: Any = checkpoints._CheckpointFrame
+    reentrant: Any = checkpoints.CheckpointFunction
+    begin, forward, detach = frame.__init__, reentrant.forward, checkpoints.detach_variable
+
+    def begin_here(self: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        begin(self, _as_here(recompute), *args, **kwargs)
+
+    def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
+        function = _as_here(function)
+        contexts = [one._context if type(one) is Replica else None for one in args]
+        # (variables and whole tensors, to which one without blocks is applied, are neither)
+        if any(contexts) or any(type(one) is torch.Tensor and may_differ(one) for one in args):
+            function = _of_parts(function, contexts)
+        return forward(ctx, function, keeps_draws, *args)
+
+    def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        leaves = detach(inputs)
+        for one, leaf in zip(inputs, leaves, strict=True):
+            if type(leaf) is torch.Tensor and may_differ(one):
+                note_given(leaf)
+        return leaves
+
+    frame.__init__ = begin_here
+    reentrant.forward = staticmethod(forward_here)
+    checkpoints.detach_variable = detached
