@@ -931,8 +931,8 @@ class Counted(Function):
     """Writes into one argument, and then into another by another name."""
 
     @staticmethod
-    def forward(ctx, x, count, into, name):
-        (count if name == "plain" else x if name == "global" else into.data[1:]).data.add_(1)
+    def forward(ctx, x, count, into, write):
+        write(x, count, into)
         into.data[0] = x.sum(0)
         return x + into.sum(0) * count
 
@@ -941,12 +941,43 @@ class Counted(Function):
         return dy, None, None, None
 
 
-@pytest.mark.parametrize("name", ["plain", "global", "the same"])
+def set_data(x, count, into):
+    count.data = count.data + 1
+
+
+FIRST = {
+    "plain": lambda x, count, into: count.data.add_(1),
+    "global": lambda x, count, into: x.data.add_(1),
+    "the same": lambda x, count, into: into.data[1:].data.add_(1),
+    "in a list": lambda x, count, into: torch._foreach_add_([count.data], 1),
+    "global in a list": lambda x, count, into: torch._foreach_add_([x.data], 1),
+    "by keyword": lambda x, count, into: torch.nn.init.constant_(tensor=count, val=count.mean() + 1),
+    "statistics": lambda x, count, into: torch.nn.functional.batch_norm(x, count, count.clone(), training=True),
+    "other memory": set_data,
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
 def test_functions_that_would_write_twice_are_not_called_again(name):
     @on_workers
     def work():
-        count, into = torch.ones((), dtype=x35.dtype), torch.zeros(2, 5, dtype=x35.dtype)
+        count, into = torch.ones(5, dtype=x35.dtype), torch.zeros(2, 5, dtype=x35.dtype)
         with pytest.raises(RuntimeError, match="would write what a global tensor says into a plain tensor"):
-            Counted.apply(split(x35), count, into, name)
+            Counted.apply(split(x35), count, into, FIRST[name])
 
     work()
+
+
+class Mapped(Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        return x * torch.vmap(lambda one: one.clone().mul_(2))(scale)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+@on_workers
+def test_functions_that_map_plain_tensors():
+    assert_close(Mapped.apply(split(x35), row), Mapped.apply(x35, row))

@@ -18,6 +18,7 @@ from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import lies_alone
+from distdl.globals.writes import memory_of
 from distdl.tensors.connection import zeros_on
 
 
@@ -31,15 +32,6 @@ class UnwrittenError(RuntimeError):
     def __init__(self, text: str, memory: int) -> None:
         super().__init__(text)
         self.memory = memory
-
-
-def memory_of(x: torch.Tensor) -> int:
-    """The address of the memory in which a plain tensor lies, its own or a shared one; 0 of one that has none."""
-    if x.layout is not torch.strided:
-        return 0
-    with torch._C.DisableTorchFunctionSubclass():
-        address: int = plain_of(x).untyped_storage()._cdata
-    return address
 
 
 def write(

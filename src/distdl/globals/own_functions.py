@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.overrides import TorchFunctionMode
 
-from distdl.globals.adopting import UnwrittenError, adopt, memory_of, split_beside
+from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import apply_to_variables, variable_of
 from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
 from distdl.globals.running import is_on_blocks, may_be_block
-from distdl.globals.table import REPLICATED, TABLE, writes
+from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.writes import WritesInto, memory_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function
 
@@ -329,35 +329,6 @@ def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return *args, *(kwargs[name] for name in names[len(args) : last + 1])
 
 
-def _lies_in(value: Any, memory: int) -> bool:
-    return type(value) is torch.Tensor and memory_of(value) == memory
-
-
-class _Writes(TorchFunctionMode):
-    """Takes note of the memory that functions have written, each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memories: list[int] = []
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        target = kwargs["out"] if "out" in kwargs else args[0] if args and writes(func, kwargs) else None
-        y = func(*args, **kwargs)
-        if isinstance(target, torch.Tensor):
-            self.memories.append(_memory(target))
-        return y
-
-    leave_uncompiled(__torch_function__)
-
-
-def _memory(value: torch.Tensor) -> int:
-    """The address of that of a tensor, plain or global."""
-    return memory_of(block_of(value) if type(value) is GlobalTensor else value)
-
-
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an autograd function to arguments of which some are global tensors."""
     if function.setup_context is not _DERIVES:
@@ -366,18 +337,18 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         args, kwargs = bound.args, bound.kwargs
     args = _by_position(function, args, kwargs) if kwargs else args
     call, unwritten = _Call(function, args), 0
-    written = _Writes() if any(type(one) is torch.Tensor for one in args) else None
+    memories = [memory_of(one) if isinstance(one, torch.Tensor) else 0 for one in args]
+    written = WritesInto(memories) if any(type(one) is torch.Tensor for one in args) else None
     try:
         with written or nullcontext():
             outputs = iter(_Applied.apply(call, *call.inputs()))
     except UnwrittenError as error:
         unwritten = error.memory
-        known = {_memory(one) for one in args if isinstance(one, torch.Tensor)}
-        if written is None or unwritten not in known or not known.isdisjoint(written.memories):
+        if written is None or unwritten not in memories or written.found:
             raise  # (what it had written into its arguments before, it would write twice)
     if unwritten:  # (an argument, by another name: the argument itself may become global)
-        for one in args:
-            if _lies_in(one, unwritten):
+        for one, memory in zip(args, memories, strict=True):
+            if memory == unwritten and type(one) is torch.Tensor:
                 adopt(one, args, f"the autograd function {function.__name__}")
         return apply_whole(function, args, {})
     results: list[Any] = []

@@ -1,4 +1,4 @@
-"""Which tensors a function writes in place."""
+"""Which memory functions write in place."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.nested import tensors_in
+from distdl.globals.operands import block_of
+from distdl.globals.replicas import plain_of
+from distdl.globals.tensor import GlobalTensor
+from distdl.nn.compiling import leave_uncompiled
+
+
+def memory_of(x: torch.Tensor) -> int:
+    """The address of the memory in which a tensor lies, or its block; 0 of one that has none, as a sparse one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = block_of(x) if type(x) is GlobalTensor else x
+        return plain.untyped_storage()._cdata if torch._C._has_storage(plain) else 0
 
 
 class Writes:
@@ -74,3 +86,33 @@ class _Operators(TorchDispatchMode):
                 written = tensors_in(args[place] if place < len(args) else kwargs.get(argument.name))
                 self.written.update(one.untyped_storage()._cdata for one in written if one.layout is torch.strided)
         return func(*args, **kwargs)
+
+
+class WritesInto(TorchFunctionMode):
+    """In which functions of torch run, and which knows afterwards whether one has written into given memory.
+
+    Attributes:
+        found: whether one has.
+    """
+
+    def __init__(self, memories: Sequence[int]) -> None:
+        super().__init__()
+        self._memories = {*memories} - {0}
+        self.found = False
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [(one, memory_of(one)) for one in tensors_in((args, kwargs))]
+        given = [(one, memory) for one, memory in given if memory in self._memories]
+        if not given:
+            return func(*args, **kwargs)
+        blocks = [block_of(one) if type(one) is GlobalTensor else plain_of(one) for one, _ in given]
+        with Writes(func, blocks) as writes:
+            y = func(*args, **kwargs)
+        # (what is set as x.data lies elsewhere)
+        self.found = self.found or any(map(writes.into, blocks)) or any(memory_of(one) != own for one, own in given)
+        return y
+
+    leave_uncompiled(__torch_function__)
