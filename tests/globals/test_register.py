@@ -645,7 +645,22 @@ def test_plain_tensors_beside_weights_in_a_mode_without_gradients(mode, weights)
     distdl.run_workers(work, 2)
 
 
-def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatch):
+def beside_each(model, x, scale):
+    for _ in range(20):
+        scale = scale.sin()
+        x = x * (scale * model.w)
+    return x
+
+
+def beside_all(model, x, scale):
+    block = x.to_local()
+    for _ in range(20):
+        scale, block = scale.sin(), block.cos()
+    return x * sum(((block + n * scale) * model.w).sum() for n in range(20))
+
+
+@pytest.mark.parametrize("forward", [beside_each, beside_all])
+def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatch, forward):
     """Not once for each later one."""
     looked = []
     monkeypatch.setattr(lineage, "is_noted", lambda node: looked.append(node) or is_noted(node))
@@ -656,14 +671,12 @@ def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatc
             self.w = torch.nn.Parameter(row.clone())
 
         def forward(self, x, scale):
-            for _ in range(20):
-                scale = scale.sin()
-                x = x * (scale * self.w)
-            return x
+            return forward(self, x, scale)
 
     def work():
         P = distdl.world().reshape(1, 1)
-        distdl.distribute(Model(), P)(distdl.distribute_tensor(x35, P), row.clone().requires_grad_())
+        model = distdl.distribute(Model(), P)
+        model(distdl.distribute_tensor(x35, P).requires_grad_(), row.clone().requires_grad_())
 
     distdl.run_workers(work, 1)
-    assert 20 < len(looked) < 100
+    assert 20 < len(looked) < 150

@@ -6,6 +6,7 @@ of a plain tensor before a copy was written into this does not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,20 +70,24 @@ def may_differ(tensor: torch.Tensor) -> bool:
         return is_asked_for(tensor)
     # (of a leaf, the node knows the tensor itself, where hooks of saved tensors or a checkpoint give another one)
     node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
-    seen, rest = {node}, [node]
-    while rest:
-        one: Any = rest.pop()
+    # depth first, and noted on the way: each node of a long history is looked at once
+    path: list[tuple[Any, Iterator[Any]]] = [(None, iter((node,)))]
+    while path:
+        after, rest = path[-1]
+        one = next(rest, None)
+        if one is None:  # (what it follows from are no blocks)
+            path.pop()
+            if after is not None:
+                note_node(after, False)
+            continue
         noted = is_noted(one)
         if noted:
-            note_node(node, True)
+            for each, _ in path[1:]:
+                note_node(each, True)
             return True
-        if noted is None and not _is_ours(one):  # (which may be that of full_tensor)
-            new = {before for before, _ in one.next_functions if before is not None} - seen
-            seen |= new
-            rest.extend(new)
-    for one in seen:  # (each node of a long history is looked at once)
-        if one.next_functions and not _is_ours(one):  # (a block's own node may be asked for later on)
-            note_node(one, False)
+        # (ours may be that of full_tensor; and a node that follows from nothing may be asked for as a block later on)
+        if noted is None and one.next_functions and not _is_ours(one):
+            path.append((one, (before for before, _ in one.next_functions if before is not None)))
     return False
 
 
