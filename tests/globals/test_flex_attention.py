@@ -288,11 +288,39 @@ def test_what_functions_of_scores_may_not_do():
 
     weight = torch.nn.Parameter(noise(1)[0])
     assert "used unseen" in _refused(lambda x: flex_attention(x, x, x, unseen))
-    text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.mul_(2).sum()))
-    assert "write into no captured tensor" in text and "mul_ does" in text
     text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s + x.full_tensor().sum()))
     assert "sends messages for each element" in text
     assert "control flow" in _refused(lambda x: flex_attention(x, x, x, lambda s, *_: s if s > 0 else -s))
+
+
+WRITES = {
+    "mul_": lambda w: w.mul_(2),
+    "add_": lambda w: w.select(0, 0).data.add_(1),
+    "_foreach_add_": lambda w: torch._foreach_add_([w], 1),
+    "add": lambda w: torch.add(w, 1, out=w),
+    "constant_": lambda w: torch.nn.init.constant_(w, 2.0),
+    "__set__": lambda w: setattr(w, "data", w.data + 1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_functions_that_write_into_what_is_split(name):
+    """By any name. Each call has a copy of it."""
+    text = _refused(lambda x: flex_attention(x, x, x, lambda s, *_: (WRITES[name](x), s)[1]))
+    assert "write into no captured tensor" in text and f" {name} does" in text
+
+
+def test_functions_that_write_into_plain_tensors():
+    def count(x):
+        calls = torch.zeros(())
+        flex_attention(x, x, x, lambda s, *_: (torch._foreach_add_([calls], 1), s)[1])
+        assert calls == 1
+
+    def work():
+        with torch.inference_mode():
+            count(distdl.distribute_tensor(q, distdl.world().reshape(1, 1, 2, 1)))
+
+    distdl.run_workers(work, 2)
 
 
 def test_functions_that_know_tensors_of_another_world():

@@ -23,9 +23,10 @@ from distdl.globals.mapping import torchs_flat_vmap
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of, moved_block
 from distdl.globals.replicas import Replica, entered, plain_of
-from distdl.globals.table import composite, name_of, writes
+from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.transforms import leads_beyond
+from distdl.globals.writes import memory_of, watched
 from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping
 from distdl.tensors.memory import without_memory
@@ -51,17 +52,19 @@ class Captured(TorchFunctionMode):
         self._grads = curved and torch.is_grad_enabled()  # (the function may use some without them first)
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the captured tensor, so that it stays
         self._made: dict[int, torch.Tensor] = {}  # what the function has computed itself, of captured ones alone
+        self._memories: set[int] = set()  # where the plain tensors lie
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given, named = map_tensors((args, kwargs or {}), self._own)
-        if args and given[0] is not args[0] and writes(func, named):
+        called = _item if func is torch.Tensor.__getitem__ else func
+        y, is_written = watched(called, given, named, self._memories)
+        if is_written:
             raise RuntimeError(
                 f"{self._name} of global tensors needs functions of elements that write into no captured tensor that "
                 f"is split, is a weight or has a gradient; here {name_of(func)} does. Write in front of it"
             )
-        y = _item(*given) if func is torch.Tensor.__getitem__ else func(*given, **named)
         for one in tensors_in(y):
             if one.requires_grad and not is_batched(one):
                 self._made[id(one)] = one
@@ -83,6 +86,7 @@ class Captured(TorchFunctionMode):
             own = without_memory(own)
         if split or own is not x:
             self._known[id(x)] = x, own
+            self._memories.add(memory_of(own))
         return own
 
     def _check_world(self, other: Context) -> None:

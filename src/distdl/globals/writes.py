@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -88,6 +88,21 @@ class _Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def watched(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], memories: Set[int]
+) -> tuple[Any, bool]:
+    """What a function gives, and whether it has written into tensors that lie in given memory."""
+    given = [(one, memory_of(one)) for one in tensors_in((args, kwargs))]
+    given = [(one, memory) for one, memory in given if memory and memory in memories]
+    if not given:
+        return func(*args, **kwargs), False
+    blocks = [block_of(one) if type(one) is GlobalTensor else plain_of(one) for one, _ in given]
+    with Writes(func, blocks) as writes:
+        y = func(*args, **kwargs)
+    # (what is set as x.data lies elsewhere)
+    return y, any(map(writes.into, blocks)) or any(memory_of(one) != memory for one, memory in given)
+
+
 class WritesInto(TorchFunctionMode):
     """In which functions of torch run, and which knows afterwards whether one has written into given memory.
 
@@ -97,22 +112,14 @@ class WritesInto(TorchFunctionMode):
 
     def __init__(self, memories: Sequence[int]) -> None:
         super().__init__()
-        self._memories = {*memories} - {0}
+        self._memories = {*memories}
         self.found = False
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        given = [(one, memory_of(one)) for one in tensors_in((args, kwargs))]
-        given = [(one, memory) for one, memory in given if memory in self._memories]
-        if not given:
-            return func(*args, **kwargs)
-        blocks = [block_of(one) if type(one) is GlobalTensor else plain_of(one) for one, _ in given]
-        with Writes(func, blocks) as writes:
-            y = func(*args, **kwargs)
-        # (what is set as x.data lies elsewhere)
-        self.found = self.found or any(map(writes.into, blocks)) or any(memory_of(one) != own for one, own in given)
+        y, is_written = watched(func, args, kwargs or {}, self._memories)
+        self.found = self.found or is_written
         return y
 
     leave_uncompiled(__torch_function__)
