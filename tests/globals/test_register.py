@@ -336,6 +336,35 @@ def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_plain_tensors_beside_weights_in_a_checkpoint_with_re_entry(weights):
+    """Also in a forward that has asked for blocks, where any plain tensor may be one."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x, scale):
+            if type(x) is GlobalTensor:
+                x.to_local()
+            return x * reentrant(lambda scale, w: (scale * w).sin() * self.w, scale, self.w)
+
+    def trained(model, x):
+        scale = row.cos().requires_grad_()
+        model(x, scale).square().sum().backward()
+        return scale.grad, model.w.grad
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        model = distdl.distribute(Model(), P, weights=weights)
+        found = trained(model, distdl.distribute_tensor(x35, P))
+        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("use", ["product", "an autograd function", "in a checkpoint"])
 def test_second_derivatives_of_blocks_beside_weights(use, weights):
     class Model(torch.nn.Module):
