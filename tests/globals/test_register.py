@@ -287,6 +287,9 @@ BESIDE_WEIGHTS = {
     "re-entry of two": lambda m, x: of_own_block(
         lambda a: math.prod(reentrant(lambda a: (a.cos() * m.w, m.w.sin()), a)), x
     ),
+    "re-entry of weights": lambda m, x: (
+        of_own_block(lambda a: reentrant(lambda w: (a.detach().cos() * w).sin(), m.w), x) * x
+    ),
     "re-entry of both": lambda m, x: of_own_block(
         lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x
     ),

@@ -43,6 +43,15 @@ def _of_parts(function: Callable[..., Any], contexts: Sequence[Context | None]) 
     return run
 
 
+def is_of_copies(function: Any, args: Sequence[Any]) -> bool:
+    """Whether a function is a checkpoint with re-entry, and copies alone have a gradient among its arguments.
+
+    What it gives may be blocks, which it knows from around it: of gradients, a worker has a part in any case.
+    """
+    plain = (one for one in args if type(one) is torch.Tensor)
+    return function is checkpoints.CheckpointFunction and not any(one.requires_grad for one in plain)
+
+
 def install() -> None:
     """Let checkpoints recompute blocks as blocks."""
     frame: Any = checkpoints._CheckpointFrame
