@@ -160,7 +160,7 @@ class _Samples:
         def own(x: Any, dim: int | None = None) -> Any:
             if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor:
                 return block_of(x) if type(x) is GlobalTensor else x
-            x = entered(x, context) if type(x) is Replica or x.requires_grad else x
+            x = entered(x, context)
             return x if dim is None else x.narrow(dim, start, stop - start)
 
         given = [own(x, dim) for x, dim in zip(self.args, self.in_dims, strict=True)]
