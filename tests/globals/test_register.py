@@ -256,6 +256,11 @@ def beside_leaf(x, model):
     return x * (model.w * torch.ones_like(row, requires_grad=True)).sin()
 
 
+def slopes_by(w, x):
+    """Of each row, by a leaf that is made of a weight."""
+    return torch.stack([slope(lambda w, row=row: SineTimes.apply(row[None], w), w) for row in x])
+
+
 class Waves(torch.autograd.Function):
     """Gives two results."""
 
@@ -297,6 +302,7 @@ BESIDE_WEIGHTS = {
         x * of_own_block(lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x.detach())
     ),
     "an autograd function": lambda m, x: mapped(lambda a: SineTimes.apply(a, m.w), x),
+    "slopes of an autograd function": lambda m, x: mapped(lambda a: a * m.w * slopes_by(m.w, a), x),
     "two results": lambda m, x: mapped(lambda a: of_waves(a, m.w), x),
     "weight written": lambda m, x: mapped(lambda a: weight_written(a, m), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),

@@ -27,7 +27,7 @@ from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.parts import apply_to_variables, variable_of
 from distdl.globals.recomputing import is_of_copies
-from distdl.globals.replicas import Replica, entered, plain_of, settle_ties
+from distdl.globals.replicas import Replica, entered, plain_of, renewed, settle_ties
 from distdl.globals.running import is_on_blocks, may_be_block
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
@@ -431,7 +431,7 @@ def install() -> None:
         applied = torch_apply.__get__(None, cls)
         if Replica in kinds and torch.is_grad_enabled():
             if is_on_blocks() or any(map(may_be_block, args)) or is_of_copies(cls, args):
-                return settle_ties(applied(*args, **kwargs))
+                return settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
             return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
         made = {type(one) for one in (y if type(y) is tuple else (y,))}

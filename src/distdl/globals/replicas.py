@@ -152,6 +152,8 @@ class Replica(torch.Tensor):
         return map_tensors(result, wrap)
 
 
+_base: Any = torch._C.TensorBase
+_raw_node = _base.grad_fn.__get__
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
@@ -187,6 +189,13 @@ def tied_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that an autograd function has given: if it is a replica, the function has tied that itself."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor) if type(value) is Replica else value
+
+
+def renewed(value: Any) -> Any:
+    """A copy that follows from its plain tensor, which may require a gradient since it was made; others as they are."""
+    if type(value) is not Replica or not value.requires_grad or _raw_node(value) is not None:
+        return value
+    return Replica._of(copy_of(value), value._context)
 
 
 def settle_ties(value: Any) -> Any:
