@@ -292,6 +292,12 @@ BESIDE_WEIGHTS = {
     "re-entry of two": lambda m, x: of_own_block(
         lambda a: math.prod(reentrant(lambda a: (a.cos() * m.w, m.w.sin()), a)), x
     ),
+    "re-entry in re-entry": lambda m, x: mapped(
+        lambda a: reentrant(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a) * m.w, a), x
+    ),
+    "re-entry in that of weights": lambda m, x: (
+        x * reentrant(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w) * m.w, m.w)
+    ),
     "re-entry of weights": lambda m, x: (
         of_own_block(lambda a: reentrant(lambda w: (a.detach().cos() * w).sin(), m.w), x) * x
     ),

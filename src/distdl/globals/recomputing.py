@@ -17,6 +17,7 @@ from distdl.globals.lineage import may_differ
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.running import is_on_blocks, note_given, on_blocks
+from distdl.tensors.derivatives import without_graph
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +68,8 @@ def install() -> None:
         # (variables and whole tensors, to which one without blocks is applied, are neither)
         if any(contexts) or any(type(one) is torch.Tensor and may_differ(one) for one in args):
             function = _of_parts(function, contexts)
-        return forward(ctx, function, keeps_draws, *args)
+        with without_graph():
+            return forward(ctx, function, keeps_draws, *args)
 
     def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         leaves = detach(inputs)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import operator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +101,24 @@ def is_recomputed() -> bool:
 
     Or that of a derivative, which is differentiated again.
     """
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+    return torch._C._current_graph_task_id() != -1 and (torch.is_grad_enabled() or _here.recomputed)
+
+
+class _Here(threading.local):
+    recomputed = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def without_graph() -> Iterator[None]:
+    """In which a checkpoint with re-entry runs its forward, which has no graph; in another one, it is recomputed."""
+    around, _here.recomputed = _here.recomputed, torch._C._current_graph_task_id() != -1
+    try:
+        yield
+    finally:
+        _here.recomputed = around
 
 
 def keeps_graph() -> bool:
