@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distdl
-from distdl.globals.functions.flexible import torchs_flex_attention
+from distdl.globals.higher_order.flexible import torchs_flex_attention
 from distdl.globals.table import composite
 from distdl.testing import Counting
 from distdl.transport.recording import Recording
@@ -469,7 +469,7 @@ for again in range(2):
     for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
         del sys.modules[name]
     import distdl
-    importlib.reload(sys.modules["distdl.globals.flexing"]).install()
+    importlib.reload(sys.modules["distdl.globals.higher_order.flexing"]).install()
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
     assert flex.flex_attention(q, q, q, block_mask=mask).sum() == 6
 assert before == arguments()

@@ -1,16 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import (
-    control_flow,
-    flexing,
-    following,
-    handlers,
-    linearizing,
-    mapping,
-    own_functions,
-    recomputing,
-    transforms,
-)
+from distdl.globals import following, handlers, higher_order, own_functions, recomputing
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
@@ -32,11 +22,7 @@ numbers.install()
 following.install()
 initial.install()
 caching.install()
-transforms.install()
-mapping.install()
-flexing.install()
-linearizing.install()
-control_flow.install()
+higher_order.install()
 casting.install()
 converting.install()
 

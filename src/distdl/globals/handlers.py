@@ -15,7 +15,6 @@ from distdl.globals.functions import (
     equations,
     exponentials,
     extremes,
-    flexible,
     foreach,
     fourier,
     grouped,

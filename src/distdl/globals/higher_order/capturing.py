@@ -18,14 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from distdl.globals.context import Context
+from distdl.globals.higher_order.mapping import torchs_flat_vmap
+from distdl.globals.higher_order.transforms import leads_beyond
 from distdl.globals.lineage import note_entered
-from distdl.globals.mapping import torchs_flat_vmap
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of, moved_block
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.transforms import leads_beyond
 from distdl.globals.writes import memory_of, watched
 from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping

@@ -18,8 +18,8 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from distdl.globals.context import worlds
+from distdl.globals.higher_order.transforms import Level, is_split
 from distdl.globals.table import composite, copied, lend
-from distdl.globals.transforms import Level, is_split
 from distdl.tensors.function import TransformError
 from distdl.workers.worlds import launched
 

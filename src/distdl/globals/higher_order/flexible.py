@@ -21,10 +21,10 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from distdl.geometry.boxes import Interval, Shape
-from distdl.globals.capturing import Captured, mapped
 from distdl.globals.context import Context
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.work import Work, checked, work_on
+from distdl.globals.higher_order.capturing import Captured, mapped
 from distdl.globals.nested import tensors_in
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.strides import strides_if
@@ -43,7 +43,7 @@ _SHARED = ("b", "h", "l", "e"), ("b", "g", "s", "e"), ("b", "g", "s", "f")  # (b
 def flex_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Split over batch, heads and query positions, as queries are; keys and their features are whole.
 
-    What functions of scores and of masks have captured comes whole to every worker (see ``globals.capturing``).
+    What functions of scores and of masks have captured comes whole to every worker (see ``higher_order.capturing``).
     """
     if tensors_in((args, kwargs))[0].is_meta:  # (in a rehearsal; masks are those of the devices)
 

@@ -17,11 +17,11 @@ from torch._higher_order_ops import utils
 from torch._higher_order_ops.associative_scan import generic_associative_scan
 from torch.utils import _pytree as pytree
 
+from distdl.globals.higher_order.transforms import is_split
 from distdl.globals.replicas import Replica
 from distdl.globals.running import is_running
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.transforms import is_split
 from distdl.nn.compiling import REASON
 from distdl.workers.worlds import launched
 

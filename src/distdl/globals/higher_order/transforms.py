@@ -2,7 +2,7 @@
 
 torch wraps the tensors that a transformed function gets. What is split over workers cannot be wrapped, as a wrapper has
 no memory that could travel. So functions of it are differentiated by autograd, and samples are taken one by one (see
-``globals.mapping``)::
+``globals.higher_order.mapping``)::
 
     grad, vjp    x' = an alias of x that requires a gradient,  y = f(x'),  dx = autograd.grad(y, x', dy)
     jvp          the derivative of  dy -> dx,  which is linear in dy

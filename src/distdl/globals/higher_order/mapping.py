@@ -1,7 +1,7 @@
 """``torch.vmap`` of functions of what is split over workers.
 
 Samples are taken one by one, and their results stacked. Where samples lie whole on workers, torch's own vmap maps the
-blocks, without a message. (See ``globals.transforms`` for how transforms come here.)
+blocks, without a message. (See ``globals.higher_order.transforms`` for how transforms come here.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._functorch.predispatch import _remove_batch_dim
 from torch.utils import _pytree as pytree
 
 from distdl.globals.context import KnownLayout
+from distdl.globals.higher_order.transforms import is_split, leads_beyond
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.paths import current_place, users_call
@@ -27,7 +28,6 @@ from distdl.globals.replicas import Replica, entered, tied_of
 from distdl.globals.running import is_running, on_blocks
 from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.transforms import is_split, leads_beyond
 from distdl.tensors.derivatives import saved_tensors_hooks
 from distdl.tensors.function import TransformError
 

@@ -15,9 +15,9 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.overrides import handle_torch_function
 
-from distdl.globals.capturing import Captured, captures_split, mapped
 from distdl.globals.context import worlds
-from distdl.globals.functions.flexible import torchs_flex_attention
+from distdl.globals.higher_order.capturing import Captured, captures_split, mapped
+from distdl.globals.higher_order.flexible import torchs_flex_attention
 from distdl.globals.replicas import Replica
 from distdl.globals.table import composite, copied, lend
 from distdl.globals.tensor import GlobalTensor
