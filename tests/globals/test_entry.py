@@ -260,7 +260,33 @@ OF_TWO_WORLDS = {
     "a write": lambda x, y: x.copy_(y),
     "an index": lambda x, y: x[y[:, 0] > 0],
     "a function of blocks": lambda x, y: distdl.local_map(torch.add)(x, y),
+    "a gradient": lambda x, y: (leaf_of(x) * 2).backward(y),
+    "a gradient by grad": lambda x, y: torch.autograd.grad([leaf_of(x) * 2], [leaf_of(x)], [y]),
+    "a hook": lambda x, y: hooked(leaf_of(x), lambda dx: y).square().sum().backward(),
+    "a function with a derivative": lambda x, y: Derived.apply(leaf_of(x), y).sum().backward(),
 }
+
+
+def leaf_of(x):
+    return x.detach().requires_grad_()
+
+
+def hooked(x, hook):
+    x.register_hook(hook)
+    return x
+
+
+class Derived(torch.autograd.Function):
+    """Gives for a derivative what it was told to."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.y = y
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.y, None
 
 
 @pytest.mark.parametrize("what", OF_TWO_WORLDS)
@@ -276,6 +302,27 @@ def test_tensors_of_two_worlds(what):
     torch.autograd.backward([(x * x).sum(), (y * y).sum()])
     assert_close(x.grad, 2 * (x35 + 1))
     assert_close(y.grad, 2 * (x35 + 1))
+
+
+class Nested(torch.nn.Module):
+    """Gives its own weight to another model."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.own, self.others = torch.nn.Linear(5, 5, dtype=torch.float64), [other]
+
+    def forward(self, x):
+        return x @ self.others[0](self.own.weight)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_weights_of_two_worlds(weights):
+    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
+    inner = distdl.distribute(torch.nn.Linear(5, 5, dtype=torch.float64), another(P), weights)
+    outer = distdl.distribute(Nested(inner), P, weights)
+    with pytest.raises(ValueError, match="linear needs tensors of one world; got some of worlds of 3 and of 3 workers"):
+        outer(split(x35))
 
 
 SPLIT_OTHERWISE = {

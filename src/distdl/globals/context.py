@@ -279,6 +279,12 @@ class Context:
         return self.keep((owned, needed, dtype, derivatives, name), make)
 
 
+def other_world(name: str, *contexts: Context) -> ValueError:
+    """What a function raises that has got tensors of several worlds."""
+    listed = " and of ".join(str(one.comm.size) for one in contexts)
+    return ValueError(f"{name} needs tensors of one world; got some of worlds of {listed} workers")
+
+
 def _found(kept: dict[Hashable, Any], key: Hashable, make: Callable[[], T]) -> T:
     found: T | None = kept.get(key)
     if found is None:

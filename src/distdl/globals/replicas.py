@@ -13,12 +13,12 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from distdl.globals.comparing import bits_of_all, differ, farthest
-from distdl.globals.context import Context
+from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks, note_graph
-from distdl.globals.table import OPERATOR, REPLICATED, writes
+from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
@@ -112,6 +112,9 @@ class Replica(torch.Tensor):
                 return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
         found = [value for value in every if type(value) is Replica]
         context = found[0]._context
+        for value in found if torch.is_grad_enabled() else ():
+            if value._context is not context:  # (whose gradient would add up over other workers)
+                raise other_world(name_of(func), context, value._context)
         target = args[0] if args and type(args[0]) is torch.Tensor and writes(func, kwargs or {}) else None
         if target is not None and target.requires_grad:
             is_block = may_differ(target)

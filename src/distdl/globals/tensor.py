@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from distdl.globals import debug
-from distdl.globals.context import Context, KnownLayout, worlds
+from distdl.globals.context import Context, KnownLayout, other_world, worlds
 from distdl.globals.failed import depends_on_values, meet_in
 from distdl.globals.nested import tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
@@ -373,14 +373,10 @@ def check_one_world(name: str, values: Any) -> None:
 
     Raises: ValueError if it is not.
     """
-    sizes: dict[Context, int] = {}
-    for one in tensors_in(values):
-        if type(one) in (GlobalTensor, Replica):
-            context: Context = one._context  # type: ignore[attr-defined]
-            sizes[context] = context.comm.size
-    if len(sizes) > 1:
-        listed = " and of ".join(map(str, sizes.values()))
-        raise ValueError(f"{name} needs tensors of one world; got some of worlds of {listed} workers")
+    given = [one for one in tensors_in(values) if type(one) in (GlobalTensor, Replica)]
+    found: dict[Context, None] = dict.fromkeys(one._context for one in given)  # type: ignore[attr-defined]
+    if len(found) > 1:
+        raise other_world(name, *found)
 
 
 def check_usable(x: GlobalTensor) -> None:

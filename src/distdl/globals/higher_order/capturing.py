@@ -17,7 +17,7 @@ from torch._functorch import vmap as vmapping
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from distdl.globals.context import Context
+from distdl.globals.context import Context, other_world
 from distdl.globals.higher_order.mapping import torchs_flat_vmap
 from distdl.globals.higher_order.transforms import leads_beyond
 from distdl.globals.lineage import note_entered
@@ -93,8 +93,7 @@ class Captured(TorchFunctionMode):
         """Raises: ValueError for another world than that of the inputs."""
         own = self._context
         if own is not None and other is not own and not own.comm.imagined:
-            sizes = f"{own.comm.size} and of {other.comm.size}"
-            raise ValueError(f"{self._name} needs tensors of one world; got some of worlds of {sizes} workers")
+            raise other_world(self._name, own, other)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
         # (messages are sent outside of vmap, and by code that takes no scalar for an index)
