@@ -2,11 +2,14 @@
 
 import compileall
 import functools
+import gc
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -493,6 +496,44 @@ def users_torch_group():
     assert distdl.world(dist.group.WORLD).allgather_data(P.rank) == [0, 1, 2]
     dist.barrier()
     return True
+
+
+def users_torch_groups_that_end():
+    """What is left of worlds over the user's process groups, which it destroys: threads that look, and open files."""
+    import torch.distributed as dist
+
+    P = distdl.world()
+    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    found = []
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        Q = distdl.world(group)
+        assert distdl.distribute_tensor(torch.arange(4.0), Q).sum().item() == 6.0
+        P.allgather_data(0)
+        Q.deactivate()
+        dist.destroy_process_group(group)
+        del Q, group
+        assert distdl.world() is P
+        gc.collect()
+        until = time.monotonic() + 10
+        while _watches() > 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        P.allgather_data(0)
+        found.append((_watches(), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def _watches():
+    return sum(thread.name == "distdl-watch" for thread in threading.enumerate())
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_is_left_of_worlds_over_process_groups_that_have_ended():
+    for found in distdl.run_workers(users_torch_groups_that_end, 2, "gloo"):
+        assert {watches for watches, _ in found} == {1}
+        assert max(files for _, files in found) - min(files for _, files in found) < 4
 
 
 def _free_port():

@@ -1,6 +1,7 @@
 """The published partitions under MPI."""
 
 import gc
+import weakref
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
@@ -91,6 +92,14 @@ def check_a_split_of_the_users():
     P.deactivate()
     assert half == MPI.COMM_NULL and not P.active
     refused(lambda: line.allgather_data(1), CommunicationError, "deactivated")
+    world = distdl.world(MPI.COMM_WORLD.Split(rank % 2))
+    assert distdl.distribute_tensor(torch.arange(4.0), world).sum().item() == 6.0
+    communicator = weakref.ref(world.comm)
+    world.deactivate()
+    del world
+    assert distdl.world().size == 4
+    gc.collect()
+    assert communicator() is None
 
 
 def check_communicators_are_cached_by_group():

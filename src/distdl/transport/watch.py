@@ -72,9 +72,13 @@ class Watch:
 
         A thread to which the store does not answer is left behind.
         """
+        self.dismiss()
+        self._thread.join(_PATIENCE)
+
+    def dismiss(self) -> None:
+        """The same, without waiting until it has stopped."""
         self._stopped = True
         self._bell.set()
-        self._thread.join(_PATIENCE)
 
     def tell(self, text: str) -> None:
         """Tell the others why this worker fails, unless another one has failed before."""

@@ -80,7 +80,10 @@ def world(backend: Any = None) -> Partition:
         find(name)
     worlds = _here.worlds if name == "serial" or _is_entered(name) else _process_worlds
     key = name if isinstance(name, str) else _open_over(name)
-    if key not in worlds or not worlds[key].active or worlds[key].comm.released:
+    for known in (_here.worlds, _process_worlds):
+        for ended in [each for each, P in list(known.items()) if not P.active or P.comm.released]:
+            known.pop(ended, None)
+    if key not in worlds:
         worlds[key] = Partition(_open(name, asked_for=backend is not None))
     return worlds[key]
 

@@ -9,7 +9,9 @@ A process that ends closes its sockets, and whoever waits for it gets an error a
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from distdl.backends import register
 from distdl.backends.torch_distributed.communicator import TorchCommunicator
 from distdl.transport.job import job, of_group
 
-_over: dict[Any, TorchCommunicator] = {}
+_over: MutableMapping[Any, TorchCommunicator] = WeakKeyDictionary()
 
 
 def over(group: Any) -> TorchCommunicator:

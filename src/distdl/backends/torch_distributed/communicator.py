@@ -73,6 +73,7 @@ class TorchCommunicator(Communicator):
         self._host = host
         self._last_limit = self.timeout, timedelta(seconds=self.timeout)
         self._watch = Watch(store, rank)
+        weakref.finalize(self, self._watch.dismiss).atexit = False  # (whose thread would go on otherwise)
         _open_ones.add(self)
         self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
 
