@@ -536,6 +536,34 @@ def test_nothing_is_left_of_worlds_over_process_groups_that_have_ended():
         assert max(files for _, files in found) - min(files for _, files in found) < 4
 
 
+def saves_of_two_worlds(folder):
+    """Two halves train a model each, in shares. What one checkpoint of all workers has of them may be either's."""
+    import torch.distributed as dist
+
+    P = distdl.world()
+    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    Q = distdl.world(halves[P.rank // 2])
+    inner, outer = torch.nn.Linear(4, 4), distdl.distribute(torch.nn.Linear(4, 4), P, weights="sharded")
+    torch.nn.init.constant_(inner.weight, P.rank // 2)
+    torch.nn.init.zeros_(inner.bias)
+    both = torch.nn.ModuleList([outer, distdl.distribute(inner, Q, weights="sharded")])
+    for call in (lambda: distdl.save(folder, both), lambda: distdl.export_state(both)):
+        with pytest.raises(ValueError, match=r"copies of model/1\.weight have to be equal; worker 0 and worker 2"):
+            call()
+    with torch.no_grad():
+        both[1].weight.fill_(3)
+    assert torch.equal(distdl.export_state(both)[0]["1.weight"], torch.full((4, 4), 3.0))
+    return True
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_of_two_worlds_has_equal_copies_only(tmp_path):
+    assert distdl.run_workers(functools.partial(saves_of_two_worlds, str(tmp_path)), 4, "gloo") == [True] * 4
+
+
 def _free_port():
     import socket
 

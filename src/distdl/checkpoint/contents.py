@@ -99,7 +99,7 @@ def agree(
     def describe() -> str:
         own.append(collected())
         records = own[0].records
-        tensors = {key: described(one) for key, one in records.found.items() if one.tensor is not None}
+        tensors = {key: described(one, comm) for key, one in records.found.items() if one.tensor is not None}
         return json.dumps({"call": call(), "tensors": tensors, "aliases": records.aliases, "facts": own[0].facts})
 
     told = [json.loads(one) for one in together(comm, what, describe)]

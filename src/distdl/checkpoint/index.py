@@ -17,6 +17,7 @@ from distdl.checkpoint.records import Record
 from distdl.geometry.boxes import Box, Shape, volume
 from distdl.partition import dims
 from distdl.tensors.dtypes import DTYPES
+from distdl.transport.communicator import Communicator
 
 FORMAT, VERSION = "distdl checkpoint", 1
 MODEL = "model/"  # before the names of the model's tensors, in keys
@@ -86,12 +87,15 @@ class Index:
                 yield key, block
 
 
-def described(record: Record) -> list[Any]:
+def described(record: Record, comm: Communicator | None = None) -> list[Any]:
     """What a worker tells of a record: dtype, whole shape, its box, whether it may save it, a print to compare, and
     whether the first worker saves it.
+
+    Args:
+        comm: of the workers that are told, if there are any.
     """
     assert record.tensor is not None
-    mark = _print(record.block) if record.equal and record.is_whole and record.tensor.numel() else None
+    mark = _print(record.block) if record.equal and record.has_copies(comm) and record.tensor.numel() else None
     name = str(record.tensor.dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise ValueError(f"a checkpoint keeps no tensors of {record.tensor.dtype}; {record.key} is one")

@@ -121,7 +121,7 @@ def _described(value: Any, key: str, parameter: Record, records: Records) -> dic
         layout = value.layout
         me = layout.partition.comm.rank
         box = layout[me] if me in layout.partition and value.to_local().numel() else None
-        records.add(Record(path, layout.extents, box, value))
+        records.add(Record(path, layout.extents, box, value, home=layout.partition.comm))
     elif value.dim() == 0 or parameter.is_whole:
         records.add(Record(path, tuple(value.shape), whole(value.shape), value))
     else:

@@ -33,6 +33,7 @@ class Record:
         saves: whether this worker's cells may be those that are saved.
         equal: whether workers that have the same cells need to have the same values.
         first: whether they may have others, and those of the first worker are saved.
+        home: the world of which each worker has other cells; None if all have the same.
     """
 
     key: str
@@ -42,6 +43,7 @@ class Record:
     saves: bool = True
     equal: bool = True
     first: bool = False
+    home: Communicator | None = None
 
     @property
     def block(self) -> torch.Tensor:
@@ -53,6 +55,10 @@ class Record:
     def is_whole(self) -> bool:
         """Whether this worker has all of its cells, as if it were alone."""
         return self.box == whole(self.extents)
+
+    def has_copies(self, comm: Communicator | None) -> bool:
+        """Whether other workers of a world may have the same cells."""
+        return self.is_whole or self.home is not comm
 
 
 @dataclass
@@ -161,7 +167,7 @@ def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves:
     if box is not None and (tensor is None or local(tensor).numel() != volume(box)):
         found = "none" if tensor is None else dims(tuple(local(tensor).shape))
         raise ValueError(f"{key} needs a block of {dims(shape(box))} on worker {me}, by its layout; it has {found}")
-    return Record(key, layout.extents, box, tensor, saves, is_parameter and saves)
+    return Record(key, layout.extents, box, tensor, saves, is_parameter and saves, home=layout.partition.comm)
 
 
 def _layouts(module: Any) -> Iterator[tuple[str, str, Layout]]:
