@@ -307,6 +307,15 @@ BESIDE_WEIGHTS = {
     "re-entry of both, of a constant": lambda m, x: (
         x * of_own_block(lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x.detach())
     ),
+    "re-entry in a checkpoint of weights": lambda m, x: (
+        x * plain_checkpoint(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w.sin()) * m.w, m.w * 2)
+    ),
+    "an autograd function in a checkpoint of weights": lambda m, x: (
+        x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), m.w * 2)
+    ),
+    "an autograd function in checkpoints of weights": lambda m, x: plain_checkpoint(
+        lambda w: x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), w), m.w * 2
+    ),
     "an autograd function": lambda m, x: mapped(lambda a: SineTimes.apply(a, m.w), x),
     "slopes of an autograd function": lambda m, x: mapped(lambda a: a * m.w * slopes_by(m.w, a), x),
     "two results": lambda m, x: mapped(lambda a: of_waves(a, m.w), x),

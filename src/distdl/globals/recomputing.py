@@ -25,21 +25,30 @@ def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
     return on_blocks()(function) if is_on_blocks() else function
 
 
+def _as_copies(args: Sequence[Any], contexts: Sequence[Context | None]) -> list[Any]:
+    """Arguments of which those with contexts are copies: they may come as the plain tensors that are saved of them."""
+    return [
+        one if context is None or type(one) is Replica else Replica._of(one, context)
+        for one, context in zip(args, contexts, strict=True)
+    ]
+
+
+def _contexts(args: Sequence[Any]) -> list[Context | None]:
+    """Those of arguments that are copies."""
+    return [one._context if type(one) is Replica else None for one in args]
+
+
 def _of_parts(function: Callable[..., Any], contexts: Sequence[Context | None]) -> Callable[..., Any]:
     """A function of blocks and copies, which recomputes with copies, and gives what a worker has of gradients.
 
     Args:
-        contexts: those of arguments that are copies: they may come as the plain leaves that they have been saved as.
+        contexts: those of arguments that are copies.
     """
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():  # (it is the forward)
             return function(*args)
-        given = [
-            one if context is None or type(one) is Replica else Replica._of(one, context)
-            for one, context in zip(args, contexts, strict=True)
-        ]
-        return map_tensors(function(*given), plain_of)
+        return map_tensors(function(*_as_copies(args, contexts)), plain_of)
 
     return run
 
@@ -57,14 +66,26 @@ def install() -> None:
     """Let checkpoints recompute blocks as blocks."""
     frame: Any = checkpoints._CheckpointFrame
     reentrant: Any = checkpoints.CheckpointFunction
-    begin, forward, detach = frame.__init__, reentrant.forward, checkpoints.detach_variable
+    begin, save, load = frame.__init__, frame.save_inputs, frame.get_inputs
+    forward, detach = reentrant.forward, checkpoints.detach_variable
 
     def begin_here(self: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         begin(self, _as_here(recompute), *args, **kwargs)
 
+    def save_here(self: Any, *args: Any) -> None:
+        save(self, *args)
+        self._distdl_contexts = _contexts(args)
+
+    def load_here(self: Any) -> list[Any]:
+        args: list[Any] = load(self)
+        if not any(self._distdl_contexts):
+            return args
+        with torch.enable_grad():
+            return _as_copies(args, self._distdl_contexts)
+
     def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         function = _as_here(function)
-        contexts = [one._context if type(one) is Replica else None for one in args]
+        contexts = _contexts(args)
         # (variables and whole tensors, to which one without blocks is applied, are neither)
         if any(contexts) or any(type(one) is torch.Tensor and may_differ(one) for one in args):
             function = _of_parts(function, contexts)
@@ -78,6 +99,6 @@ def install() -> None:
                 note_given(leaf)
         return leaves
 
-    frame.__init__ = begin_here
+    frame.__init__, frame.save_inputs, frame.get_inputs = begin_here, save_here, load_here
     reentrant.forward = staticmethod(forward_here)
     checkpoints.detach_variable = detached
