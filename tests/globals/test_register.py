@@ -310,6 +310,9 @@ BESIDE_WEIGHTS = {
     "re-entry in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w.sin()) * m.w, m.w * 2)
     ),
+    "re-entry of weights, which gives what is split": lambda m, x: (
+        x * reentrant(lambda w: x.detach().cos() * w * m.w, m.w * 2)
+    ),
     "an autograd function in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), m.w * 2)
     ),

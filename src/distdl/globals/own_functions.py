@@ -418,6 +418,10 @@ def given_blocks(function: Any, args: tuple[Any, ...], y: Any) -> Any:
     return tuple(results) if isinstance(y, tuple) else results[0]
 
 
+def _types(y: Any) -> set[type]:
+    return {type(one) for one in (y if type(y) is tuple else (y,))}
+
+
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -431,10 +435,12 @@ def install() -> None:
         applied = torch_apply.__get__(None, cls)
         if Replica in kinds and torch.is_grad_enabled():
             if is_on_blocks() or any(map(may_be_block, args)) or is_of_copies(cls, args):
-                return settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
+                y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
+                is_split = is_of_copies(cls, args) and GlobalTensor in _types(y)
+                return given_blocks(cls, tuple(map(plain_of, args)), y) if is_split else y
             return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
-        made = {type(one) for one in (y if type(y) is tuple else (y,))}
+        made = _types(y)
         if GlobalTensor in made:
             return given_blocks(cls, args, y)
         if Replica in made and any(may_differ(one) for one in args if type(one) is torch.Tensor):
