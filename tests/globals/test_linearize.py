@@ -8,7 +8,7 @@ import pytest
 import torch
 from launched import on_workers, split
 from same import Global, assert_same, noise
-from torch.func import functionalize, grad, jvp, linearize
+from torch.func import functionalize, grad, jacrev, jvp, linearize
 from torch.utils import _pytree as pytree
 
 import distdl
@@ -99,6 +99,20 @@ def test_other_results_and_wrong_tangents():
 def test_inside_of_vmap():
     found = torch.vmap(lambda a, b: linearize(torch.sin, a)[1](b))(split(x35), split(t35))
     torch.testing.assert_close(found.full_tensor(), x35.cos() * t35)
+
+
+def test_derivatives_of_plain_tensors_in_transforms():
+    """On threads, where they are ours."""
+    tangents = torch.stack([t35, x35])
+
+    def work():
+        distdl.distribute_tensor(x35, distdl.world().reshape(2, 1))
+        along = linearize(torch.sin, x35)[1]
+        torch.testing.assert_close(torch.vmap(along)(tangents), x35.cos() * tangents)
+        torch.testing.assert_close(grad(lambda t: along(t).square().sum())(t35), 2 * x35.cos().square() * t35)
+        torch.testing.assert_close(jacrev(along)(t35).sum((2, 3)), x35.cos())
+
+    distdl.run_workers(work, 2)
 
 
 @on_workers

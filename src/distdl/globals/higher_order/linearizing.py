@@ -47,7 +47,7 @@ class _Derivative:
 
     def __call__(self, *tangents: torch.Tensor) -> list[Any]:
         """The tangents of the results; another result is itself."""
-        along = iter(_Linear.apply(self._forward, self._backward, *tangents) if self._adjoint else ())
+        along = iter(_linear(self._forward, self._backward, *tangents) if self._adjoint else ())
         curved = {id(y) for y in self._curved} if self._adjoint else ()
         return [
             next(along) if id(y) in curved else torch.zeros_like(y) if isinstance(y, torch.Tensor) else y
@@ -66,6 +66,16 @@ class _Derivative:
         return tuple(found)
 
 
+def _linear(function: Any, adjoint: Any, *inputs: torch.Tensor) -> Any:
+    """Apply a linear function.
+
+    Raises: TransformError inside of torch's transforms, which then take one sample after another.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise TransformError
+    return _Linear.apply(function, adjoint, *inputs)
+
+
 class _Linear(torch.autograd.Function):
     """A linear function, whose backward is its adjoint."""
 
@@ -77,7 +87,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return None, None, *_Linear.apply(ctx.adjoint, ctx.function, *gradients)
+        return None, None, *_linear(ctx.adjoint, ctx.function, *gradients)
 
 
 def _linearize(func: Callable[..., Any], *primals: Any) -> Any:
