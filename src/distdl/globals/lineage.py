@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from distdl.globals.running import is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
+from distdl.globals.running import any_noted, is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
 from distdl.tensors.function import Function
 
 _KEY = "distdl: follows from"
@@ -64,6 +64,8 @@ def may_differ(tensor: torch.Tensor) -> bool:
     """
     if is_on_blocks():
         return True
+    if not any_noted():  # (as in programs of plain tensors, whose checkpoints ask, too)
+        return False
     if not tensor.requires_grad:
         return was_asked_for(tensor)
     if tensor.is_leaf and (torch.is_inference_mode_enabled() or tensor.is_inference()):

@@ -12,6 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class _Here(threading.local):
+    noted = False  # whether there has been a block of a user's, on any worker of this process
+
     def __init__(self) -> None:
         self.models = 0  # how many run, one in another
         self.on_blocks = 0  # how many such functions do
@@ -63,6 +65,7 @@ def note_block(block: torch.Tensor) -> None:
 
 def note_given(block: torch.Tensor) -> None:
     """Take note of a block that a function on blocks gets, or of a leaf in its place: a backward runs outside."""
+    _Here.noted = True
     _here.blocks[block] = True
     note_graph(block)
 
@@ -75,7 +78,13 @@ def note_graph(block: torch.Tensor) -> None:
 
 def note_node(node: Any, gives_block: bool) -> None:
     """Let a node of the autograd graph know whether it has given a block, or what follows from one."""
+    _Here.noted = _Here.noted or gives_block
     node.metadata[_BLOCK] = gives_block
+
+
+def any_noted() -> bool:
+    """Whether any worker of this process has taken note of a block."""
+    return _Here.noted
 
 
 def is_noted(node: Any) -> bool | None:
