@@ -46,7 +46,10 @@ def test_what_follows_from_constants_has_none_of_their_gradients():
     """Of tangents, results have gradients, and these gradients in turn; of primals and weights they have none."""
     w = split(noise(5, 5, seed=2)).requires_grad_()
     x, t, again = split(x35).requires_grad_(), split(t35).requires_grad_(), split(t35).requires_grad_()
-    function = lambda a: curved(a @ w)  # noqa: E731
+
+    def function(a):
+        return curved(a @ w)
+
     along = linearize(function, x)[1]
     assert not along(t.detach()).requires_grad
     (dt,) = torch.autograd.grad(along(t).square().sum(), t, create_graph=True)

@@ -333,6 +333,18 @@ BESIDE_WEIGHTS = {
 }
 
 
+def assert_trains_alike(model, trained, x, weights):
+    """What ``trained(model(), x)`` gives is the same distributed, on two workers that have rows of x each."""
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        found = trained(distdl.distribute(model(), P, weights=weights), distdl.distribute_tensor(x, P))
+        for ours, theirs in zip(found, trained(model(), x.clone()), strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("rows", [4, 3])  # (of blocks of one shape, sums of gradients are no error)
 @pytest.mark.parametrize("use", BESIDE_WEIGHTS)
@@ -352,14 +364,7 @@ def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
         y.square().sum().backward()
         return y, x.grad, model.w.grad
 
-    def work():
-        P = distdl.world().reshape(2, 1)
-        model = distdl.distribute(Model(), P, weights=weights)
-        found = trained(model, distdl.distribute_tensor(noise(rows, 5), P))
-        for ours, theirs in zip(found, trained(Model(), noise(rows, 5)), strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 2)
+    assert_trains_alike(Model, trained, noise(rows, 5), weights)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
@@ -381,14 +386,7 @@ def test_plain_tensors_beside_weights_in_a_checkpoint_with_re_entry(weights):
         model(x, scale).square().sum().backward()
         return scale.grad, model.w.grad
 
-    def work():
-        P = distdl.world().reshape(2, 1)
-        model = distdl.distribute(Model(), P, weights=weights)
-        found = trained(model, distdl.distribute_tensor(x35, P))
-        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 2)
+    assert_trains_alike(Model, trained, x35, weights)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
@@ -409,14 +407,7 @@ def test_second_derivatives_of_blocks_beside_weights(use, weights):
         sum(slope.square().sum() for slope in slopes).backward()
         return *slopes, x.grad, model.w.grad, model.v.grad
 
-    def work():
-        P = distdl.world().reshape(2, 1)
-        model = distdl.distribute(Model(), P, weights=weights)
-        found = trained(model, distdl.distribute_tensor(x35, P))
-        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 2)
+    assert_trains_alike(Model, trained, x35, weights)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
@@ -437,14 +428,7 @@ def test_losses_of_blocks_and_weights_add_up(asks, weights):
         model(x.requires_grad_(asks)).backward()
         return [*([x.grad] if asks else []), model.w.grad, model.v.grad]
 
-    def work():
-        P = distdl.world().reshape(2, 1)
-        model = distdl.distribute(Model(), P, weights=weights)
-        found = trained(model, distdl.distribute_tensor(x35, P))
-        for ours, theirs in zip(found, trained(Model(), x35.clone()), strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 2)
+    assert_trains_alike(Model, trained, x35, weights)
 
 
 @on_workers
