@@ -25,6 +25,7 @@ from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
+from distdl.globals.own_results import given_blocks, whole
 from distdl.globals.parts import apply_to_variables, variable_of
 from distdl.globals.recomputing import is_of_copies
 from distdl.globals.replicas import Replica, entered, plain_of, renewed, settle_ties
@@ -166,7 +167,7 @@ class _Call:
         """The adjoint: for each result that is a tensor, its block of a gradient."""
         kinds: list[Any] = [kind for kind in self.results if kind is Replica or isinstance(kind, KnownLayout)]
         return tuple(
-            None if one is None else _whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
+            None if one is None else whole(one) if kind is Replica else part_of(one, kind, self.function.__name__)
             for one, kind in zip(gradients, kinds, strict=True)
         )
 
@@ -178,11 +179,7 @@ class _Call:
             value = value.sum_to_size(shape)
         if layout is not None:
             return part_of(value, layout, self.function.__name__)
-        return _whole(value)
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if type(value) is GlobalTensor else plain_of(value)
+        return whole(value)
 
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
@@ -367,55 +364,6 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 leave_uncompiled(apply_whole)
-
-
-class _OfBlocks(Function):
-    """The node of blocks in the place of that of global tensors, which a function has made of plain ones."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, node: Any, layouts: Sequence[KnownLayout | None], blocks: Sequence[torch.Tensor], *inputs: Any
-    ) -> Any:
-        ctx.node, ctx.layouts = node, layouts
-        ctx.save_for_backward(torch.empty(0))
-        return tuple([block.detach() for block in blocks])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
-        node = ctx.node
-        given = iter(gradients)  # (of what is no tensor there is none, and it has its place among the arguments)
-        found = node.apply(
-            *(None if layout is None else GlobalTensor._of(next(given), layout) for layout in ctx.layouts)
-        )
-        found = found if isinstance(found, tuple) else (found,)
-        return None, None, None, *(_whole(one) if isinstance(one, torch.Tensor) else None for one in found)
-
-
-def given_blocks(function: Any, args: tuple[Any, ...], y: Any) -> Any:
-    """What an autograd function gives that has made global tensors of plain ones, with a graph of blocks.
-
-    So does a checkpoint with re-entry of a distributed model that takes a plain tensor.
-
-    Raises: RuntimeError if it gives plain tensors that have a gradient, too.
-    """
-    results = list(y) if isinstance(y, tuple) else [y]
-    with torch._C.DisableTorchFunctionSubclass():
-        curved = [one for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None]
-        node = curved[0].grad_fn if curved else None
-    if node is None:
-        return y
-    if any(type(one) is not GlobalTensor for one in results if isinstance(one, torch.Tensor)):
-        raise RuntimeError(
-            f"the autograd function {function.__name__} takes plain tensors and gives plain and global ones; give it a "
-            "global tensor, as distdl.distribute_tensor makes one"
-        )
-    places = [place for place, one in enumerate(results) if type(one) is GlobalTensor]
-    layouts = [one._layout if type(one) is GlobalTensor else None for one in results]
-    blocks = [results[place]._block for place in places]
-    for place, block in zip(places, _OfBlocks.apply(node, layouts, blocks, *args), strict=True):
-        results[place] = GlobalTensor._of(block, results[place]._layout)
-    return tuple(results) if isinstance(y, tuple) else results[0]
 
 
 def _types(y: Any) -> set[type]:

@@ -374,7 +374,7 @@ def check_one_world(name: str, values: Any) -> None:
     Raises: ValueError if it is not.
     """
     given = [one for one in tensors_in(values) if type(one) in (GlobalTensor, Replica)]
-    found: dict[Context, None] = dict.fromkeys(one._context for one in given)  # type: ignore[attr-defined]
+    found: dict[Context, None] = dict.fromkeys(one._context for one in given)  # type: ignore[attr-defined]  # (both have it)
     if len(found) > 1:
         raise other_world(name, *found)
 

@@ -94,6 +94,7 @@ _OF_BLOCK_MASK = signature(flex.create_block_mask)
 
 def install() -> None:
     """Let torch's functions look for global tensors."""
+    # (the entries' code runs with the names of torch's module, which checkers do not see)
     lend(flex.flex_attention, _flex_attention, lambda *a, **k: _distdl_flex_attention(*a, **k))  # noqa: F821
     lend(flex.create_mask, _create_mask, lambda *a, **k: _distdl_create_mask(*a, **k))  # noqa: F821
     lend(flex.create_block_mask, _create_block_mask, lambda *a, **k: _distdl_create_block_mask(*a, **k))  # noqa: F821
