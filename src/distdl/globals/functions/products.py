@@ -326,7 +326,8 @@ def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     with without_autocast(a.device):  # (torch casts nothing for it)
-        return torch.einsum("...i,oij,...j->...o", a, weight, b)
+        # (one by one: of three, opt_einsum chooses the order by the sizes of this block, if it is installed)
+        return torch.einsum("...oj,...j->...o", torch.einsum("...i,oij->...oj", a, weight), b)
 
 
 @handles("tensordot", "torch")
