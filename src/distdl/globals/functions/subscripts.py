@@ -220,6 +220,7 @@ def _as_one(
     for n, one in zip(shape, tensors, strict=True):
         own = one._block if type(one) is GlobalTensor else None  # (of the two as one, torch could not tell)
         check_range(one, -n, n, partial(operator.getitem, torch.empty(n, device="cpu")), own)
+        one = one.to(x.device) if one.device.type == "cpu" else one  # (torch takes some of the host beside others)
         cells = cells * n + one.long() % max(n, 1)
     return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
 
