@@ -149,14 +149,15 @@ def network():
     made = Net().double()
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
+            parameter.copy_(values * 0.3)
     return made.cuda()
 
 
 def batch():
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(4, 2, 12, 14, generator=generator, dtype=torch.float64)
-    return x.cuda(), torch.randint(0, 3, (4, 5, 5), generator=generator).cuda()
+    x = torch.randn(4, 2, 12, 14, generator=generator, dtype=torch.float64, device="cpu")
+    return x.cuda(), torch.randint(0, 3, (4, 5, 5), generator=generator, device="cpu").cuda()
 
 
 def stepping(model, x, labels):
@@ -207,6 +208,41 @@ def test_models_train_on_threads():
 @pytest.mark.timeout(120)
 def test_models_train_over_gloo():
     assert distdl.run_workers(partial(trains, HALVES), 2, "gloo") == [True] * 2
+
+
+def trains_by_default():
+    """The same where a program makes its tensors on the device, unless it says otherwise."""
+    torch.set_default_device("cuda")
+    try:
+        return trains(HALVES)
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_models_train_where_the_device_is_the_default(backend):
+    assert distdl.run_workers(trains_by_default, 2, backend) == [True] * 2
+
+
+def test_index_tensors_of_the_host():
+    """As torch does, global tensors of a device take index tensors of the host, beside those of the device, too."""
+    x, i, j = torch.randn(5, 7, dtype=torch.float64), torch.tensor([1, -2, 0, 4]), torch.tensor([3, 0, 6, -1])
+
+    def main():
+        P = distdl.world()
+        whole = x.cuda()
+        for grid in ((2, 1), (1, 2)):
+            for first in (i, i.cuda()):
+                for second in (j, j.cuda()):
+                    for table in (whole, distdl.distribute_tensor(whole, P.reshape(*grid))):
+                        for split in (first, distdl.distribute_tensor(first, P)):
+                            found = table[split, second]
+                            found = found.full_tensor() if type(found) is distdl.GlobalTensor else found
+                            assert found.is_cuda and torch.equal(found.cpu(), x[i, j])
+        return True
+
+    assert distdl.run_workers(main, 2) == [True, True]
 
 
 def capture(step, parameters):

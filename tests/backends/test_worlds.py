@@ -594,6 +594,22 @@ def test_importing_distdl_imports_no_backend(imported):
     assert imported(0)["backends"] == []
 
 
+def test_tensors_that_importing_distdl_makes_lie_on_the_host():
+    """Wherever a program makes its own: ``torch.set_default_device("cuda")`` may stand before the import."""
+    code = """
+import importlib, pkgutil, torch
+torch.set_default_device("meta")
+import distdl
+names = [one.name for one in pkgutil.walk_packages(distdl.__path__, "distdl.") if "__main__" not in one.name]
+found = {f"{name}.{key}": one.device.type for name in names for key, one in vars(importlib.import_module(name)).items()
+         if isinstance(one, torch.Tensor)}
+print(len(names), len(found), set(found.values()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    modules, tensors, places = done.stdout.split() or pytest.fail(done.stderr)
+    assert int(modules) > 200 and int(tensors) > 3 and places == "{'cpu'}"
+
+
 @pytest.mark.timeout(120)
 def test_importing_distdl_takes_under_1_3_times_the_time_of_torch(imported):
     """(It is 1.16. What pip installs is compiled, as torch is here: so ``imported`` compiles distdl, too.

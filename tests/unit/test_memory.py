@@ -66,6 +66,12 @@ def test_tensors_are_like_those_of_torch(pool, shape, dtype):
     assert ours.is_contiguous() and not ours._is_view() and ours.data_ptr() % 64 == 0
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 2, 4), (3, 2, 300, 500)])
+def test_it_lies_on_the_host_wherever_a_program_makes_its_tensors(shape):
+    with torch.device("meta"):
+        assert [memory.empty(shape, torch.float32, None, last).device.type for last in (False, True)] == ["cpu"] * 2
+
+
 def test_at_most_the_limit_lies_idle_and_0_switches_it_off(pool):
     tensors = [memory.empty(LARGE, torch.float32) for _ in range(12)]
     del tensors

@@ -25,7 +25,7 @@ from distdl.transport.calls import Calls
 if TYPE_CHECKING:  # (an operator records these nodes)
     from distdl.exchange.operator import Operator
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)
 
 

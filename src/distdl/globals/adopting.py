@@ -246,7 +246,7 @@ def _references_to_base(view: torch.Tensor) -> int:
     return sys.getrefcount(base)
 
 
-_NO_OTHER = _references_to_base(torch.empty(1).view(1))  # (as of ``torch.zeros(6).view(2, 3)``)
+_NO_OTHER = _references_to_base(torch.empty(1, device="cpu").view(1))  # (as of ``torch.zeros(6).view(2, 3)``)
 
 
 def _beside(like: KnownLayout, extents: tuple[int, ...]) -> KnownLayout:

@@ -377,4 +377,4 @@ class _Leave(Function):
         return None, None, None, *(None if one is None else next(copies) for one in cotangents)
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")

@@ -25,7 +25,7 @@ from distdl.plan.planning import broadcast
 from distdl.tensors.dtypes import HALVES, carries_gradients
 
 # what is passed for a weight that is not given (known by its identity, as a block may have any shape)
-ABSENT = torch.empty(0)
+ABSENT = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)

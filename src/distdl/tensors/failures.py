@@ -42,7 +42,7 @@ def _oldest() -> tuple[torch.Tensor, torch.Tensor]:
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def make() -> None:
-        leaf = torch.zeros((), requires_grad=True)
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
         found.append((leaf, torch.ops.aten.alias(leaf)))
 
     thread = threading.Thread(target=make)

@@ -117,10 +117,10 @@ def empty(
         storage = torch.frombuffer(pool.take(nbytes), dtype=torch.uint8, count=nbytes).untyped_storage()
         # set_, because a view could not be written in place once an autograd Function has returned it
         return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), _strides(shape, channels_last))
-    device = None if beside is None else beside.device
+    device = "cpu" if beside is None else beside.device
     if channels_last:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=_CHANNELS_LAST[len(shape)])
-    return torch.empty(shape, dtype=dtype) if beside is None else beside.new_empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=device) if beside is None else beside.new_empty(shape, dtype=dtype)
 
 
 @cache

@@ -137,7 +137,7 @@ class Drift:
         seen = Seen(kept, writes, place)
         number = seen.number if kept.samples or writes else 0
         if type(one) not in _PLAIN or one.layout is not torch.strided or one.device.type == "meta" or not one.numel():
-            return Look(self, context, None, seen, counted, torch.tensor(bits_of(number)))
+            return Look(self, context, None, seen, counted, torch.tensor(bits_of(number), device="cpu"))
         return Look(self, context, one, seen, counted, bits_of_all(one.detach(), self._turn, number))
 
     def _next(self, parameters: Sequence[torch.Tensor], buffers: Callable[[], Places]) -> torch.Tensor | None:

@@ -162,7 +162,7 @@ class _Scatter(Function):
         return None, None, *(one if given else None for one, given in zip(found, ctx.given, strict=True))
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 _ALONG = 1 << 19
