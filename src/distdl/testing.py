@@ -165,7 +165,8 @@ def assert_matches_sequential(
     y, findings = layer(local), _Findings(everyone, layer)
     findings.check_connected(y)
     computed = _tiling(P_y, everyone.allgather_data(tuple(y.shape)))
-    assert computed.extents == tuple(expected.shape), f"y has the shape {computed.extents}, not {expected.shape}"
+    if computed.extents != tuple(expected.shape):
+        raise AssertionError(f"y has the shape {computed.extents}, not {expected.shape}")
     _assert_split(computed, owned)
     y.backward(computed.block(dy) if me in P_y else torch.zeros_like(y))
     if me in P_y:
@@ -357,6 +358,7 @@ def _assert_split(y: Layout, x: Layout) -> None:
     """Check that y is split as evenly as possible, or in a dim that stays as it was, as x is."""
     for dim, (extent, along) in enumerate(zip(y.extents, y.intervals, strict=True)):
         same = x.intervals[dim] if dim < len(x.extents) and x.extents[dim] == extent else None
-        assert along in (balanced(extent, len(along)), same), (
-            f"dim {dim} of y is split as {along}, neither as evenly as possible nor as x is, {same}"
-        )
+        if along not in (balanced(extent, len(along)), same):
+            raise AssertionError(
+                f"dim {dim} of y is split as {along}, neither as evenly as possible nor as x is, {same}"
+            )

@@ -1,5 +1,6 @@
 """Which world a worker finds itself in, and the ways to start workers."""
 
+import ast
 import compileall
 import functools
 import gc
@@ -588,6 +589,14 @@ def test_messages_are_never_unpickled():
     lowercase = {"send", "recv", "isend", "irecv", "bcast", "gather", "scatter", "allgather", "allreduce", "alltoall"}
     code = (source / "backends" / "mpi" / "communicator.py").read_text()
     assert not [name for name in lowercase if f".{name}(" in code]
+
+
+def test_assertions_are_for_type_checkers():
+    """``python -O`` leaves them out, so no claim of ours may need them."""
+    source = FOLDER.parents[1] / "src" / "distdl"
+    found = [ast.unparse(one.test) for path in source.rglob("*.py") for one in ast.walk(ast.parse(path.read_text()))
+             if isinstance(one, ast.Assert)]  # fmt: skip
+    assert found and not [one for one in found if not (one.endswith("is not None") or one.startswith("isinstance("))]
 
 
 def test_importing_distdl_imports_no_backend(imported):
