@@ -52,7 +52,7 @@ def test_what_autocast_computes_in_float32(dtype):
         with torch.autocast("cpu", dtype):
             return x.trace(), x.quantile(0.3), x.nanquantile(0.9), x.quantile(0.3, dim=0)
 
-    assert_same(function, Global(noise(6, 5).to(dtype)))
+    assert_same(function, Global(noise(6, 5).to(dtype)), tolerance=2e-7)  # (torch 2.14 rounds places otherwise)
 
 
 @pytest.mark.parametrize("dim", DIMS)
