@@ -119,6 +119,53 @@ def test_losses_of_parameters(by):
     run(work)
 
 
+class _Frozen(nn.Module):
+    """A layer, and a weight of the model's own, that are frozen for a while in the middle of each forward."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.layer = nn.Conv1d(3, 3, 3, padding=1)
+        self.weight = nn.Parameter(torch.ones(2, 3, 1))
+        self.by = by
+
+    def _train(self, wanted):
+        if self.by == "list":
+            for parameter in self.parameters():
+                parameter.requires_grad = wanted
+        elif self.by == "module":
+            self.requires_grad_(wanted)
+        else:
+            assert self.weight.requires_grad_(wanted).requires_grad is wanted
+            self.layer.weight.requires_grad = wanted
+            assert self.layer.weight.requires_grad is wanted
+
+    def forward(self, x):
+        y = nn.functional.conv1d(self.layer(x), self.weight)
+        self._train(False)
+        z = nn.functional.conv1d(self.layer(x + y.mean()), self.weight)
+        self._train(True)
+        return y + z * nn.functional.conv1d(self.layer(x), self.weight)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["list", "module", "name"])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_weights_that_are_frozen_in_the_middle_of_a_forward(weights, by, wanted):
+    def work():
+        for grid in GRIDS[:2]:
+            sequential = network(lambda: _Frozen(by)).requires_grad_(wanted)
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            for step in range(2):
+                x, target = batch(step)
+                for one in (model, sequential):
+                    one.zero_grad()
+                    one.requires_grad_(wanted)
+                    (one(x) - target).square().mean().backward()
+                assert_same_state(model, sequential)
+
+    run(work)
+
+
 @pytest.mark.parametrize("by", ["module", "function", "nested"])
 def test_activation_checkpointing(by):
     def work():

@@ -250,7 +250,7 @@ class Replicas:
         """The copies stay: a checkpoint reads them in backward."""
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
-        if self._plain and self.running:
+        if (self._plain and self.running) or not parameter.requires_grad:  # (which may be since it has entered)
             return parameter
         copy = self._copies.get(id(parameter))
         if copy is None:

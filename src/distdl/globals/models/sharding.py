@@ -191,8 +191,11 @@ class _Frame:
         self.first = 0
 
     def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
-        """Whether a parameter has to be gathered: it was not, or its share has been written since."""
-        return self.states.get((id(parameter), graph)) != state_of(parameter)
+        """Whether a parameter has to be gathered: it was not, or its share was written, frozen or trained since."""
+        key = id(parameter), graph
+        if self.states.get(key) != state_of(parameter):
+            return True
+        return torch.is_grad_enabled() and self.copies[key].requires_grad is not parameter.requires_grad
 
     def tie(self, parameter: GlobalTensor) -> None:
         ties = parameter.__dict__.get("_ties", [])
