@@ -166,6 +166,42 @@ def test_weights_that_are_frozen_in_the_middle_of_a_forward(weights, by, wanted)
     run(work)
 
 
+class _Named(nn.Module):
+    """Its forward asks what is a parameter, and gives its parameters other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 2, 3, padding=1)
+        self.gain = nn.Parameter(torch.ones(2, 1))
+        self.frozen = nn.Parameter(torch.ones(2, 1), requires_grad=False)
+
+    def forward(self, x):
+        asked = (self.gain, self.frozen, self.get_parameter("conv.weight"), self.gain * 1, self.gain.detach(), x)
+        assert [isinstance(one, nn.Parameter) for one in asked] == [True] * 3 + [False] * 3
+        with pytest.raises(TypeError, match="cannot assign"):
+            self.gain = self.gain * 2
+        self.other = self.gain
+        weight, self.conv.weight = self.conv.weight, nn.Parameter(self.conv.weight.detach() * 2)
+        y = self.conv(x)
+        self.conv.weight = weight
+        return (self.conv(x) + y.detach()) * self.other + self.gain * self.frozen
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_what_a_forward_reads_in_the_place_of_a_parameter_is_a_parameter(weights):
+    def work():
+        sequential = network(_Named)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights, fallback="error")
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                (one(x) - target).square().mean().backward()
+            assert_same_state(model, sequential)
+            assert model.other is model.gain
+
+    run(work)
+
+
 @pytest.mark.parametrize("by", ["module", "function", "nested"])
 def test_activation_checkpointing(by):
     def work():

@@ -48,6 +48,7 @@ class Replica(torch.Tensor):
 
     _plain: torch.Tensor
     _context: Context
+    _is_param: bool  # (which torch asks whether a tensor of a subclass is a parameter)
     _variable: torch.Tensor  # the parameter that has entered; of what is computed from it, nothing
 
     @staticmethod
@@ -55,6 +56,14 @@ class Replica(torch.Tensor):
         made = plain.as_subclass(Replica)
         made._plain = plain
         made._context = context
+        return made
+
+    @staticmethod
+    def _of_parameter(plain: torch.Tensor, parameter: torch.Tensor, context: Context) -> Replica:
+        """The copy of a parameter: an ``nn.Parameter``, too, for who asks in a forward."""
+        made = Replica._of(plain, context)
+        made._variable = parameter
+        made._is_param = isinstance(parameter, torch.nn.Parameter)
         return made
 
     def __getattr__(self, name: str) -> Any:

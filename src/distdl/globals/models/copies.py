@@ -233,8 +233,7 @@ class Replicas:
 
     def _read(self, context: Context, parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         for parameter, copy in zip(parameters, copies, strict=True):
-            made = self._copies[id(parameter)] = Replica._of(copy, context)
-            made._variable = parameter
+            self._copies[id(parameter)] = Replica._of_parameter(copy, parameter, context)
 
     def _buffers(self) -> Places:
         """Where the buffers are that every worker has whole, and that belong to the state."""
@@ -288,6 +287,17 @@ class Replicas:
             return self
         made = memo[id(self)] = Replicas(deepcopy(self.module, memo), self.P)
         return made
+
+
+_register_parameter: Any = torch.nn.Module.register_parameter
+
+
+def register_parameter(self: torch.nn.Module, name: str, param: Any) -> None:
+    """``self.v = self.w`` in a forward, which reads a copy: the parameter itself gets another name."""
+    _register_parameter(self, name, parameter_of(param))
+
+
+torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
 
 
 def _memory(x: torch.Tensor) -> tuple[Any, ...]:

@@ -160,11 +160,8 @@ class Shares:
                 frame.first = next_node()
             gathered.first = frame.first
             frame.gathered.append(gathered)
-        found: list[torch.Tensor] = []
-        for copy, parameter in zip(copies, parameters, strict=True):
-            found.append(Replica._of(copy, self._context))
-            found[-1].__dict__["_variable"] = parameter
-        return found
+        pairs = zip(copies, parameters, strict=True)
+        return [Replica._of_parameter(copy, parameter, self._context) for copy, parameter in pairs]
 
 
 class _Frame:
