@@ -202,6 +202,59 @@ def test_what_a_forward_reads_in_the_place_of_a_parameter_is_a_parameter(weights
     run(work)
 
 
+class _Inner(nn.Module):
+    """Its forward trains a copy of a weight, and makes a parameter of one the first time."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.by = by
+
+    def _trained(self, x):
+        weight = self.weight.detach().clone()
+        fast = nn.Parameter(weight) if self.by == "parameter" else weight.requires_grad_()
+        assert fast.is_leaf and fast.requires_grad and isinstance(fast, nn.Parameter) is (self.by == "parameter")
+        optimiser = torch.optim.SGD([fast], 0.1, momentum=0.9)
+        for _ in range(2):
+            loss = (fast @ x.detach() - 1).square().mean() + 0.1 * fast.square().sum()
+            if self.by == "optimiser":
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+            elif self.by == "grad":
+                fast.data -= 0.1 * torch.autograd.grad(loss, fast)[0]
+            else:
+                loss.backward()
+                with torch.no_grad():
+                    fast.sub_(fast.grad, alpha=0.1)
+                fast.grad = None
+        return fast.detach()
+
+    def forward(self, x):
+        if not hasattr(self, "other"):
+            self.other = nn.Parameter(self.weight.detach() * 2)
+            self.frozen = nn.Parameter(self.weight.detach() * 3, requires_grad=False)
+        return (self.weight + self.other) @ x + (self.frozen * self._trained(x)) @ x
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["optimiser", "grad", "backward", "parameter"])
+def test_leaves_that_a_forward_makes_of_weights_are_variables(weights, by):
+    def work():
+        for grid in GRIDS:
+            sequential = network(lambda: _Inner(by))
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            for step in range(3):
+                x, target = batch(step)
+                for one in (model, sequential):
+                    one.zero_grad()
+                    (one(x) - target).square().mean().backward()
+                    torch.optim.SGD(one.parameters(), 0.1).step()
+                assert_same_state(model, sequential)
+
+    run(work)
+
+
 @pytest.mark.parametrize("by", ["module", "function", "nested"])
 def test_activation_checkpointing(by):
     def work():

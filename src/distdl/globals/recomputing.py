@@ -93,7 +93,8 @@ def install() -> None:
             return forward(ctx, function, keeps_draws, *args)
 
     def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        leaves = detach(inputs)
+        with on_blocks():  # (in the place of copies, too, leaves get a worker's part of the gradient, which goes on)
+            leaves = detach(inputs)
         for one, leaf in zip(inputs, leaves, strict=True):
             if type(leaf) is torch.Tensor and may_differ(one):
                 note_given(leaf)

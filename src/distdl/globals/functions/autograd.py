@@ -232,19 +232,6 @@ def requires_grad_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return x
 
 
-def requires_grad_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``self.w.requires_grad_()``: the parameter requires a gradient from then on, or none. A copy has its history."""
-    x, *rest = args
-    parameter = parameter_of(x)
-    if parameter is not x:
-        return func(parameter, *rest, **kwargs)
-    func(plain_of(x), *rest, **kwargs)
-    return x
-
-
-REPLICATED[torch.Tensor.requires_grad_] = requires_grad_of_replica
-
-
 def _own_memory(x: Any) -> bool:
     """Let a block be no view where in torch the tensor is none: of memory that nobody else has."""
     alone = base_of(x) is None

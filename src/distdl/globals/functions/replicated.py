@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from distdl.globals.entering import enter
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.parts import apply_to_variables, part_of_all, summed
 from distdl.globals.replicas import Replica, parameter_of, plain_of
+from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
 
 
@@ -65,6 +67,32 @@ def gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(_of_graph(replica), *map_tensors(rest, plain_of))
 
 
+def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``self.w.requires_grad_()``: the parameter requires a gradient from then on, or none. A copy has its history.
+
+    What is made of a parameter and begins a history of its own (``self.w.detach().requires_grad_()``) is a variable,
+    too, and enters, so its gradient is that of all workers; in a function of blocks, it is this worker's.
+    """
+    replica, rest = args[0], args[1:]
+    parameter: Any = parameter_of(replica)
+    if parameter is not replica:
+        return func(parameter, *rest, **kwargs)
+    leaf = plain_of(parameter)
+    func(leaf, *rest, **kwargs)
+    if leaf.requires_grad and leaf.is_leaf and not is_on_blocks():
+        with torch.enable_grad():
+            (replica._plain,) = enter(replica._context, [leaf])
+        replica._variable = leaf
+    return replica
+
+
+def of_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a parameter says of itself: it is a leaf, and its copy is none."""
+    (replica,) = args
+    parameter = parameter_of(replica)
+    return func(plain_of(replica) if parameter is replica else parameter)
+
+
 def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator of a user's (``torch.library``), whose derivative need not be linear in the gradient."""
 
@@ -87,7 +115,9 @@ REPLICATED.update(
         torch.Tensor.register_hook: register_hook,
         torch.Tensor.register_post_accumulate_grad_hook: register_post_accumulate_grad_hook,
         torch.Tensor.retain_grad: retain_grad,
+        torch.Tensor.requires_grad_: requires_grad_,
     }
     | {OPERATOR: operator}
+    | {getattr(torch.Tensor, name).__get__: of_leaf for name in ("is_leaf", "retains_grad")}
     | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), gradient)
 )

@@ -15,7 +15,7 @@ from distdl.globals.context import Context
 from distdl.globals.entering import Entering, enter, settle
 from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, is_copy, parameter_of
+from distdl.globals.replicas import Replica, is_copy, parameter_of, plain_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
@@ -293,8 +293,16 @@ _register_parameter: Any = torch.nn.Module.register_parameter
 
 
 def register_parameter(self: torch.nn.Module, name: str, param: Any) -> None:
-    """``self.v = self.w`` in a forward, which reads a copy: the parameter itself gets another name."""
-    _register_parameter(self, name, parameter_of(param))
+    """``self.v = self.w`` in a forward, which reads a copy: the parameter itself gets another name.
+
+    ``self.v = nn.Parameter(self.w.detach())`` there has made another one, of a tensor that is a copy.
+    """
+    if type(param) is Replica and isinstance(param, torch.nn.Parameter):
+        variable = parameter_of(param)
+        param = plain_of(param) if variable is param else variable
+        if not isinstance(param, torch.nn.Parameter):
+            param.__class__ = torch.nn.Parameter
+    _register_parameter(self, name, param)
 
 
 torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
