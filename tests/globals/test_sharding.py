@@ -872,6 +872,35 @@ def test_selective_checkpoints(kept, weights, by_hooks):
     distdl.run_workers(work, 4)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_in_selective_ones(reentrant, weights):
+    """What the inner one keeps of its arguments, autograd detaches where the outer one sees each operator."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide, self.narrow = torch.nn.Linear(5, 7).double(), torch.nn.Linear(7, 5).double()
+
+        def body(self, x):
+            inner = checkpoint(lambda x: self.wide(x.sin()), x * 2, use_reentrant=reentrant)
+            return checkpoint(self.narrow, inner.tanh(), use_reentrant=False) + x
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False, context_fn=_keeping("tanh mul"))
+
+    theirs = _gradients(Layer(), noise(6, 5))
+
+    def work():
+        P = distdl.world().create_partition_inclusive(range(2)).reshape(2, 1)
+        ours = _gradients(distdl.distribute(Layer(), P, weights=weights), distdl.distribute_tensor(noise(6, 5), P))
+        for one, other in zip(ours, theirs, strict=True):
+            whole = one.full_tensor() if type(one) is GlobalTensor else one
+            torch.testing.assert_close(whole, other, rtol=1e-9, atol=1e-9)
+
+    distdl.run_workers(work, 3)
+
+
 def _attention(x):
     x = x.flatten(2).mT
     return nn.functional.scaled_dot_product_attention(x, x, x).mT

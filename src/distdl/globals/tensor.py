@@ -302,6 +302,14 @@ leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
 # torch.tensor(x); torch.asarray(x, copy=True); torch.Tensor(x)
 _COPIES = frozenset([torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default])
 
+
+def _below(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that a mode which sees each of them, as a selective checkpoint does, has got and calls itself."""
+    return GlobalTensor.__torch_dispatch__(func, (GlobalTensor,), args, kwargs)
+
+
+TABLE.update(dict.fromkeys((torch.ops.prim.device.default, torch.ops.aten.detach.default, *_COPIES), _below))
+
 # (torch's own functions take these names of NumPy's, too)
 _NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _COMPILED = (BuiltinFunctionType, MethodDescriptorType)
