@@ -389,6 +389,64 @@ def test_plain_tensors_beside_weights_in_a_checkpoint_with_re_entry(weights):
     assert_trains_alike(Model, trained, x35, weights)
 
 
+class Calling(torch.autograd.Function):
+    """Computes and differentiates what a function gives, as a checkpoint does."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return torch.autograd.grad(y, x, dy.tanh())[0], None
+
+
+def seen(x):
+    """x, of which a forward has asked for the block."""
+    if type(x) is GlobalTensor:
+        x.to_local()
+    return x
+
+
+OF_PLAIN = {
+    "re-entry": lambda m, x, s: x * reentrant(lambda s: s.sin() * m.w, s),
+    "re-entry of two": lambda m, x, s: x * math.prod(reentrant(lambda s: (s.sin() * m.w, s.cos()), s)),
+    "re-entry in re-entry": lambda m, x, s: x * reentrant(lambda s: reentrant(lambda s: s.sin() * m.w, s) * m.w, s),
+    "re-entry in a checkpoint": lambda m, x, s: (
+        x * plain_checkpoint(lambda s: reentrant(lambda s: s.sin() * m.w, s * 2) * m.w, s)
+    ),
+    "re-entry where there may be blocks": lambda m, x, s: seen(x) * reentrant(lambda s: s.sin() * m.w, s),
+    "an autograd function": lambda m, x, s: x * Calling.apply(s * 2, lambda s: s.sin() * m.w),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", OF_PLAIN)
+def test_autograd_functions_of_plain_tensors_may_know_weights(use, weights):
+    """What they give counts once. (Of the weights, those that compute without a graph have no gradient.)"""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(row.clone())
+
+        def forward(self, x, scale):
+            return OF_PLAIN[use](self, x, scale) * self.w
+
+    def trained(model, x):
+        scale = row.cos().requires_grad_()
+        y = model(x.requires_grad_(), scale)
+        y.square().sum().backward()
+        return y, x.grad, scale.grad, model.w.grad
+
+    assert_trains_alike(Model, trained, noise(4, 5), weights)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("use", ["product", "an autograd function", "in a checkpoint"])
 def test_second_derivatives_of_blocks_beside_weights(use, weights):

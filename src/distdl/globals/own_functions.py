@@ -23,11 +23,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.own_results import given_blocks, whole
-from distdl.globals.parts import apply_to_variables, variable_of
-from distdl.globals.recomputing import is_of_copies
+from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
+from distdl.globals.recomputing import is_of_copies, may_have_parts
 from distdl.globals.replicas import Replica, entered, plain_of, renewed, settle_ties
 from distdl.globals.running import is_on_blocks, may_be_block
 from distdl.globals.table import REPLICATED, TABLE
@@ -391,8 +390,11 @@ def install() -> None:
         made = _types(y)
         if GlobalTensor in made:
             return given_blocks(cls, args, y)
-        if Replica in made and any(may_differ(one) for one in args if type(one) is torch.Tensor):
-            return settle_ties(y)  # (of blocks, and of weights from around it)
+        if Replica in made and torch.is_grad_enabled():  # (which follows from weights from around it)
+            if may_have_parts(cls, args):
+                return settle_ties(y)
+            if not any(map(may_be_block, args)):
+                return enter_copies(y, f"the autograd function {cls.__name__}")
         return y
 
     apply.__doc__ = known.apply.__doc__

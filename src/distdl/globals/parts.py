@@ -81,6 +81,19 @@ def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwar
         return made[id(value)]
 
     y = function(*map(variable, args), **{key: variable(one) for key, one in kwargs.items()})
+    return enter_results(y, contexts[0], name, list(made.values()))
+
+
+leave_uncompiled(apply_to_variables)
+
+
+def enter_results(y: Any, context: Context, name: str, variables: Sequence[torch.Tensor] = ()) -> Any:
+    """What a function of variables has given: it enters, so that the function's backward gets whole gradients.
+
+    Args:
+        variables: what it has been given in the place of copies.
+    Raises: RuntimeError if it has written into one of these, or gives a global tensor.
+    """
     results = list(y) if isinstance(y, (tuple, list)) else [y]
     groups: dict[Any, list[int]] = {}
     for place, one in enumerate(results):
@@ -94,7 +107,7 @@ def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwar
         one = results[place] = tied_of(one)
         if not one.requires_grad:
             continue
-        if any(one is other for other in made.values()):
+        if any(one is other for other in variables):
             raise RuntimeError(
                 f"{name} writes into a weight of a distributed model, or into what was computed from one "
                 "(ctx.mark_dirty), and what it writes would not reach it; return a new tensor"
@@ -102,13 +115,20 @@ def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwar
         groups.setdefault((one.dtype, one.device), []).append(place)
     for places in groups.values():
         own = [results[place] for place in places]
-        for place, one, copy in zip(places, own, enter(contexts[0], own), strict=True):
-            results[place] = Replica._of(copy, contexts[0])
+        for place, one, copy in zip(places, own, enter(context, own), strict=True):
+            results[place] = Replica._of(copy, context)
             results[place].__dict__["_node"] = one.grad_fn
     return type(y)(results) if isinstance(y, (tuple, list)) else results[0]
 
 
-leave_uncompiled(apply_to_variables)
+def enter_copies(y: Any, name: str) -> Any:
+    """What a function of plain tensors has given: those results enter that it has computed from weights around it."""
+    results = list(y) if isinstance(y, tuple) else [y]
+    places = [place for place, one in enumerate(results) if type(one) is Replica]
+    entered = enter_results([results[place] for place in places], results[places[0]]._context, name)
+    for place, one in zip(places, entered, strict=True):
+        results[place] = one
+    return tuple(results) if isinstance(y, tuple) else results[0]
 
 
 class _Same(Function):

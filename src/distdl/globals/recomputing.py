@@ -16,7 +16,7 @@ from distdl.globals.context import Context
 from distdl.globals.lineage import may_differ
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.running import is_on_blocks, note_given, on_blocks
+from distdl.globals.running import is_on_blocks, may_be_block, note_given, on_blocks
 from distdl.tensors.derivatives import without_graph
 
 
@@ -62,6 +62,15 @@ def is_of_copies(function: Any, args: Sequence[Any]) -> bool:
     return function is checkpoints.CheckpointFunction and not any(one.requires_grad for one in plain)
 
 
+def may_have_parts(function: Any, args: Sequence[Any]) -> bool:
+    """Whether plain tensors among the arguments of an autograd function are blocks, so that its backward gets parts.
+
+    One of a checkpoint with re-entry may get them wherever there may be blocks: parts of gradients add up.
+    """
+    plain = [one for one in args if type(one) is torch.Tensor]
+    return any(map(may_differ, plain)) or (function is checkpoints.CheckpointFunction and any(map(may_be_block, plain)))
+
+
 def install() -> None:
     """Let checkpoints recompute blocks as blocks."""
     frame: Any = checkpoints._CheckpointFrame
@@ -87,7 +96,7 @@ def install() -> None:
         function = _as_here(function)
         contexts = _contexts(args)
         # (variables and whole tensors, to which one without blocks is applied, are neither)
-        if any(contexts) or any(type(one) is torch.Tensor and may_differ(one) for one in args):
+        if any(contexts) or may_have_parts(reentrant, args):
             function = _of_parts(function, contexts)
         with without_graph():
             return forward(ctx, function, keeps_draws, *args)
