@@ -313,6 +313,8 @@ BESIDE_WEIGHTS = {
     "re-entry of weights, which gives what is split": lambda m, x: (
         x * reentrant(lambda w: x.detach().cos() * w * m.w, m.w * 2)
     ),
+    "a view in re-entry": lambda m, x: reentrant(lambda x: of_own_block(lambda a: a[:, 1:] * m.w[1:], x), x * m.w),
+    "a view without gradients": lambda m, x: x * torch.no_grad()(of_own_block)(lambda a: a[:] * m.w, x) * m.w,
     "an autograd function in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), m.w * 2)
     ),

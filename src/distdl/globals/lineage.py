@@ -70,6 +70,8 @@ def may_differ(tensor: torch.Tensor) -> bool:
         return was_asked_for(tensor)
     if tensor.is_leaf and (torch.is_inference_mode_enabled() or tensor.is_inference()):
         return is_asked_for(tensor)
+    if tensor.is_leaf and tensor._base is not None and tensor._base.requires_grad:
+        return may_differ(tensor._base)  # (a view that was made without gradients has no node of its own)
     # (of a leaf, the node knows the tensor itself, where hooks of saved tensors or a checkpoint give another one)
     node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
     # depth first, and noted on the way: each node of a long history is looked at once
