@@ -1,5 +1,7 @@
 """Random functions of plain tensors in a distributed model: every worker draws the same, in any partition."""
 
+from functools import partial
+
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -93,6 +95,85 @@ def test_a_checkpoint_changes_nothing():
     for other in found[1:]:
         assert torch.equal(other[0], found[0][0])
         assert_close(other[1], found[0][1])
+
+
+class _Again(torch.autograd.Function):
+    """Computes its forward once more in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(ctx.function(x), x, dy)[0], None
+
+
+def _of_blocks(model, x, again):
+    def outer(a):
+        return torch.rand(6) * again(lambda a: F.dropout(a, 0.5) * torch.rand(6) * model.w, a)
+
+    return distdl.local_map(lambda a: again(outer, a))(x * 1)
+
+
+DRAWN_AGAIN = {
+    "of whole tensors": lambda m, x, again: again(lambda x: F.dropout(x, 0.5) * torch.rand(6) * m.w, x * 1),
+    "of weights": lambda m, x, again: x * again(lambda w: F.dropout(w, 0.5) * torch.rand(6), m.w),
+    "of a plain tensor": lambda m, x, again: (
+        x * again(lambda t: t * torch.rand(6) * m.w, m.table.clone().requires_grad_())
+    ),
+    "of blocks, one in another": _of_blocks,
+}
+
+
+def _gradients_again(use, kinds, of_plain):
+    """Those of a model that recomputes, in ways that are given, what it draws; all are to be the same."""
+    found = []
+
+    class Model(_Drawing):
+        def forward(self, x):
+            return use(self, x, self.draw)
+
+    def work(again):
+        x = split(x43).requires_grad_()
+        model = distdl.distribute(Model(again), x.layout.partition)
+        y = model(x)
+        ((y.full_tensor() if of_plain else y) ** 2).sum().backward()
+        found.append([x.grad.full_tensor(), *([] if model.w.grad is None else [model.w.grad])])
+
+    for again in kinds:
+        torch.manual_seed(3)
+        distdl.run_workers(lambda again=again: work(again), 3)
+    return found
+
+
+def _at_once(function, x):
+    return function(x)
+
+
+@pytest.mark.parametrize("of_plain", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("use", DRAWN_AGAIN.values(), ids=DRAWN_AGAIN)
+def test_checkpoints_draw_what_they_drew(use, reentrant, of_plain):
+    """Also where the backward is one of a plain tensor, which says nothing of the workers."""
+    first, *rest = _gradients_again(use, [_at_once, partial(checkpoint, use_reentrant=reentrant)], of_plain)
+    for other in rest:
+        for ours, theirs in zip(other, first, strict=True):
+            assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("of_plain", [False, True])
+def test_backwards_of_autograd_functions_draw_what_their_forward_drew(of_plain):
+    def use(model, x, again):
+        return again(lambda x: F.dropout(x, 0.5) * torch.rand(6) * model.table, x * 1)
+
+    first, *rest = _gradients_again(use, [_at_once, lambda function, x: _Again.apply(x, function)], of_plain)
+    for other in rest:
+        assert_close(other[0], first[0])
 
 
 @on_workers

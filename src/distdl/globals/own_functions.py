@@ -23,6 +23,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
+from distdl.globals.functions.drawing import drawing, drawn_by
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.own_results import given_blocks, whole
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
@@ -75,6 +76,7 @@ class _Call:
         layouts: for each of these, its layout; None for a plain tensor.
         shapes: the shapes of the whole tensors.
         drawn: the random calls before this one.
+        drawn_by: of which world plain tensors draw in its forward.
     """
 
     def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
@@ -88,6 +90,7 @@ class _Call:
         self.context = next(one._context for one in tensors if type(one) in (GlobalTensor, Replica))
         self.draws = self.context.draws
         self.drawn = self.draws.seed, self.draws.counted()
+        self.drawn_by = drawn_by()
         self.single = True  # whether it gives one tensor, and no tuple
         self.results: list[Any] = []  # its results; for a tensor, its layout, or Replica for a plain one
         self.memories: dict[int, dict[str, Any]] = {}  # where in torch's memory the global ones lie
@@ -122,7 +125,7 @@ class _Call:
         """The gradients of the inputs of the node."""
         self.own.saved_tensors = saved
         try:
-            with self.draws.again(*self.drawn):
+            with self.draws.again(*self.drawn), drawing(self.drawn_by):
                 found = self.own.apply(*gradients)
         finally:
             del self.own.saved_tensors

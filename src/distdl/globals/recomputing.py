@@ -13,6 +13,7 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from distdl.globals.context import Context
+from distdl.globals.functions.drawing import drawing, drawn_by
 from distdl.globals.lineage import may_differ
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import Replica, plain_of
@@ -21,8 +22,30 @@ from distdl.tensors.derivatives import without_graph
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs on blocks wherever it is called, if one runs on blocks here."""
-    return on_blocks()(function) if is_on_blocks() else function
+    """A function that runs on blocks wherever it is called, if one runs on blocks here, and draws as one does here."""
+    function = on_blocks()(function) if is_on_blocks() else function
+    context = drawn_by()
+    return function if context is None else drawing(context)(function)
+
+
+def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that recomputes what it draws as it draws it here."""
+    context = drawn_by()
+    if context is None:
+        return function
+    draws = context.draws
+    seed, counted = draws.seed, draws.counted()
+
+    def run(*args: Any) -> Any:
+        nonlocal seed
+        if torch.is_grad_enabled():
+            with draws.again(seed, counted):
+                return function(*args)
+        y = function(*args)  # (it is the forward)
+        seed = draws.seed if seed is None else seed
+        return y
+
+    return run
 
 
 def _as_copies(args: Sequence[Any], contexts: Sequence[Context | None]) -> list[Any]:
@@ -93,7 +116,7 @@ def install() -> None:
             return _as_copies(args, self._distdl_contexts)
 
     def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
-        function = _as_here(function)
+        function = _redrawn(_as_here(function))
         contexts = _contexts(args)
         # (variables and whole tensors, to which one without blocks is applied, are neither)
         if any(contexts) or may_have_parts(reentrant, args):

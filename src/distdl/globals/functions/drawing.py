@@ -7,8 +7,9 @@ tensors draw by: the seed on which the workers have agreed, and how many calls t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,12 +32,29 @@ _OURS = frozenset([GlobalTensor, Replica, torch.Tensor, torch.nn.Parameter])
 _DRAWN = {func for func, handler in TABLE.items() if getattr(handler, "__module__", "") == random.__name__}
 
 
+class _Here(threading.local):
+    context: Context | None = None  # of the innermost that is on
+
+
+_here = _Here()
+
+
 class Drawing(TorchFunctionMode):
     """While this is on, random functions of plain tensors draw the same on every worker. Costs 1 to 2 us a call."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
         self.context = context
+        self._around: Context | None = None
+
+    def __enter__(self) -> Drawing:
+        self._around, _here.context = _here.context, self.context
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        _here.context = self._around
+        super().__exit__(*problem)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +79,19 @@ def _is_next(types: Sequence[type]) -> bool:
     """Whether torch would ask global tensors next what a function of such tensors is."""
     enabled = torch._C._is_torch_function_enabled() and not torch._C._len_torch_function_stack()  # (no other mode)
     return enabled and _OURS.issuperset(types)
+
+
+def drawn_by() -> Context | None:
+    """Of which world plain tensors draw here; None if they draw from torch's generator."""
+    return _here.context
+
+
+@contextmanager
+def drawing(context: Context | None) -> Iterator[None]:
+    """In which plain tensors draw as where :func:`drawn_by` has given this."""
+    # (also where one is on: in a backward that was called under it, torch has taken it off)
+    with nullcontext() if context is None else Drawing(context):
+        yield
 
 
 def redrawing(outputs: Sequence[Any]) -> AbstractContextManager[Any]:
