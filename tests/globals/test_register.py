@@ -280,6 +280,30 @@ def of_waves(a, w):
     return y * z
 
 
+class Calling(torch.autograd.Function):
+    """Computes and differentiates what a function gives, as a checkpoint does."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.save_for_backward(x)
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return torch.autograd.grad(y, x, dy.tanh())[0], None
+
+
+def scaled(x, model):
+    """By a number that follows from a weight without a graph."""
+    with torch.no_grad():
+        scale = (model.w * model.w).sum()
+    return x * scale * model.w
+
+
 BESIDE_WEIGHTS = {
     "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
     "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
@@ -320,6 +344,13 @@ BESIDE_WEIGHTS = {
     ),
     "an autograd function in checkpoints of weights": lambda m, x: plain_checkpoint(
         lambda w: x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), w), m.w * 2
+    ),
+    "a weight without gradients in a checkpoint": lambda m, x: mapped(
+        lambda a: plain_checkpoint(lambda a: scaled(a, m), a), x
+    ),
+    "a weight without gradients in re-entry": lambda m, x: mapped(lambda a: reentrant(lambda a: scaled(a, m), a), x),
+    "an autograd function of weights, which knows some, in a checkpoint": lambda m, x: plain_checkpoint(
+        lambda x: x * Calling.apply(m.w * 2, lambda w: Calling.apply(w, lambda w: w.sin() * m.w)), x
     ),
     "an autograd function": lambda m, x: mapped(lambda a: SineTimes.apply(a, m.w), x),
     "slopes of an autograd function": lambda m, x: mapped(lambda a: a * m.w * slopes_by(m.w, a), x),
@@ -389,23 +420,6 @@ def test_plain_tensors_beside_weights_in_a_checkpoint_with_re_entry(weights):
         return scale.grad, model.w.grad
 
     assert_trains_alike(Model, trained, x35, weights)
-
-
-class Calling(torch.autograd.Function):
-    """Computes and differentiates what a function gives, as a checkpoint does."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.save_for_backward(x)
-        ctx.function = function
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.function(x)
-        return torch.autograd.grad(y, x, dy.tanh())[0], None
 
 
 def seen(x):

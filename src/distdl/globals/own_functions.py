@@ -34,6 +34,7 @@ from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.writes import WritesInto, memory_of
 from distdl.nn.compiling import leave_uncompiled
+from distdl.tensors.derivatives import recomputing
 from distdl.tensors.function import Function
 
 _DERIVES = torch.autograd.Function.setup_context
@@ -377,7 +378,7 @@ def install() -> None:
     known: Any = torch.autograd.Function
     torch_apply = known.__dict__["apply"]  # (written in Python, and since 2.14 in C: both bind to a class)
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied_to(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kinds = {type(one) for one in (*args, *kwargs.values())}
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
@@ -399,6 +400,12 @@ def install() -> None:
             if not any(map(may_be_block, args)):
                 return enter_copies(y, f"the autograd function {cls.__name__}")
         return y
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return applied_to(cls, args, kwargs)
+        with recomputing():  # (its forward makes no graph)
+            return applied_to(cls, args, kwargs)
 
     apply.__doc__ = known.apply.__doc__
     known.apply = classmethod(apply)

@@ -18,11 +18,12 @@ from distdl.globals.lineage import may_differ
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.running import is_on_blocks, may_be_block, note_given, on_blocks
-from distdl.tensors.derivatives import without_graph
+from distdl.tensors.derivatives import recomputing
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs on blocks wherever it is called, if one runs on blocks here, and draws as one does here."""
+    function = recomputing()(function)
     function = on_blocks()(function) if is_on_blocks() else function
     context = drawn_by()
     return function if context is None else drawing(context)(function)
@@ -121,8 +122,7 @@ def install() -> None:
         # (variables and whole tensors, to which one without blocks is applied, are neither)
         if any(contexts) or may_have_parts(reentrant, args):
             function = _of_parts(function, contexts)
-        with without_graph():
-            return forward(ctx, function, keeps_draws, *args)
+        return forward(ctx, function, keeps_draws, *args)
 
     def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         with on_blocks():  # (in the place of copies, too, leaves get a worker's part of the gradient, which goes on)

@@ -112,9 +112,9 @@ _here = _Here()
 
 
 @contextmanager
-def without_graph() -> Iterator[None]:
-    """In which a checkpoint with re-entry runs its forward, which has no graph; in another one, it is recomputed."""
-    around, _here.recomputed = _here.recomputed, torch._C._current_graph_task_id() != -1
+def recomputing() -> Iterator[None]:
+    """In which code may make no graph for a while, and is one that a backward recomputes, if it is outside."""
+    around, _here.recomputed = _here.recomputed, is_recomputed()
     try:
         yield
     finally:

@@ -150,7 +150,7 @@ class Parameters(dict[str, Any]):
         outside = self.copies.outside
         if is_recomputed():
             return not (outside and any(one in outside for one, _ in checkpoints()))
-        if is_checkpointed() and torch.is_grad_enabled():
+        if is_checkpointed():
             outside.update(one for one, _ in checkpoints())
         return False
 
