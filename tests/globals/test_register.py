@@ -337,6 +337,9 @@ BESIDE_WEIGHTS = {
     "re-entry of weights, which gives what is split": lambda m, x: (
         x * reentrant(lambda w: x.detach().cos() * w * m.w, m.w * 2)
     ),
+    "re-entry of what has no gradient, written": lambda m, x: (
+        x * of_own_block(lambda a: reentrant(lambda a: a * m.w, a.abs()).mul_(m.w), x.detach())
+    ),
     "a view in re-entry": lambda m, x: reentrant(lambda x: of_own_block(lambda a: a[:, 1:] * m.w[1:], x), x * m.w),
     "a view without gradients": lambda m, x: x * torch.no_grad()(of_own_block)(lambda a: a[:] * m.w, x) * m.w,
     "an autograd function in a checkpoint of weights": lambda m, x: (
@@ -381,6 +384,7 @@ def assert_trains_alike(model, trained, x, weights):
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("rows", [4, 3])  # (of blocks of one shape, sums of gradients are no error)
 @pytest.mark.parametrize("use", BESIDE_WEIGHTS)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_blocks_beside_weights_have_gradients_of_their_own(use, rows, weights):
     """Also where the input, of which nobody knows whether it is a block, requires a gradient."""
 

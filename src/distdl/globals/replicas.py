@@ -211,10 +211,13 @@ def renewed(value: Any) -> Any:
 
 
 def settle_ties(value: Any) -> Any:
-    """What an autograd function of blocks has given, whose replicas it has tied themselves."""
+    """What an autograd function of blocks has given: replicas that it has tied follow from themselves."""
     for one in value if isinstance(value, tuple) else (value,):
         if type(one) is Replica:
-            one._plain = tied_of(one)
+            with torch._C.DisableTorchFunctionSubclass():
+                tied = _is_tied(one)
+            if tied:  # (of what has no gradient, an alias would be a view that nobody may write)
+                one._plain = tied_of(one)
     return value
 
 
