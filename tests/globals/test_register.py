@@ -355,6 +355,15 @@ BESIDE_WEIGHTS = {
     "an autograd function of weights, which knows some, in a checkpoint": lambda m, x: plain_checkpoint(
         lambda x: x * Calling.apply(m.w * 2, lambda w: Calling.apply(w, lambda w: w.sin() * m.w)), x
     ),
+    "an autograd function that computes again": lambda m, x: mapped(
+        lambda a: Calling.apply(a, lambda a: (a * m.w).sin() * m.w) * m.w, x
+    ),
+    "one that computes its own block again": lambda m, x: of_own_block(
+        lambda a: Calling.apply(a.sin(), lambda a: (a * m.w).sin() * m.w) * m.w, x
+    ),
+    "one of both that computes again": lambda m, x: mapped(
+        lambda a: Calling.apply(a * m.w, lambda a: Calling.apply(a, lambda a: (a * m.w).sin())), x
+    ),
     "an autograd function": lambda m, x: mapped(lambda a: SineTimes.apply(a, m.w), x),
     "slopes of an autograd function": lambda m, x: mapped(lambda a: a * m.w * slopes_by(m.w, a), x),
     "two results": lambda m, x: mapped(lambda a: of_waves(a, m.w), x),

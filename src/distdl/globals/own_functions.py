@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
+from distdl.globals.lineage import may_differ
 from distdl.globals.operands import block_of, part_of
 from distdl.globals.own_results import given_blocks, whole
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
 from distdl.globals.recomputing import is_of_copies, may_have_parts
 from distdl.globals.replicas import Replica, entered, plain_of, renewed, settle_ties
-from distdl.globals.running import is_on_blocks, may_be_block
+from distdl.globals.running import any_noted, is_on_blocks, may_be_block, on_blocks
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.writes import WritesInto, memory_of
@@ -373,6 +375,24 @@ def _types(y: Any) -> set[type]:
     return {type(one) for one in (y if type(y) is tuple else (y,))}
 
 
+def _note_backward(function: Any, args: tuple[Any, ...], y: Any) -> None:
+    """Let the backward of an autograd function of blocks know that it runs on blocks, too. (Checkpoints know it.)"""
+    if not any_noted() or function is CheckpointFunction:
+        return
+    if not (is_on_blocks() or any(may_differ(one) for one in args if type(one) is torch.Tensor)):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in y if isinstance(y, tuple) else (y,):
+            node: Any = one.grad_fn if isinstance(one, torch.Tensor) else None
+            if type(node) is function._backward_cls:
+                node._distdl_on_blocks = True
+
+
+def _backward(node: Any, *gradients: Any) -> Any:
+    with on_blocks() if getattr(node, "_distdl_on_blocks", False) else nullcontext():
+        return _Own.apply(node, *gradients)
+
+
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -387,10 +407,12 @@ def install() -> None:
         if Replica in kinds and torch.is_grad_enabled():
             if is_on_blocks() or any(map(may_be_block, args)) or is_of_copies(cls, args):
                 y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
+                _note_backward(cls, args, y)
                 is_split = is_of_copies(cls, args) and GlobalTensor in _types(y)
                 return given_blocks(cls, tuple(map(plain_of, args)), y) if is_split else y
             return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
+        _note_backward(cls, args, y)
         made = _types(y)
         if GlobalTensor in made:
             return given_blocks(cls, args, y)
@@ -409,3 +431,4 @@ def install() -> None:
 
     apply.__doc__ = known.apply.__doc__
     known.apply = classmethod(apply)
+    BackwardCFunction.apply = _backward  # type: ignore[method-assign]
