@@ -663,3 +663,35 @@ def test_the_scaler_of_a_program_in_double_precision():
         assert distdl.run_workers(work, 2, "threads") == [8.0, 8.0]
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class _Flat(nn.Module):
+    """Layers whose weights are parts of one parameter, which each forward gives them."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(noise(22))
+        self.layers = nn.ModuleList([nn.Conv1d(3, 2, 3, padding=1), nn.Linear(1, 2)])
+        for layer in self.layers:
+            del layer.weight, layer.bias
+
+    def forward(self, x):
+        conv, linear = self.layers
+        conv.weight, conv.bias = self.flat[:18].view(2, 3, 3), self.flat[18:20]
+        linear.weight, linear.bias = self.flat[20:, None], self.flat[:2]
+        return conv(x) + linear(x[:, :1, :1])[..., :1] + linear(x[..., :1].mean(1, keepdim=True)).mean()
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_layers_whose_weights_each_forward_gives_them(weights):
+    def work():
+        sequential = network(_Flat)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights)
+        for step in range(2):
+            x, target = batch(step)
+            for one in (model, sequential):
+                one.zero_grad()
+                (one(x) - target).square().mean().backward()
+            assert_same_state(model, sequential)
+
+    run(work)

@@ -100,7 +100,10 @@ def _parts(module: torch.nn.Module) -> list[str]:
     found = []
     for path, child in module.named_modules():
         kind = type(child)
-        options = child.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+        try:
+            options = child.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
+        except AttributeError:  # (of a layer whose weights come later, from a forward)
+            options = ""
         # (lists of parameters say where these are)
         found.append(f"{path or 'the model'} is {kind.__name__}({_DEVICE.sub('', options)})")
     return found
