@@ -1537,3 +1537,118 @@ def test_a_backward_keeps_no_list_of_all_that_came_along(monkeypatch):
         assert 2 <= max(counts.each) <= 6, counts.each
 
     run(work)
+
+
+def _train(*models):
+    """Three steps, after each of which both models have the same losses, gradients and weights."""
+    optimisers = [torch.optim.SGD(one.parameters(), 0.05, momentum=0.9) for one in models]
+    for step in range(3):
+        x, target = batch(step)
+        losses = []
+        for one, optimiser in zip(models, optimisers, strict=True):
+            optimiser.zero_grad()
+            losses.append(nn.functional.mse_loss(one(x), target))
+            losses[-1].backward()
+            optimiser.step()
+        assert_close(*losses)
+        assert_same_state(*models)
+
+
+class _Kept(nn.Module):
+    """Its forward uses what it has read before its weights were written, frozen, or without gradients."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.layer = nn.Conv1d(3, 2, 3, padding=1)
+        self.weight = nn.Parameter(noise(2, 3))
+        self.by, self.kept = by, []
+
+    def forward(self, x):
+        if self.by == "no_grad":
+            with torch.no_grad():
+                weight, bias = self.weight, self.layer.bias
+        elif self.by == "step":
+            self.kept = self.kept or [self.weight, self.layer.bias]
+            weight, bias = self.kept
+        else:
+            weight, bias = self.weight, self.layer.bias
+        if self.by == "list":
+            for parameter in self.parameters():
+                parameter.data.mul_(0.9)
+        elif self.by == "frozen":
+            self.requires_grad_(False)
+            x = x + (weight @ x).mean() + bias.sum()
+            self.requires_grad_(True)
+        return self.layer(x) + weight @ x + torch.stack([bias, bias * 2]).sum(0)[:, None]
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("by", ["step", "list", "no_grad", "frozen"])
+def test_what_was_read_in_the_place_of_a_weight_stays_the_weight(weights, by):
+    def work():
+        for grid in GRIDS:
+            sequential = network(lambda: _Kept(by))
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights=weights, fallback="error")
+            _train(model, sequential)
+
+    run(work)
+
+
+def test_a_view_of_a_weight_in_shares_that_was_written_since_is_an_error():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.kept = nn.Parameter(noise(2, 3)), {}
+
+        def forward(self, x):
+            if not self.kept:
+                self.kept = {
+                    "data": self.weight.data,
+                    "row": self.weight[:1].detach(),
+                    "copy": self.weight.data.clone(),
+                }
+            return self.weight @ x
+
+    def work():
+        x = distdl.distribute_tensor(batch(0)[0], partition((2, 1, 2)))
+        model = sharded(network(Views), (2, 1, 2))
+        before = model(x)
+        kept = model.kept["data"] @ x
+        assert_close(kept, before)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        for name in ("data", "row"):
+            with pytest.raises(RuntimeError, match="has been written since"):
+                model.kept[name] @ x
+            with pytest.raises(RuntimeError, match="has been written since"):
+                model.kept[name].norm()
+        assert_close(model.kept["copy"] @ x, before)
+        old, model.weight.data = model.weight.data, torch.zeros(2, 3)
+        model.weight.data = old
+        assert_close(model(x), 2 * before)
+
+    run(work)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_a_cache_that_asks_whether_a_weight_was_written_is_renewed(weights):
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.version, self.made = nn.Parameter(noise(2, 3)), None, 0
+
+        def forward(self, x):
+            if self.version != self.weight._version:
+                self.version, self.cache = self.weight._version, self.weight.detach() * 2
+                self.made += 1
+            return (self.weight + self.cache) @ x
+
+    def work():
+        sequential = network(Cached)
+        model = distdl.distribute(copy.deepcopy(sequential), partition((2, 1, 2)), weights=weights, fallback="error")
+        _train(model, sequential)
+        with torch.no_grad():
+            model(batch(0)[0]), sequential(batch(0)[0])
+        assert model.made == sequential.made
+
+    run(work)

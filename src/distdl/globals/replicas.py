@@ -7,7 +7,7 @@ with its own copy, which has entered (see ``globals.entering``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -39,6 +39,12 @@ def complex_part(name: str) -> Any:
     return property(lambda x: get(x), set_part)
 
 
+class Since(Protocol):
+    """Tells whether a copy, or a view of it, is no longer what it is a copy of."""
+
+    def is_over(self, copy: torch.Tensor) -> bool: ...
+
+
 class Replica(torch.Tensor):
     """A worker's own copy of a tensor that every worker has whole: one that has entered.
 
@@ -50,6 +56,7 @@ class Replica(torch.Tensor):
     _context: Context
     _is_param: bool  # (which torch asks whether a tensor of a subclass is a parameter)
     _variable: torch.Tensor  # the parameter that has entered; of what is computed from it, nothing
+    _since: Since  # of the copy of a share, and of its views: what tells whether the share has been written since
 
     @staticmethod
     def _of(plain: torch.Tensor, context: Context) -> Replica:
@@ -110,12 +117,15 @@ class Replica(torch.Tensor):
     ) -> Any:
         if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
             return NotImplemented  # the other knows better
+        every = tensors_in((args, kwargs or {}))
+        if any(current(value) is not value for value in every):
+            args, kwargs = map_tensors((args, kwargs or {}), current)
+            return func(*args, **kwargs)
         handler = REPLICATED.get(func)
         if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not is_on_blocks():
             handler = REPLICATED[OPERATOR] if _is_own(func) else None
         if handler is not None:
             return handler(func, args, kwargs or {})
-        every = tensors_in((args, kwargs or {}))
         for value in every:
             if type(value).__name__ == "GlobalTensor":  # (of which torch has not told us)
                 return type(value).__torch_function__(func, (*types, type(value)), args, kwargs)
@@ -159,7 +169,7 @@ class Replica(torch.Tensor):
             if type(value) is Replica:  # (the target)
                 return value
             written = copies.get(id(value))  # (that of a tensor that has become a copy is made for each call)
-            return Replica._of(value, context) if written is None else assigned(written)
+            return view_of(found, value, context) if written is None else assigned(written)
 
         return map_tensors(result, wrap)
 
@@ -170,6 +180,10 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
     "model; write into a clone of it, or use the result of a function out of place"
+)
+_OUTDATED = (
+    "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
+    'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'
 )
 
 
@@ -329,9 +343,11 @@ def plain_of(value: torch.Tensor) -> torch.Tensor:
 def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a function of a global tensor gets: replicas that have no gradient (indices, statistics) as plain tensors.
 
-    The first one stays what it is: it may be what is written.
+    The first one stays what it is: it may be what is written. (And what is no longer current is made so.)
     """
-
+    every = tensors_in((args, kwargs))
+    if any(current(one) is not one for one in every):
+        args, kwargs = map_tensors((args, kwargs), current)
     if not any(type(one) is Replica and not one.requires_grad for one in tensors_in((args[1:], kwargs))):
         return args, kwargs  # (most have one)
 
@@ -340,6 +356,43 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
     rest, named = map_tensors((args[1:], kwargs), plain)
     return (*args[:1], *rest), named
+
+
+def view_of(copies: Sequence[torch.Tensor], plain: torch.Tensor, context: Context) -> Replica:
+    """The copy that a plain tensor is which was computed from copies. In the memory of one, it is as old as that."""
+    made = Replica._of(plain, context)
+    for one in copies:
+        since = one.__dict__.get("_since")
+        if since is not None and _storage(one) == _storage(plain):
+            made._since = since
+            break
+    return made
+
+
+def _storage(x: torch.Tensor) -> int:
+    storage: int = plain_of(x).untyped_storage()._cdata
+    return storage
+
+
+def current(value: torch.Tensor) -> torch.Tensor:
+    """A copy as it is; or the parameter, where the copy is no longer what that is, as it always is in torch.
+
+    The parameter has been frozen since the copy was read. Or that is of a share, which has been written since, or was
+    read without gradients and is used where there are some.
+
+    Raises: RuntimeError for a view of the copy of a share that has been written.
+    """
+    if type(value) is not Replica:
+        return value
+    since, parameter = value.__dict__.get("_since"), parameter_of(value)
+    if since is None:
+        is_frozen = parameter is not value and torch.is_grad_enabled() and not parameter.requires_grad
+        return parameter if is_frozen else value
+    if not since.is_over(value):
+        return value
+    if parameter is value:
+        raise RuntimeError(_OUTDATED)
+    return parameter
 
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:

@@ -87,7 +87,7 @@ def requires_grad_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def of_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a parameter says of itself: it is a leaf, and its copy is none."""
+    """What a parameter says of itself: it is a leaf, which its copy is not, and has been written so often."""
     (replica,) = args
     parameter = parameter_of(replica)
     return func(plain_of(replica) if parameter is replica else parameter)
@@ -118,6 +118,6 @@ REPLICATED.update(
         torch.Tensor.requires_grad_: requires_grad_,
     }
     | {OPERATOR: operator}
-    | {getattr(torch.Tensor, name).__get__: of_leaf for name in ("is_leaf", "retains_grad")}
+    | {getattr(torch.Tensor, name).__get__: of_leaf for name in ("is_leaf", "retains_grad", "_version")}
     | dict.fromkeys((_attribute.__get__, _attribute.__set__, _attribute.__delete__), gradient)
 )

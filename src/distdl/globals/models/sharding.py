@@ -32,10 +32,10 @@ from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import Replica, parameter_of, plain_of
+from distdl.globals.replicas import Replica, parameter_of, plain_of, view_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import note_given, writes_of
+from distdl.globals.ties import data_given, note_given, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
@@ -160,8 +160,11 @@ class Shares:
                 frame.first = next_node()
             gathered.first = frame.first
             frame.gathered.append(gathered)
-        pairs = zip(copies, parameters, strict=True)
-        return [Replica._of_parameter(copy, parameter, self._context) for copy, parameter in pairs]
+        found: list[torch.Tensor] = []
+        for copy, parameter in zip(copies, parameters, strict=True):
+            found.append(Replica._of_parameter(copy, parameter, self._context))
+            found[-1].__dict__["_since"] = _Since(parameter)
+        return found
 
 
 class _Frame:
@@ -255,12 +258,33 @@ class _Frame:
             share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
             share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
             self.states[key] = state_of(parameter)
+            one.__dict__["_since"].begin()
             self.forget()
             if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
                 self.brought[key] = plain_of(one).clone()
 
 
 _BOTH = (False, True)
+
+
+class _Since:
+    """Since when a copy has what its parameter has."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+        self.begin()
+
+    def begin(self) -> None:
+        self._state, self._given = state_of(self._parameter), data_given(self._parameter)
+
+    def is_over(self, copy: torch.Tensor) -> bool:
+        is_view = copy.__dict__.get("_variable") is not self._parameter
+        if state_of(self._parameter) != self._state:
+            # (a view stays in the memory that the parameter had before it got other data)
+            return not is_view or data_given(self._parameter) == self._given
+        if is_view or not torch.is_grad_enabled():
+            return False
+        return plain_of(copy).requires_grad is not self._parameter._block.requires_grad
 
 
 class _Written:
@@ -289,7 +313,7 @@ def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The ``data`` of a copy: what is written there is not counted, so the copy may have been written."""
     copy = args[0]
     copy.__dict__["_is_exposed"] = True
-    return Replica._of(func(plain_of(copy)), copy._context)
+    return view_of([copy], func(plain_of(copy)), copy._context)
 
 
 _data: Any = torch.Tensor.data
