@@ -345,10 +345,10 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
     The first one stays what it is: it may be what is written. (And what is no longer current is made so.)
     """
-    every = tensors_in((args, kwargs))
-    if any(current(one) is not one for one in every):
+    copies = [one for one in tensors_in((args, kwargs)) if type(one) is Replica]
+    if any(current(one) is not one for one in copies):
         args, kwargs = map_tensors((args, kwargs), current)
-    if not any(type(one) is Replica and not one.requires_grad for one in tensors_in((args[1:], kwargs))):
+    elif all(one.requires_grad for one in copies):
         return args, kwargs  # (most have one)
 
     def plain(value: torch.Tensor) -> torch.Tensor:
@@ -384,7 +384,9 @@ def current(value: torch.Tensor) -> torch.Tensor:
     """
     if type(value) is not Replica:
         return value
-    since, parameter = value.__dict__.get("_since"), parameter_of(value)
+    own = value.__dict__
+    since: Since | None = own.get("_since")
+    parameter: torch.Tensor = own.get("_variable", value)
     if since is None:
         is_frozen = parameter is not value and torch.is_grad_enabled() and not parameter.requires_grad
         return parameter if is_frozen else value
