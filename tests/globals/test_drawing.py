@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from launched import assert_close, on_workers, split
+from nets import Again
 from same import noise
 from torch import nn
 from torch.nn import functional as F
@@ -97,22 +98,6 @@ def test_a_checkpoint_changes_nothing():
         assert_close(other[1], found[0][1])
 
 
-class _Again(torch.autograd.Function):
-    """Computes its forward once more in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.save_for_backward(x)
-        ctx.function = function
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(ctx.function(x), x, dy)[0], None
-
-
 def _of_blocks(model, x, again):
     def outer(a):
         return torch.rand(6) * again(lambda a: F.dropout(a, 0.5) * torch.rand(6) * model.w, a)
@@ -171,7 +156,7 @@ def test_backwards_of_autograd_functions_draw_what_their_forward_drew(of_plain):
     def use(model, x, again):
         return again(lambda x: F.dropout(x, 0.5) * torch.rand(6) * model.table, x * 1)
 
-    first, *rest = _gradients_again(use, [_at_once, lambda function, x: _Again.apply(x, function)], of_plain)
+    first, *rest = _gradients_again(use, [_at_once, lambda function, x: Again.apply(x, function)], of_plain)
     for other in rest:
         assert_close(other[0], first[0])
 
