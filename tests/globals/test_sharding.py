@@ -1555,7 +1555,7 @@ def _train(*models):
 
 
 class _Kept(nn.Module):
-    """Its forward uses what it has read before its weights were written, frozen, or without gradients."""
+    """Its forward uses what it has read before its weights were written or frozen, or without gradients."""
 
     def __init__(self, by):
         super().__init__()
@@ -1567,7 +1567,7 @@ class _Kept(nn.Module):
         if self.by == "no_grad":
             with torch.no_grad():
                 weight, bias = self.weight, self.layer.bias
-        elif self.by == "step":
+        elif self.by in ("step", "data"):
             self.kept = self.kept or [self.weight, self.layer.bias]
             weight, bias = self.kept
         else:
@@ -1575,6 +1575,9 @@ class _Kept(nn.Module):
         if self.by == "list":
             for parameter in self.parameters():
                 parameter.data.mul_(0.9)
+        elif self.by == "data":
+            for parameter in self.parameters():
+                parameter.data = parameter.data * 0.9
         elif self.by == "frozen":
             self.requires_grad_(False)
             x = x + (weight @ x).mean() + bias.sum()
@@ -1583,7 +1586,7 @@ class _Kept(nn.Module):
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("by", ["step", "list", "no_grad", "frozen"])
+@pytest.mark.parametrize("by", ["step", "data", "list", "no_grad", "frozen"])
 def test_what_was_read_in_the_place_of_a_weight_stays_the_weight(weights, by):
     def work():
         for grid in GRIDS:

@@ -377,8 +377,8 @@ def _storage(x: torch.Tensor) -> int:
 def current(value: torch.Tensor) -> torch.Tensor:
     """A copy as it is; or the parameter, where the copy is no longer what that is, as it always is in torch.
 
-    The parameter has been frozen since the copy was read. Or that is of a share, which has been written since, or was
-    read without gradients and is used where there are some.
+    The parameter has been frozen since the copy was read, or given other data. Or the copy is of a share, which has
+    been written since, or was read without gradients and is used where there are some.
 
     Raises: RuntimeError for a view of the copy of a share that has been written.
     """
@@ -388,13 +388,17 @@ def current(value: torch.Tensor) -> torch.Tensor:
     since: Since | None = own.get("_since")
     parameter: torch.Tensor = own.get("_variable", value)
     if since is None:
-        is_frozen = parameter is not value and torch.is_grad_enabled() and not parameter.requires_grad
-        return parameter if is_frozen else value
+        return value if parameter is value or _is_still(value._plain, parameter) else parameter
     if not since.is_over(value):
         return value
     if parameter is value:
         raise RuntimeError(_OUTDATED)
     return parameter
+
+
+def _is_still(plain: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a copy lies where its parameter does, which has not been frozen."""
+    return plain.is_set_to(parameter) and (parameter.requires_grad or not torch.is_grad_enabled())
 
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:
