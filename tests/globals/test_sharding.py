@@ -1567,6 +1567,7 @@ class _Kept(nn.Module):
         if self.by == "no_grad":
             with torch.no_grad():
                 weight, bias = self.weight, self.layer.bias
+                assert weight.requires_grad and not weight.detach().requires_grad
         elif self.by in ("step", "data"):
             self.kept = self.kept or [self.weight, self.layer.bias]
             weight, bias = self.kept

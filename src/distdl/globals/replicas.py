@@ -96,7 +96,8 @@ class Replica(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        return self._plain.requires_grad
+        variable = self.__dict__.get("_variable")  # (that of a share, read without gradients, has none itself)
+        return (self._plain if variable is None else variable).requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -348,11 +349,11 @@ def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     copies = [one for one in tensors_in((args, kwargs)) if type(one) is Replica]
     if any(current(one) is not one for one in copies):
         args, kwargs = map_tensors((args, kwargs), current)
-    elif all(one.requires_grad for one in copies):
+    elif all(one._plain.requires_grad for one in copies):
         return args, kwargs  # (most have one)
 
     def plain(value: torch.Tensor) -> torch.Tensor:
-        return plain_of(value) if type(value) is Replica and not value.requires_grad else value
+        return plain_of(value) if type(value) is Replica and not value._plain.requires_grad else value
 
     rest, named = map_tensors((args[1:], kwargs), plain)
     return (*args[:1], *rest), named

@@ -195,7 +195,7 @@ class _Frame:
         key = id(parameter), graph
         if self.states.get(key) != state_of(parameter):
             return True
-        return torch.is_grad_enabled() and self.copies[key].requires_grad is not parameter.requires_grad
+        return torch.is_grad_enabled() and plain_of(self.copies[key]).requires_grad is not parameter.requires_grad
 
     def tie(self, parameter: GlobalTensor) -> None:
         ties = parameter.__dict__.get("_ties", [])
