@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,20 +14,24 @@ from distdl.globals.parts import apply_to_variables, part_of_all, summed
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
+from distdl.tensors.modes import unobserved
 
 
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A hook gets the gradient, and not this worker's part of it; what it returns counts once."""
 
     def run(self: Replica, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        def on_part(part: torch.Tensor) -> torch.Tensor | None:
-            (whole,) = summed([self], [part])
-            changed = hook(part if whole is None else whole)
-            return None if changed is None else part_of_all(plain_of(changed), self._context)
-
         of, parameter = _of_graph(self), parameter_of(self)
         if parameter is not self:
             return parameter.register_hook(hook)
+        with unobserved():  # (a node that knew the tensor itself would keep it, and so itself, for ever)
+            alike = Replica._of(torch.empty((), dtype=of.dtype, device=of.device).expand(of.shape), self._context)
+
+        def on_part(part: torch.Tensor) -> torch.Tensor | None:
+            (whole,) = summed([alike], [part])
+            changed = hook(part if whole is None else whole)
+            return None if changed is None else part_of_all(plain_of(changed), alike._context)
+
         with torch._C.DisableTorchFunctionSubclass():
             registered = func(of, on_part)
         kept = of.__dict__.pop("_keeps", None)
@@ -48,10 +53,13 @@ def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     (replica,) = args
     of = _of_graph(replica)
     if parameter_of(replica) is replica and "_keeps" not in of.__dict__:  # (a parameter has its gradient anyway)
+        wanting = weakref.ref(of)
 
         def keep(gradient: torch.Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():
-                of.grad = gradient.detach()
+            found = wanting()
+            if found is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    found.grad = gradient.detach()
 
         keeps = replica.register_hook(keep)
         of.__dict__["_keeps"] = keeps
