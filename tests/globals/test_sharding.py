@@ -1586,6 +1586,52 @@ class _Kept(nn.Module):
         return self.layer(x) + weight @ x + torch.stack([bias, bias * 2]).sum(0)[:, None]
 
 
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].exp()
+
+
+class _KeptFor(nn.Module):
+    """Its forward gives what its first forward has read to what is no function of torch."""
+
+    def __init__(self, user):
+        super().__init__()
+        self.weight, self.user, self.kept = nn.Parameter(noise(3, 1)), user, []
+
+    def forward(self, x):
+        self.kept = self.kept or [self.weight]
+        x = self.user(x, self.kept[0])
+        return x[:, :2] + x[:, 1:]
+
+
+def _locally(function, *args):
+    return distdl.local_map(function)(*args) if type(args[0]) is distdl.GlobalTensor else function(*args)
+
+
+_USERS = {
+    "an autograd function": lambda x, w: x * _Exp.apply(w),
+    "an argument of local_map": lambda x, w: _locally(torch.mul, x, w),
+    "known to local_map": lambda x, w: _locally(lambda block: block * w[:1], x),
+}
+
+
+@pytest.mark.parametrize("user", _USERS.values(), ids=_USERS)
+def test_what_was_read_is_the_weight_for_functions_of_blocks_and_autograd_functions(user):
+    def work():
+        for grid in ((2, 1, 1), (1, 1, 2)):
+            sequential = network(lambda: _KeptFor(user))
+            model = distdl.distribute(copy.deepcopy(sequential), partition(grid), weights="sharded", fallback="error")
+            _train(model, sequential)
+
+    run(work)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("by", ["step", "data", "list", "no_grad", "frozen"])
 def test_what_was_read_in_the_place_of_a_weight_stays_the_weight(weights, by):

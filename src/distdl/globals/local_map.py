@@ -18,7 +18,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.debug import place_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import entered, plain_of, tied_of
+from distdl.globals.replicas import current, entered, plain_of, tied_of
 from distdl.globals.running import note_given, on_blocks
 from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor, check_one_world
@@ -72,7 +72,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                 if one.requires_grad:
                     note_given(one)
             elif context is not None:
-                one = entered(one, context)
+                one = entered(current(one), context)
             if one.requires_grad:
                 inputs.append(one)
             return one

@@ -30,7 +30,7 @@ from distdl.globals.operands import block_of, part_of
 from distdl.globals.own_results import given_blocks, whole
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
 from distdl.globals.recomputing import is_of_copies, may_have_parts
-from distdl.globals.replicas import Replica, entered, plain_of, renewed, settle_ties
+from distdl.globals.replicas import Replica, current, entered, plain_of, renewed, settle_ties
 from distdl.globals.running import any_noted, is_on_blocks, may_be_block, on_blocks
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
@@ -400,6 +400,9 @@ def install() -> None:
 
     def applied_to(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kinds = {type(one) for one in (*args, *kwargs.values())}
+        if Replica in kinds:
+            args, kwargs = tuple(map(current, args)), {name: current(one) for name, one in kwargs.items()}
+            kinds = {type(one) for one in (*args, *kwargs.values())}
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)

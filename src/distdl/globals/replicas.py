@@ -44,6 +44,9 @@ class Since(Protocol):
 
     def is_over(self, copy: torch.Tensor) -> bool: ...
 
+    def now(self) -> torch.Tensor:
+        """What is read in its place now: the parameter, or in a forward another copy."""
+
 
 class Replica(torch.Tensor):
     """A worker's own copy of a tensor that every worker has whole: one that has entered.
@@ -376,7 +379,7 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def current(value: torch.Tensor) -> torch.Tensor:
-    """A copy as it is; or the parameter, where the copy is no longer what that is, as it always is in torch.
+    """A copy as it is; or what the parameter is by now, where the copy is no longer that, as it always is in torch.
 
     The parameter has been frozen since the copy was read, or given other data. Or the copy is of a share, which has
     been written since, or was read without gradients and is used where there are some.
@@ -394,7 +397,7 @@ def current(value: torch.Tensor) -> torch.Tensor:
         return value
     if parameter is value:
         raise RuntimeError(_OUTDATED)
-    return parameter
+    return since.now()
 
 
 def _is_still(plain: torch.Tensor, parameter: torch.Tensor) -> bool:

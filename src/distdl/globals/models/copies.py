@@ -138,7 +138,10 @@ class Parameters(dict[str, Any]):
         self.copies = copies
 
     def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
+        return self.read(super().__getitem__(name))
+
+    def read(self, parameter: Any) -> Any:
+        """What is read now in the place of one of these parameters."""
         if parameter is None or not (self.copies.running or self._is_recomputed()):
             return parameter
         # (no mode is to see each call on the way to a copy, nor ours; and a copy is none of an element)
@@ -155,6 +158,7 @@ class Parameters(dict[str, Any]):
         return False
 
     leave_uncompiled(__getitem__)
+    leave_uncompiled(read)
 
     def __setitem__(self, name: str, value: Any) -> None:
         # (torch.func.functional_call puts back what it has read here)

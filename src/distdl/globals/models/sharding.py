@@ -117,7 +117,7 @@ class Shares:
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.hooks is not _hooks_now():
             # a checkpoint of a function, that runs or is recomputed: both gather each weight by itself
-            return self._gather([parameter], None)[0]
+            return self._gather(owner, [parameter], None)[0]
         graph = torch.is_grad_enabled() or (id(parameter), True) in frame.copies
         if frame.is_outdated(parameter, graph):
             wanted = [parameter]
@@ -125,7 +125,7 @@ class Shares:
                 alike = (parameter.dtype, parameter.device, parameter.requires_grad)
                 listed = [one for one in owner.values() if type(one) is GlobalTensor and frame.is_outdated(one, graph)]
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
-            for one, copy in zip(wanted, self._gather(wanted, frame), strict=True):
+            for one, copy in zip(wanted, self._gather(owner, wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
                 frame.noted[id(one), graph] = _Written.of(copy)
                 frame.states[id(one), graph] = state_of(one)
@@ -147,7 +147,7 @@ class Shares:
             child.register_state_dict_post_hook(whole_state)
             child.register_load_state_dict_pre_hook(_check_assignment)
 
-    def _gather(self, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
+    def _gather(self, owner: Parameters, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         for one in parameters:
             block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
@@ -163,7 +163,7 @@ class Shares:
         found: list[torch.Tensor] = []
         for copy, parameter in zip(copies, parameters, strict=True):
             found.append(Replica._of_parameter(copy, parameter, self._context))
-            found[-1].__dict__["_since"] = _Since(parameter)
+            found[-1].__dict__["_since"] = _Since(owner, parameter)
         return found
 
 
@@ -270,12 +270,15 @@ _BOTH = (False, True)
 class _Since:
     """Since when a copy has what its parameter has."""
 
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
+    def __init__(self, owner: Parameters, parameter: Any) -> None:
+        self._owner, self._parameter = owner, parameter
         self.begin()
 
     def begin(self) -> None:
         self._state, self._given = state_of(self._parameter), data_given(self._parameter)
+
+    def now(self) -> torch.Tensor:
+        return self._owner.read(self._parameter)  # type: ignore[no-any-return]
 
     def is_over(self, copy: torch.Tensor) -> bool:
         is_view = copy.__dict__.get("_variable") is not self._parameter
