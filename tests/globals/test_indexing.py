@@ -157,6 +157,17 @@ def test_index_put():
     assert_same(lambda x, i, v: put(x, (i, j), v), Global(x2), Global(torch.tensor([4, 0, 2])), Global(noise(1)))
 
 
+@pytest.mark.parametrize("number", [torch.tensor(-2), Global(torch.tensor([5]))])
+def test_index_put_at_a_number(number):
+    """Other than in a subscript, a number is an index tensor here, also beside others and a mask."""
+    i, mask = torch.tensor([1, 1, 4]), noise(5) > 0
+    one = (lambda n: n[0]) if isinstance(number, Global) else (lambda n: n)
+    assert_same(lambda x, n, v: put(x, (i, one(n)), v, True), Global(x2), number, Global(noise(3)))
+    assert_same(lambda x, n, v: added(x, (one(n) - 2, one(n)), v), Global(x2), number, noise())
+    assert_same(lambda x, n, v: put(x, (mask, one(n)), v), Global(x2), number, noise(1))
+    assert_same(lambda x, m, n, v: put(x, (m, one(n)), v), Global(x2), Global(mask), number, noise(1))
+
+
 def test_written_parts():
     assert_same(lambda x, v: x.select_scatter(v, -1, 2), Global(x2), Global(noise(5)))
     assert_same(lambda x, v: x.slice_scatter(v, dim=1, start=1, step=3), Global(x2), noise(5, 2))
