@@ -61,7 +61,7 @@ def test_what_a_split_mask_chooses_of_a_tensor_that_every_worker_has(function, m
         (x2, positive, Global(noise(int((x2 > 0).sum())))), (x2, positive, noise(int((x2 > 0).sum()))),
         (x3, positive, Global(noise(3))), (x3, positive, noise(1, 3)), (x3, positive, noise(int((x2 > 0).sum()), 3)),
         (x3, alternating, Global(noise(7, 1))), (x3, alternating, Global(noise(3, 7, 3))), (x2, none, noise(0)),
-        (x2.round().long(), positive, 7),
+        (x2.round().long(), positive, 7), (x2, positive, Global(noise(1, 1, int((x2 > 0).sum())))),
     ],
 )  # fmt: skip
 def test_writing(x, mask, value):

@@ -99,6 +99,8 @@ def written_by(x: GlobalTensor, mask: GlobalTensor, value: Any) -> GlobalTensor:
     """x with other values where a mask, which covers its first dims, is true: one for all rows, or one for each."""
     check_mask(x.shape, mask, 0)
     rest = x.shape[mask.dim() :]
+    while not is_number(value) and value.dim() > len(rest) + 1 and value.shape[0] == 1:
+        value = value.squeeze(0)
     if is_number(value) or value.dim() <= len(rest) or value.shape[0] == 1:
         over: Any = reshaped(mask, (*mask.shape, *[1] * len(rest)))
         if is_number(value):
