@@ -376,9 +376,14 @@ def test_several_elements_in_one_place_are_written_nowhere(write):
 @on_workers
 def test_what_shuffles_nothing_is_a_copy():
     x = split(noise(2, 3, 4, 5))
-    y = F.pixel_shuffle(x, 1)
-    y.zero_()
-    assert_close(x, noise(2, 3, 4, 5))
+    for y in (
+        F.pixel_shuffle(x, 1),
+        F.unfold(x, 1),
+        F.unfold(x, (4, 5), stride=(4, 5)),
+        F.unfold(x, (2, 1), stride=(2, 1)),
+    ):
+        y.zero_()
+        assert_close(x, noise(2, 3, 4, 5))
 
 
 @on_workers

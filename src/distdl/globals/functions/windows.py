@@ -222,7 +222,9 @@ def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         if kernel == strides and dilated == (1, 1) and padded == (0, 0):
             (k, m), i, j = kernel, h // kernel[0], w // kernel[1]
             kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
-            return kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4).reshape(shape)
+            columns = kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4)
+            moves = (i > 1 and k * m > 1) or (j > 1 and m > 1)
+            return (columns if moves else columns.clone()).reshape(shape)  # (torch's are never a view)
         x = whole_along(input, [2, 3], "unfold")
         layout, context = x._layout, x._context
         cells = kernel[0] * kernel[1]
