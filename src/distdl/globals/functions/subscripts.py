@@ -329,7 +329,7 @@ def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             input = split_beside(input, others)
         index = _normal(tuple(slice(None) if one is None else one for one in indices))
         # (a number takes no dim away here, other than in a subscript)
-        index = tuple(torch.tensor(step) if type(step) is int else step for step in index)
+        index = tuple(torch.tensor(step, device="cpu") if type(step) is int else step for step in index)
         masked = None if accumulate else _masked(index, input)
         chosen = _chosen(index, input.shape)
         if masked is not None and not masked.at:
