@@ -402,7 +402,13 @@ def current(value: torch.Tensor) -> torch.Tensor:
 
 def _is_still(plain: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a copy lies where its parameter does, which has not been frozen."""
-    return plain.is_set_to(parameter) and (parameter.requires_grad or not torch.is_grad_enabled())
+    is_frozen = torch.is_grad_enabled() and not parameter.requires_grad
+    return not is_frozen and memory_of(plain) == memory_of(parameter)
+
+
+def memory_of(x: torch.Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies in memory, and how that is read."""
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 def parameter_of(value: torch.Tensor) -> torch.Tensor:

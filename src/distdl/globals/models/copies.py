@@ -15,7 +15,7 @@ from distdl.globals.context import Context
 from distdl.globals.entering import Entering, enter, settle
 from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, is_copy, parameter_of, plain_of
+from distdl.globals.replicas import Replica, is_copy, memory_of, parameter_of, plain_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
@@ -262,7 +262,7 @@ class Replicas:
                 return parameter
             self._read(bucket.context, bucket.parameters, bucket.entering.use())
             copy = self._copies[id(parameter)]
-        if _memory(copy._plain) != _memory(parameter):
+        if memory_of(copy._plain) != memory_of(parameter):
             copy = self._read_again(copy._context, parameter)
         return copy
 
@@ -310,11 +310,6 @@ def register_parameter(self: torch.nn.Module, name: str, param: Any) -> None:
 
 
 torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
-
-
-def _memory(x: torch.Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in memory, and how that is read."""
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 class _Bucket(NamedTuple):
