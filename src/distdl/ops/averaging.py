@@ -74,8 +74,10 @@ def average(x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
     if x.is_cuda and x.dim() == 4 and isinstance(how, SlidingMean) and any(how.padding) and is_channels_last(x):
         # (of such blocks, the gradient that CUDA's kernel gives is wrong: seen in torch 2.11)
         return average(x.contiguous(), how).contiguous(memory_format=torch.channels_last)
-    if x.nbytes < WORTH:
-        return how.pool(x)
+    if x.nbytes < WORTH and isinstance(how, SlidingMean):
+        return how.pool(
+            x
+        )  # (the second derivatives of torch's adaptive means follow from x, those of empty blocks do not)
     y: torch.Tensor = _Average.apply(x, how)
     return y
 
