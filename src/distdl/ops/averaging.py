@@ -75,9 +75,8 @@ def average(x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
         # (of such blocks, the gradient that CUDA's kernel gives is wrong: seen in torch 2.11)
         return average(x.contiguous(), how).contiguous(memory_format=torch.channels_last)
     if x.nbytes < WORTH and isinstance(how, SlidingMean):
-        return how.pool(
-            x
-        )  # (the second derivatives of torch's adaptive means follow from x, those of empty blocks do not)
+        # (the second derivatives of torch's adaptive means follow from x, and those of empty blocks do not)
+        return how.pool(x)
     y: torch.Tensor = _Average.apply(x, how)
     return y
 
