@@ -45,9 +45,11 @@ def test_a_kernel_that_is_global():
     "options",
     [{"stride": 2}, {"stride": 2, "padding": 1, "output_padding": 1}, {"groups": 2}, {"dilation": 2, "padding": 1}],
 )
-def test_transposed_convolution(options):
-    w, b = noise(4, 6 // options.get("groups", 1), 3, 3, seed=1), noise(6, seed=2)
-    assert_same(lambda x, w, b: F.conv_transpose2d(x, w, b, **options), Global(x4), w, b)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_transposed_convolution(options, dtype):
+    w, b = noise(4, 6 // options.get("groups", 1), 3, 3, seed=1, dtype=dtype), noise(6, seed=2, dtype=dtype)
+    x = noise(*x4.shape, dtype=dtype)
+    assert_same(lambda x, w, b: F.conv_transpose2d(x, w, b, **options), Global(x), w, b)
 
 
 def test_transposed_convolution_in_other_dims():

@@ -86,7 +86,8 @@ class Kernel:
         """
         y: torch.Tensor
         own = any(self.output_padding) or (x.dim() == _OF_3D and self._is_elsewhere(x, weight))
-        if own and not casts and forward_ad._current_level < 0:
+        # (of complex numbers, only functional's is there: it takes them apart)
+        if own and not (casts or x.is_complex()) and forward_ad._current_level < 0:
             y = _Recorded.apply(self, x, weight, bias)
         elif self.transposed:
             convolve = getattr(functional, f"conv_transpose{x.dim() - _FIRST}d")
