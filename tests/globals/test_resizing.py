@@ -73,11 +73,14 @@ def test_options_of_interpolation_that_torch_refuses(x, options):
     assert_raises_the_same(lambda x: F.interpolate(x, **{"scale_factor": 2, **options}), x, kinds=Exception)
 
 
-@pytest.mark.parametrize(("pool", "shape"), [(F.adaptive_avg_pool1d, (2, 2, 5)), (F.adaptive_avg_pool2d, (2, 2, 5, 4))])
-def test_second_derivatives_of_adaptive_means(pool, shape):
-    """Linear as they are, these follow from x on all workers or on none."""
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 2, 5), (2, 2, 5, 4), (2, 2, 5, 4, 3)])
+@pytest.mark.parametrize("kind", ["avg", "max"])
+def test_second_derivatives_of_adaptive_pooling(kind, shape, count):
+    """Linear as its gradients are in those of its result, these follow from x on all workers or on none."""
+    pool = getattr(F, f"adaptive_{kind}_pool{len(shape) - 2}d")
     grids = [one + (1,) * (len(shape) - 3) for one in ((2, 1, 1), (1, 3, 1), (1, 1, 2))]
-    assert_same(lambda x: pool(x, 3), Global(noise(*shape)), grids=grids, twice=True)
+    assert_same(lambda x: pool(x, count), Global(noise(*shape)), grids=grids, twice=True)
 
 
 POOLS = [getattr(F, f"{kind}{dims}d") for kind in ("adaptive_avg_pool", "adaptive_max_pool") for dims in (1, 2, 3)]

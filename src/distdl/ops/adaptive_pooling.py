@@ -26,7 +26,7 @@ from distdl.exchange import Together
 from distdl.geometry.boxes import Interval, Intervals, Shape, balanced, runs, shape
 from distdl.geometry.windows import adaptive
 from distdl.ops.averaging import AdaptiveMean, average
-from distdl.ops.pooling import choose, in_space
+from distdl.ops.pooling import choose, in_space, largest_cells
 from distdl.ops.segments import Segments, along
 from distdl.ops.setup import Setup, Site, same
 from distdl.partition import Layout, Signature, dims
@@ -178,8 +178,7 @@ class AdaptiveMaximum:
         """torch's own operator, for a block that has the windows that torch gives it."""
         outputs = _planar(x, outputs)
         pool = functional.adaptive_max_pool2d if len(outputs) == 2 else functional.adaptive_max_pool3d
-        y, indices = pool(x, outputs, True)
-        return y, indices
+        return largest_cells(x, lambda x: pool(x, outputs, True), len(outputs))
 
 
 @dataclass(frozen=True)

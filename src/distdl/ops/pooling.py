@@ -104,7 +104,7 @@ class Maximum:
             known = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # (torch has none for meta tensors)
             if known and not self.indices:  # (then torch's function chooses a dtype)
                 return cut(self._pool(x, sliding, cells.before, False), cells.result)
-            y, numbers = _Largest.apply(
+            y, numbers = largest_cells(
                 x, lambda x: self._pool(x, sliding, cells.before, True), max(len(sliding.kernel), 2)
             )
             if not self.indices:
@@ -119,8 +119,19 @@ class Maximum:
         return pool(x, kernel, stride, padding, dilation, return_indices=indices)
 
 
+def largest_cells(
+    x: torch.Tensor, pool: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], space: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest cells of windows, and where they stand in the last dims, flattened: those of space.
+
+    (The second derivatives of torch's own follow from x, though no number of it is read; those of empty blocks do not.)
+    """
+    y, places = _Largest.apply(x, pool, space)
+    return y, places
+
+
 class _Largest(Function):
-    r"""The largest cells of windows, and where they stand. That is all that it saves, and not the cells, as torch does.
+    r"""It saves the places, and not the cells, as torch does.
 
     Forward: :math:`y_o = x_{i(o)}`. Adjoint: :math:`\partial x_c = \sum_{o: i(o) = c} \partial y_o`.
     """

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals
+from distdl.ops.pooling import largest_cells
 from distdl.tensors.constants import Constant
 
 
@@ -72,7 +73,9 @@ class Segments:
         before, behind = parts.shape[: self.dim], parts.shape[self.dim + 2 :]
         lines = parts.reshape(prod(before), self.count * self.width, prod(behind))
         window = (self.width, 1)
-        y, chosen = functional.max_pool2d(lines, window, window, return_indices=True)
+        y, chosen = largest_cells(
+            lines, lambda lines: functional.max_pool2d(lines, window, window, return_indices=True), 2
+        )
         chosen = chosen // lines.shape[2]
         if self.cells is not None:
             chosen = self.cells.on(x.device)[chosen]
