@@ -223,6 +223,15 @@ def test_a_number_is_scattered_to_one_place(name):
         assert_same(lambda x, v: getattr(x, name)(0, torch.tensor([3]), v * 2), Global(noise(5)), value)
 
 
+def test_gather_where_one_of_two_is_a_number():
+    x, number = noise(5), noise(1)[0]
+    places = torch.tensor([0, 0, 0])
+    assert_same(lambda x, i: x.gather(0, i), number, Global(places))
+    assert_same(lambda x, i: x.gather(-1, i), Global(number), places)
+    assert_same(lambda x, i: x.gather(0, i), Global(x), torch.tensor(3))
+    assert_same(lambda x, i: x.gather(0, i), Global(x), Global(torch.tensor(3)))
+
+
 def test_gather_from_a_plain_tensor():
     assert_same(lambda x, i: x.gather(1, i), noise(3, 5), Global(labels))
     assert_same(lambda x, i: torch.take_along_dim(x, i), noise(3, 5), Global(labels))
@@ -270,9 +279,10 @@ def test_slices_that_are_reduced(dim, reduce):
     source = noise(*[3 if one == dim else n for one, n in enumerate((5, 7))], seed=3)
     torch.ones(1).index_reduce(0, index[:1] - 1, torch.ones(1), reduce)  # (it warns once, and warnings are errors here)
     for given in (source, Global(source)):
-        assert_same(lambda x, s: x.index_reduce(dim, index, s, reduce), Global(x2), given)
         assert_same(lambda x, s: x.index_reduce(dim, index, s, reduce=reduce, include_self=False), Global(x2), given)
         assert_same(lambda x, s: x.sin().index_reduce_(dim, index, s, reduce), Global(x2), given)
+        assert_same(lambda x, s: x.index_reduce(dim, index, s, reduce), Global(x2), given, twice=True)
+        assert_same(lambda x, s: x.index_reduce(dim, index, s.detach(), reduce), Global(x2), given, twice=True)
 
 
 def test_a_slice_without_dims():

@@ -19,7 +19,7 @@ from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
-from distdl.tensors.connection import refuses, zeros_on
+from distdl.tensors.connection import always_curved, refuses, zeros_on
 from distdl.tensors.derivatives import has_tangent
 
 
@@ -84,8 +84,13 @@ def _first_cells(x: Any, shape: Sequence[int]) -> Any:
 @handles("gather", "torch Tensor")
 def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     def run(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> GlobalTensor:
+        if input.dim() and not index.dim():
+            one: GlobalTensor = func(input, dim, index.reshape(1)).reshape(())
+            return one
+        if index.dim() and not input.dim():
+            input = input.reshape(1)
         known = input if type(input) is GlobalTensor else index
-        if input.dim() and index.dim():
+        if input.dim():
             judged(func, (input, dim, index), {})
         if not known.dim() or (not index.numel() and index.dim() != input.dim()):
             result: GlobalTensor = fall_back(func, args, kwargs)
@@ -213,8 +218,12 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             block = block.clone()
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
-        elif source.requires_grad or has_tangent(source):
-            block = block + zeros_on(source, ()).to(block.dtype)
+        else:
+            empty = block
+            if source.requires_grad or has_tangent(source):
+                block = block + zeros_on(source, ()).to(block.dtype)
+            if more.get("reduce") == "prod":
+                block = always_curved(always_curved(block, empty), source)
         z = GlobalTensor._of(block, y._layout)
         return z if func.__name__ == name else write_back(input, z, func.__name__)
 
