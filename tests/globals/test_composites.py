@@ -196,6 +196,12 @@ OF_INTEGERS = {
     ],
     "tril_": lambda x: (x + 1).tril_(),
     "kron": lambda x: torch.kron(x, torch.tensor([1, 2.5])),
+    "addbmm of a dtype": lambda x: [
+        torch.addbmm(x.to(dtype), torch.ones(2, 5, 3, dtype=dtype), torch.ones(2, 3, 6, dtype=dtype), alpha=2)
+        for dtype in (torch.uint8, torch.int32)
+    ],
+    "softmin of bytes": lambda x: F.softmin((x + 9).to(torch.uint8), 1, dtype=torch.float64),
+    "sum_to_size": lambda x: (x.int().sum_to_size(()), x.int().amax().sum_to_size(()), x.int().sum_to_size(5, 6)),
     "put": lambda x: torch.put(x, x[0, :2] + 9, torch.tensor([5, 6])),
 }
 

@@ -1,6 +1,7 @@
 """Pooling and interpolation of global tensors."""
 
 import pytest
+import torch
 from launched import on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
@@ -48,6 +49,14 @@ def test_along_a_line(function):
 )  # fmt: skip
 def test_in_a_volume(function):
     assert_same(function, Global(x5))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_images_of_whole_numbers(mode):
+    """Torch rounds them after each dim."""
+    x = (noise(2, 3, 7, 5) * 60 + 120).clamp(0, 255).to(torch.uint8)
+    for options in ({"size": (4, 9)}, {"scale_factor": 1.7, "align_corners": True}, {"size": 3, "antialias": True}):
+        assert_same(lambda x, given=options: F.interpolate(x, mode=mode, **given), Global(x), falls_back=True)
 
 
 @on_workers

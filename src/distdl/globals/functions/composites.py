@@ -76,7 +76,7 @@ def sum_to_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     shape = shape_of(func, x, args[1:], kwargs)
     more = x.dim() - len(shape)
     dims = [dim for dim in range(x.dim()) if dim < more or shape[dim - more] != x.shape[dim]]
-    return x.sum(dims, keepdim=True).reshape(shape) if dims else x
+    return x.sum(dims, keepdim=True).reshape(shape) if dims or not shape else x
 
 
 @handles("linspace logspace", "torch")

@@ -67,9 +67,8 @@ def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             dtype = one if isinstance(one, torch.dtype) else dtype
         if dim is None:
             dim = 0 if input.dim() in (0, 1, 3) else 1
-        x = input if dtype is None else input.to(dtype)
-        if name == "softmin":
-            x = -x
+        x = -input if name == "softmin" else input  # (which wraps around where it has no sign)
+        x = x if dtype is None else x.to(dtype)
         dims, layout = dims_of(x, dim), x._layout
         own = torch.log_softmax if name == "log_softmax" else torch.softmax
         at = dims[0] if dims else 0

@@ -210,7 +210,8 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             input._context.keep(("area", input.shape, input.dtype, frozen(options)), check)
             return _area(input, size, scale_factor)
         input = widened(input, ("cuda",))
-        if (size is None) == (scale_factor is None):
+        is_rounded = input.dtype is torch.uint8 and mode in ("bilinear", "bicubic")  # (after each dim, by integers)
+        if (size is None) == (scale_factor is None) or is_rounded:
             return fall_back(func, args, kwargs)
         if antialias:
             if input.dim() != 4 or input.dtype not in (torch.float32, torch.float64):
