@@ -293,6 +293,42 @@ def test_checkpoints(grid):
         assert_close(ours, theirs)
 
 
+_places = torch.tensor([2, 0, 3])
+SAVING = {  # the tensors for which an operator saves where there are cells
+    "picked": lambda x: x[_places],
+    "picked along": lambda x: x[:, [[0, 1], [4, 2]]],
+    "select": lambda x: x.index_select(0, _places),
+    "interleaved": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1]), 0),
+    "take": lambda x: x.take(_places),
+    "sort": lambda x: x.sort(1).values,
+    "topk": lambda x: x.topk(2, 0).values,
+    "put": lambda x: x.index_put((_places,), x[0] * 2),
+    "put number": lambda x: x.index_put((_places,), torch.tensor(2.0, dtype=x.dtype)),
+    "accumulated": lambda x: x.index_put((_places,), x[0] * 2, accumulate=True),
+    "add": lambda x: x.index_add(0, _places, x[:3]),
+    "add to": lambda x: x.index_add(0, _places, x[:3].detach()),
+    "add of": lambda x: x.detach().index_add(0, _places, x[:3]),
+    "copy": lambda x: x.index_copy(0, _places, x[:3]),
+    "amax": lambda x: x.index_reduce(0, _places, x[:3], "amax"),
+    "cummax": lambda x: x.cummax(0).values,
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("name", SAVING)
+def test_the_end_of_a_checkpoint_behind_a_movement_that_has_no_gradient(name):
+    """All workers recompute as far as it, also those without cells, and the idle one."""
+
+    def function(x):
+        def measured(x):
+            assert x.detach().abs().sum() > 0
+            return SAVING[name](x)
+
+        return checkpoint(measured, x, use_reentrant=False).sin()
+
+    assert_same(function, Global(noise(4, 5)), grids=[(2, 1), (1, 4), (4, 1)])
+
+
 @on_workers
 def test_a_checkpoint_in_a_model():
     class Model(torch.nn.Module):

@@ -116,19 +116,27 @@ class _Whole(Function):
 def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """What a worker that has no part in a layer returns: a clone of x that depends on the layer's other tensors, too.
 
-    Inside an activation checkpoint it saves something where the members do, so that it recomputes as much as they
-    do. Otherwise it would stop before an inner checkpoint in front of this layer, and the others would wait for it.
+    Inside an activation checkpoint it saves something where the members do (see :func:`saving`).
     """
     y = x.clone()
     for other in others:
         y = y + zeros_on(other, ())
+    return saving(y)
+
+
+def saving(y: torch.Tensor) -> torch.Tensor:
+    """What a worker has in the place of a result for which others save tensors in an activation checkpoint.
+
+    So it recomputes as much as they do. Otherwise it would stop before what lies in front of this result, an inner
+    checkpoint or a movement that has no gradient, and the others would wait for it.
+    """
     if not (y.requires_grad and is_checkpointed()):
         return y
-    recorded: torch.Tensor = _Outside.apply(y)
+    recorded: torch.Tensor = _Saving.apply(y)
     return recorded
 
 
-class _Outside(Function):
+class _Saving(Function):
     """A copy, which saves a tensor."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from distdl.globals.operands import moved
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import saving, zeros_on
 
 
 @handles("grouped_mm _grouped_mm", "functional torch")
@@ -41,7 +41,7 @@ def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         block, weight = moved(a, layout, "grouped_mm"), entered(b, context)
         ends = full_tensor(offs) if type(offs) is GlobalTensor else plain_of(offs)
         if 0 in target.local:
-            y = zeros_on(block, target.local) + zeros_on(weight, ())
+            y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
             return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)
         start, stop = layout.box[0]
         mine = (ends - start).clamp(0, stop - start).to(ends.dtype)

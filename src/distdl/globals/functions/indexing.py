@@ -18,7 +18,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.strides import View, note_picked
 from distdl.globals.table import TABLE, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import saving, zeros_on
 
 # -- basic indices: numbers, slices, None and ...
 
@@ -124,7 +124,7 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
     target = context.keep(("picked", layout, tuple(dims), shape), make)
     block = block_of(y)
     if not block.numel():
-        found = GlobalTensor._of(zeros_on(block, target.local), target)
+        found = GlobalTensor._of(saving(zeros_on(block, target.local)), target)
     else:
         index = tuple(slice(None) if one is None else one for one in cells)
         found = GlobalTensor._of(block[index].reshape(target.local), target)

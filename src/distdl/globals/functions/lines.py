@@ -19,8 +19,7 @@ from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
-from distdl.tensors.connection import always_curved, refuses, zeros_on
-from distdl.tensors.derivatives import has_tangent
+from distdl.tensors.connection import refuses, zeros_on
 
 
 @handles("index_select", "torch Tensor")
@@ -213,17 +212,15 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         y = whole_along(input, [dim], name)
         source = brought(source, _along(y._layout, dim, source.shape), name)
         block = block_of(y)
-        refuses(lambda cell: _added(name, cell, dim, source, **more), block, [1] * input.dim())
+        least = [1] * input.dim()
+        refuses(lambda cell: _added(name, cell, dim, torch.zeros_like(cell, dtype=source.dtype), **more), block, least)
         if func.__name__ == "index_reduce_" and torch.is_grad_enabled():  # (whose derivative needs the old values)
             block = block.clone()
         if block.numel():
             block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
         else:
-            empty = block
-            if source.requires_grad or has_tangent(source):
-                block = block + zeros_on(source, ()).to(block.dtype)
-            if more.get("reduce") == "prod":
-                block = always_curved(always_curved(block, empty), source)
+            one = _added(name, zeros_on(block, least), dim, zeros_on(source, least), **more)
+            block = zeros_on(one, block.shape)
         z = GlobalTensor._of(block, y._layout)
         return z if func.__name__ == name else write_back(input, z, func.__name__)
 
@@ -244,10 +241,10 @@ def _check_slices(x: Any, dim: int, source: Any) -> None:
         )
 
 
-def _added(name: str, cell: torch.Tensor, dim: int, source: Any, **more: Any) -> Any:
-    """A tensor of one cell, to which another of the dtype of a source is added."""
+def _added(name: str, cell: torch.Tensor, dim: int, source: torch.Tensor, **more: Any) -> Any:
+    """A tensor of one cell, to which another is added."""
     first = torch.zeros(1, dtype=torch.int64, device=cell.device)
-    return getattr(torch.Tensor, name)(cell, dim, first, torch.zeros_like(cell, dtype=source.dtype), **more)
+    return getattr(torch.Tensor, name)(cell, dim, first, source, **more)
 
 
 def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:

@@ -18,7 +18,7 @@ from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local, refuses, zeros_on
+from distdl.tensors.connection import local, refuses, saving, zeros_on
 
 
 @handles("sort argsort topk msort", "torch Tensor")
@@ -52,7 +52,7 @@ def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     refuses(lambda one: func(one, *rest, **kwargs), block, [x.shape[dim] if at == dim else 1 for at in range(x.dim())])
     found: Any
     if not block.numel():
-        values, cells = zeros_on(block, target.local), block.new_zeros(target.local, dtype=torch.int64)
+        values, cells = saving(zeros_on(block, target.local)), block.new_zeros(target.local, dtype=torch.int64)
         found = (values, cells) if kind is not None else cells if func.__name__ == "argsort" else values
     else:
         found = func(block, *rest, **kwargs)

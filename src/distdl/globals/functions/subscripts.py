@@ -23,7 +23,7 @@ from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written, write_back
-from distdl.tensors.connection import zeros_on
+from distdl.tensors.connection import saving, zeros_on
 
 _INDICES = frozenset([torch.int64, torch.int32, torch.uint8, torch.bool])
 _MASKS = (torch.bool, torch.uint8)
@@ -302,7 +302,7 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
     given = brought(rows, needed, "an assignment")
     block = block_of(x)
     if not block.numel() or any(one.is_meta for one in tensors):  # (in a rehearsal, where no index has values)
-        return GlobalTensor._of(block + zeros_on(given, ()).to(block.dtype), layout)
+        return GlobalTensor._of(saving(block + zeros_on(given, ()).to(block.dtype)), layout)
     own = torch.ones(count, dtype=torch.bool)
     index: list[torch.Tensor] = []
     for dim, one in zip(dims, tensors, strict=True):
