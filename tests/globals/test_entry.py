@@ -262,6 +262,7 @@ OF_TWO_WORLDS = {
     "a function of blocks": lambda x, y: distdl.local_map(torch.add)(x, y),
     "a gradient": lambda x, y: (leaf_of(x) * 2).backward(y),
     "a gradient by grad": lambda x, y: torch.autograd.grad([leaf_of(x) * 2], [leaf_of(x)], [y]),
+    "a sum of lists": lambda x, y: torch._foreach_add_([x], [y]),
     "a hook": lambda x, y: hooked(leaf_of(x), lambda dx: y).square().sum().backward(),
     "a function with a derivative": lambda x, y: Derived.apply(leaf_of(x), y).sum().backward(),
 }

@@ -268,7 +268,12 @@ class Context:
     def moving(
         self, owned: KnownLayout, needed: KnownLayout, dtype: torch.dtype, derivatives: Derivatives, name: str
     ) -> Operator:
-        """The operator that copies a tensor from where it is to where it is needed; both of one or more dims."""
+        """The operator that copies a tensor from where it is to where it is needed; both of one or more dims.
+
+        Raises: ValueError if the two are of different worlds, as what a hook gives may be, or a gradient.
+        """
+        if owned.context is not needed.context:
+            raise other_world(name, owned.context, needed.context)
 
         def make() -> Operator:
             site = Site._make((owned.partition, self.everyone, Label(name, detail=(owned, needed, dtype))))

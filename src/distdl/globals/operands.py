@@ -9,7 +9,7 @@ import torch
 
 from distdl.exchange.nodes import move_all
 from distdl.geometry.boxes import slices
-from distdl.globals.context import Context, KnownLayout, other_world
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.running import is_running
 from distdl.globals.tensor import GlobalTensor, check_usable, is_leaf
@@ -40,15 +40,10 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
 
 
 def moved(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
-    """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims.
-
-    Raises: ValueError if the two are of different worlds, as what a hook gives may be, or a gradient.
-    """
+    """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims."""
     block, owned = block_of(x), x._layout
     if owned is needed:
         return block
-    if owned.context is not needed.context:
-        raise other_world(name, owned.context, needed.context)
     if not owned.rulers:  # (a message has one dim at least)
         y = moved_block(block.reshape(-1), owned.lifted(1), needed.lifted(1), name)
         return y.reshape(()) if y.numel() else y
