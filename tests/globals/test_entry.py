@@ -326,6 +326,41 @@ def test_weights_of_two_worlds(weights):
         outer(split(x35))
 
 
+@on_workers
+def test_shares_of_two_worlds():
+    """Their gradients would add up over the workers of one, beside inputs that are split over those of the other."""
+    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
+
+    def layer():
+        return torch.nn.Linear(5, 5, dtype=torch.float64)
+
+    theirs, ours = distdl.distribute(layer(), another(P), "sharded"), distdl.distribute(layer(), P, "sharded")
+    refused = pytest.raises(ValueError, match="needs tensors of one world; got some of worlds of 3 and of 3 workers")
+    with refused:
+        torch.func.functional_call(ours, dict(theirs.named_parameters()), (split(x35),))
+    with refused, torch.no_grad():
+        torch.func.functional_call(ours, {"bias": theirs.bias}, (split(x35),))
+    tied = layer()
+    tied.weight = theirs.weight
+    with refused:
+        distdl.distribute(tied, P, "sharded")
+    ours.weight = theirs.weight
+    with refused:
+        ours(split(x35))
+
+
+@pytest.mark.parametrize(("first", "second"), [("replicated", "sharded"), ("sharded", "replicated")])
+@on_workers
+def test_a_weight_whole_in_one_world_and_in_shares_in_another(first, second):
+    P = distdl.world().create_partition_inclusive([0, 1]).reshape(2, 1)
+    one, other = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    other.weight = one.weight
+    distdl.distribute(one, another(P), first)
+    with pytest.raises(ValueError, match="weight is a parameter of another distributed model, too"):
+        distdl.distribute(other, P, second)
+    assert type(one.weight) is (GlobalTensor if first == "sharded" else torch.nn.Parameter)
+
+
 SPLIT_OTHERWISE = {
     "another grid": lambda P, first: distdl.distribute_tensor(square, P.T if first else P),
     "other workers": lambda P, first: distdl.distribute_tensor(square, P[:1] if first else P),

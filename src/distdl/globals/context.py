@@ -36,7 +36,16 @@ _KEPT = 4096
 
 
 class _Worlds(threading.local):
-    count: int = 0  # of this worker's worlds that have had global tensors, without those of rehearsals
+    """This worker's worlds that have had global tensors, without those of rehearsals.
+
+    Attributes:
+        count: how many there were.
+        contexts: of those that are still there.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.contexts: WeakSet[Context] = WeakSet()
 
 
 worlds = _Worlds()
@@ -168,7 +177,9 @@ class Context:
         found: Context | None = comm.kept.get(cls)
         if found is None:
             found = comm.kept[cls] = cls(comm)
-            worlds.count += not comm.imagined
+            if not comm.imagined:
+                worlds.count += 1
+                worlds.contexts.add(found)
             if environment.debug():
                 debug.watch(comm)
         return found

@@ -14,7 +14,7 @@ import torch
 from distdl.geometry.regions import Region, meet
 from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know
-from distdl.globals.context import Context
+from distdl.globals.context import Context, other_world, worlds
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.drift import check_plain
@@ -99,8 +99,12 @@ def _is_shared(child: torch.nn.Module) -> bool:
 
 
 def _check_shared(module: torch.nn.Module, context: Context, in_shares: bool) -> None:
-    """Check that a parameter that another distributed model has, too, lies in both alike."""
-    theirs = {id(one) for model in context.models for one in model.parameters()}
+    """Check that a parameter that another distributed model has, too, lies in both alike.
+
+    Raises: ValueError for a share of another world, or if one model is to have it whole and the other in shares.
+    """
+    models = [model for each in {context, *worlds.contexts} for model in each.models]
+    theirs = {id(one) for model in models for one in model.parameters()}
     listed: list[tuple[str, Any]] = list(module.named_parameters())
     for path, one in listed:
         if in_shares != (type(one) is GlobalTensor) and (not in_shares or id(one) in theirs):
@@ -109,6 +113,8 @@ def _check_shared(module: torch.nn.Module, context: Context, in_shares: bool) ->
                 f"{path} is a parameter of another distributed model, too, which has it {kept}; distribute both with "
                 "the same weights="
             )
+        if type(one) is GlobalTensor and one._context is not context:
+            raise other_world(f"distribute, of which {path} is a share of another model,", context, one._context)
 
 
 def _check_memory(module: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 import torch
 
-from distdl.globals.context import Context
+from distdl.globals.context import Context, other_world
 from distdl.globals.models.copies import Additions, Parameters
 from distdl.globals.models.course import Course
 from distdl.globals.models.gathering import Gathering, state_of
@@ -149,6 +149,8 @@ class Shares:
 
     def _gather(self, owner: Parameters, parameters: list[GlobalTensor], frame: _Frame | None) -> list[torch.Tensor]:
         for one in parameters:
+            if one._context is not self._context:  # (whose gradient would add up over other workers)
+                raise other_world("the forward of a model with weights in shares", self._context, one._context)
             block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         kept = frame is not None and frame.hooks is self.keep
