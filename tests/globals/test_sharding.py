@@ -34,6 +34,7 @@ from distdl import GlobalTensor
 from distdl.globals.models import gathering
 from distdl.globals.models.gathering import Gathering
 from distdl.globals.models.keeping import Gathered, Keep
+from distdl.transport import Communicator
 
 
 def sharded(model, grid, fallback="error"):
@@ -371,6 +372,45 @@ def test_gradient_scaling():
             assert_close(p, q, name)
 
     run(work)
+
+
+class Some(Communicator):
+    """Some of the workers, as a world of their own."""
+
+    def __init__(self, inner, workers):
+        super().__init__()
+        self._inner, self._workers = inner, workers
+        self.rank, self.size = workers.index(inner.rank), len(workers)
+
+    def exchange(self, sends, receives, tag=0):
+        def there(messages):
+            return [(self._workers[worker], one) for worker, one in messages]
+
+        return self._inner.exchange(there(sends), there(receives), tag)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("overflows", range(6))
+def test_a_gradient_scaler_of_models_of_two_worlds(overflows, turned):
+    """A share of one worker that overflows leaves out the step of all, also of those that are not in its world."""
+
+    def work():
+        P = distdl.world()
+        half = distdl.Partition(Some(P.comm, [[0, 2], [1, 3]][P.rank % 2]))
+        models = [distdl.distribute(nn.Linear(3, 1, bias=False), one, "sharded") for one in (P, half)]
+        parameters = [one.weight for one in (models[::-1] if turned else models)]
+        optimiser, scaler = torch.optim.SGD(parameters), torch.amp.GradScaler("cpu", init_scale=2.0)
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
+        scaler.scale(torch.ones(()))
+        which, place = divmod(overflows, 3)
+        if which == 0 or P.rank % 2 == 0:  # (the other half has a model of its own)
+            models[which].weight.grad[0, place] = torch.inf
+        scaler.unscale_(optimiser)
+        found = scaler._found_inf_per_device(optimiser)
+        return [float(one) for one in found.values()]
+
+    assert distdl.run_workers(work, 4) == [[1.0]] * 4
 
 
 MORE_OPTIMISERS = {

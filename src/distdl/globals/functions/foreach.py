@@ -253,9 +253,10 @@ for _name in () if _published is None else _published.__all__:
 def unscaled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Multiply gradients by a number, and take note on every worker if any of them is not finite. Collective."""
     tensors, found_inf, by = args
-    context = next(one for one in tensors if type(one) is GlobalTensor)._context
     func([block_of(one) if type(one) is GlobalTensor else one for one in tensors], found_inf, by)
-    found_inf.fill_(reduce_values(context.comm, context.everyone, "unscaling of gradients", float(found_inf), "max"))
+    for context in dict.fromkeys(one._context for one in tensors if type(one) is GlobalTensor):
+        found = reduce_values(context.comm, context.everyone, "unscaling of gradients", float(found_inf), "max")
+        found_inf.fill_(found)
 
 
 _LISTS_LIKE_PARAMETERS = {"_fused_sgd_": 3, "_fused_adagrad_": 3, "_fused_adam_": 5, "_fused_adamw_": 5}
