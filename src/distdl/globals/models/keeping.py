@@ -11,6 +11,7 @@ import torch
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given
+from distdl.tensors.repeats import going_on
 
 
 class Gathered:
@@ -49,7 +50,8 @@ class Gathered:
             wholes: their values, if they have come along with others.
         """
         blocks = [one._block for one in self.parameters]
-        copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
+        with going_on():
+            copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
         return copies
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:
