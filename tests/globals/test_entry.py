@@ -42,6 +42,32 @@ def test_a_tensor_that_one_worker_has():
         assert_close(leaf.grad, 2 * x35)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("source", [0, 2])
+@on_workers
+def test_what_one_worker_computes_between_two_models(source, weights):
+    """The others have no cells of it, and take part in the backward."""
+
+    def run(first, second, x, between):
+        y = second(between(first(x)))
+        y.sin().sum().backward()
+        return [p.grad for model in (first, second) for p in model.parameters()]
+
+    def between(y):
+        return distdl.distribute_tensor(torch.tanh(y.full_tensor(on=source)) * 2, grid(1, 3), src=source)
+
+    def models():
+        found = [torch.nn.Linear(5, 5, dtype=torch.float64) for _ in range(2)]
+        for seed, p in enumerate(p for model in found for p in model.parameters()):
+            torch.nn.init.constant_(p, 0.1 + 0.2 * seed)
+        return found
+
+    ours = run(*(distdl.distribute(model, grid(2, 1), weights) for model in models()), split(x35), between)
+    theirs = run(*models(), x35, lambda y: torch.tanh(y) * 2)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other)
+
+
 @on_workers
 def test_blocks_of_any_sizes():
     """Worker 2 has no part; what it passes is not read."""

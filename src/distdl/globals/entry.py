@@ -109,7 +109,8 @@ def distribute_tensor(
     """Split a tensor that one worker has over a partition, as evenly as possible. Collective; differentiable.
 
     Args:
-        x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None.
+        x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
+            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
@@ -140,10 +141,23 @@ def distribute_tensor(
     if context.me == src:
         assert isinstance(x, torch.Tensor)
         block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
+    elif header.gradient and _is_rest(x, header.extents):
+        assert isinstance(x, torch.Tensor)
+        block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
         device = header.device_beside(x)
         block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
     return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
+
+
+def _is_rest(x: Any, extents: Shape) -> bool:
+    """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
+
+    It has another shape. (One of the same shape may be equal to it, and have all of the gradient where that is taken.)
+    """
+    if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
+        return False
+    return x.grad_fn is not None and tuple(x.shape) != extents
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
