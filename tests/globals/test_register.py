@@ -718,6 +718,46 @@ def test_second_derivatives_of_functions_of_blocks():
     assert_close(*found)
 
 
+def one_of_two(a, b):
+    """Of results that follow from other arguments each; rows without cells have no graph."""
+    return (a.sin() if a.numel() else a.detach(), b.cos(), torch.ones_like(a))
+
+
+FOLLOWING = {
+    "one of its arguments": lambda a, b: a.sin(),
+    "one of them, without gradients": lambda a, b: a * b.detach(),
+    "fewer without cells": lambda a, b: a * b if a.numel() else a,
+    "the other without cells": lambda a, b: a * 2 if a.numel() else b,
+    "each for itself": one_of_two,
+    "what it writes": lambda a, b: (a * 1).mul_(2).add_(b) if a.numel() else (a * 1),
+}
+
+
+@pytest.mark.parametrize("what", FOLLOWING)
+def test_results_that_depend_on_some_of_the_arguments(what):
+    """A backward goes on to those, also on workers that have no cells; and to no others."""
+
+    def work():
+        found = []
+        for whole in (False, True):
+            leaves = [noise(3, 5, seed=seed).requires_grad_() for seed in (1, 2)]
+            P = distdl.world()[:2].reshape(2, 1)  # (and the third worker has none)
+            for _ in range(2):
+                x, y = leaves if whole else [distdl.distribute_tensor(leaf, P) for leaf in leaves]
+                results = (FOLLOWING[what] if whole else distdl.local_map(FOLLOWING[what]))(x, y)
+                results = results if isinstance(results, tuple) else (results,)
+                results[0].square().sum().backward()
+            found.append(([one.requires_grad for one in results], [leaf.grad for leaf in leaves]))
+        (flags, ours), (own_flags, theirs) = found
+        assert flags == own_flags
+        if distdl.world().rank == 0:
+            for one, other in zip(ours, theirs, strict=True):
+                assert_close(0 * x35 if one is None else one, 0 * x35 if other is None else other)
+        distdl.world().allgather_data(0)
+
+    distdl.run_workers(work, 3)
+
+
 class Doubled:
     """What is called in the place of a function, as tools put it there that count what is computed."""
 

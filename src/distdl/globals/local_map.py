@@ -10,6 +10,7 @@ from weakref import ref
 from zlib import crc32
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment.arguments import brief
@@ -38,14 +39,15 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     is added up over all workers, and so does a weight of a distributed model. What else the function takes from around
     it, as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what
     the function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
-    arguments on every worker, or a backward ends in an error.
+    arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
+    depend on fewer.)
 
     Args:
         function: of the arguments.
         out: where the results lie. ``"same"``: as the first global argument does. A layout. A partition: the blocks
-            tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts and
-            dtypes. Or a function from the layouts of the global arguments to one of these; for several results, a tuple
-            of them.
+            tile a tensor over it, of sizes that the workers tell each other once for each combination of layouts,
+            dtypes and arguments that require a gradient. Or a function from the layouts of the global arguments to
+            one of these; for several results, a tuple of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
         says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
         than one tuple or list, and for results of another number than places, or than on other workers;
@@ -65,6 +67,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
+        curved: list[bool] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
@@ -73,11 +76,13 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                     note_given(one)
             elif context is not None:
                 one = entered(current(one), context)
-            if one.requires_grad:
+            curved.append(one.requires_grad and torch.is_grad_enabled())
+            if curved[-1]:
                 inputs.append(one)
             return one
 
         given, named = map_tensors((args, kwargs), plain)
+        edges = [] if context is None else list(map(_edge, inputs))  # (the function may write into them)
         with on_blocks():
             y = map_tensors(function(*given, **named), tied_of)
         if context is None:
@@ -94,8 +99,12 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         several = isinstance(y, (tuple, list))
         ys = list(y) if several else [y]
         form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
-        known = _layouts(context, function, out, layouts, kinds, form, ys, shapes_on)
-        results = [_global(block, layout, inputs) for block, layout in zip(ys, known, strict=True)]
+        case = layouts, kinds, tuple(curved)
+        known = _layouts(context, function, out, case, form, ys, edges, shapes_on)
+        results = [
+            _global(block, layout, [inputs[number] for number in others])
+            for block, (layout, others) in zip(ys, known, strict=True)
+        ]
         if not several:
             return results[0]
         return type(y)(*results) if hasattr(y, "_fields") else type(y)(results)
@@ -149,15 +158,19 @@ def _layouts(
     context: Context,
     function: Any,
     out: Any,
-    layouts: tuple[KnownLayout, ...],
-    dtypes: tuple[torch.dtype, ...],
+    case: tuple[tuple[KnownLayout, ...], tuple[torch.dtype, ...], tuple[bool, ...]],
     form: str,
     ys: list[Any],
+    edges: list[GradientEdge],
     shapes_on: Callable[[int], list[Shape | None]],
-) -> list[KnownLayout | None]:
-    """Where results lie. The workers compare the shapes of their blocks once, and then their dtypes, too."""
+) -> list[tuple[KnownLayout | None, Sequence[int]]]:
+    """Where results lie, and on which arguments they have to depend that this worker's do not depend on by themselves.
+
+    The workers compare the shapes of their blocks once, and then their dtypes, and what they depend on, too.
+    """
     if context.stands_for_torch:
-        return [None if shape is None else context.whole(shape) for shape in _shapes(ys)]
+        return [(None if shape is None else context.whole(shape), ()) for shape in _shapes(ys)]
+    layouts, _, _ = case
     out = _asked(out, layouts)
     places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
     mine, tokens = _shapes(ys), tuple(map(_token, places))
@@ -165,19 +178,24 @@ def _layouts(
     if odd:
         form += f" with {odd}"
 
-    def tell() -> list[list[Shape | None]]:
+    def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]]]:
+        """The shapes on each worker; for each result the arguments, and those that it lacks on this worker."""
+        own_needs = [_needed(one, edges) for one in ys]
         if context.comm.imagined:
-            return [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
+            shapes = [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
+            return shapes, own_needs, [[] for _ in ys]
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
         shown = f"local_map with out={', '.join(map(_shown, places))}"
         call = f"{shown} {crc32(repr(tokens).encode())}"
-        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds), shown)
-        _check_one("as many results on every worker", [own for own, _, _ in told], function)
+        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds, own_needs), shown)
+        _check_one("as many results on every worker", [own for own, _, _, _ in told], function)
         for number in range(len(ys)):
-            _check_one("blocks of one dtype", [own[number] for _, _, own in told], function)
-        return [shapes for _, shapes, _ in told]
+            _check_one("blocks of one dtype", [own[number] for _, _, own, _ in told], function)
+        needs = [sorted({each for _, _, _, own in told for each in own[number]}) for number in range(len(ys))]
+        lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
+        return [shapes for _, shapes, _, _ in told], needs, lacks
 
-    told = context.keep_told(("local_map", _Same(function), layouts, dtypes, tokens), tell)
+    told, needs, lacks = context.keep_told(("local_map", _Same(function), case, tokens), tell)
     if not isinstance(out, (tuple, list)):
         places *= len(ys)
     wrong = [place for place in places if not _is_place(place)]
@@ -197,11 +215,11 @@ def _layouts(
     for place in places:
         if isinstance(place, Partition) and not context.has(place):
             raise ValueError(f"local_map needs a partition of its tensors' world in out=; got {place} of another")
-    found: list[KnownLayout | None] = []
+    found: list[tuple[KnownLayout | None, Sequence[int]]] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]
         if mine[number] is None and not any(shape is not None for shape in shapes):
-            found.append(None)
+            found.append((None, ()))
             continue
         *given, own_now = _all_given([*shapes, mine[number]], context.me, function)
         if isinstance(place, Partition):
@@ -211,8 +229,35 @@ def _layouts(
         for worker, shape in enumerate(given):
             _check(layout, worker, shape, function)
         _check(layout, context.me, own_now, function)
-        found.append(layout)
+        # (what has no graph may have lost it in this call, as where a branch looks at the numbers)
+        found.append((layout, lacks[number] if ys[number].requires_grad else needs[number]))
     return found
+
+
+def _edge(one: torch.Tensor) -> GradientEdge:
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(one)
+
+
+def _needed(y: Any, edges: list[GradientEdge]) -> list[int]:
+    """The arguments on which a result depends in autograd's graph: their places among those that require a gradient.
+
+    Where the graph goes past all of them (to what the function takes from around it), it is all arguments.
+    """
+    if not (isinstance(y, torch.Tensor) and y.requires_grad and edges):
+        return []
+    places = {(edge.node, edge.output_nr): place for place, edge in enumerate(edges)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    rest: list[Any] = [_edge(y)[:2]]
+    while rest and len(found) < len(edges):
+        node, output = rest.pop()
+        if (node, output) in places:
+            found.add(places[node, output])
+        elif node not in seen:
+            seen.add(node)
+            rest += [edge for edge in node.next_functions if edge[0] is not None]
+    return sorted(found) or list(range(len(edges)))
 
 
 class _Same:
@@ -305,19 +350,13 @@ def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> Non
         )
 
 
-def _global(y: Any, layout: KnownLayout | None, inputs: list[torch.Tensor]) -> Any:
+def _global(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor]) -> Any:
+    """The global tensor of a block, which depends on others in the autograd graph, too."""
     if layout is None:
         return y
     if not layout.active:
         y = zeros_on(y, layout.local)
-    differentiable = torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex())
-    if differentiable and not (y.requires_grad and y.numel()):  # (a function of nothing may have lost its graph)
-        y = _connected(y, *inputs)
+    if torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex()):
+        for other in others:
+            y = y + zeros_on(other, ()).to(y.dtype)
     return GlobalTensor._of(y, layout)
-
-
-def _connected(block: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """A block that depends on others, too, in the autograd graph."""
-    for other in others:
-        block = block + zeros_on(other, ()).to(block.dtype)
-    return block
