@@ -758,6 +758,41 @@ def test_results_that_depend_on_some_of_the_arguments(what):
     distdl.run_workers(work, 3)
 
 
+@pytest.mark.parametrize("call", [0, 1])
+@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)])
+def test_a_function_of_blocks_that_raises(failing, call):
+    """On some workers alone, it is one error on all of them that says why. Of the first call, they go on."""
+    alone = len(failing) == 1
+    kind = distdl.CommunicationError if alone else ArithmeticError
+    words = ("local_map of function that has failed .ArithmeticError: " if alone else "") + "no such number"
+
+    def work():
+        P, calls = distdl.world(), []
+        x = distdl.distribute_tensor(x35, P.reshape(3, 1))
+
+        def function(block):
+            calls.append(0)
+            if P.rank in failing and len(calls) > call:
+                raise ArithmeticError("no such number")
+            return block * 2
+
+        mapped = distdl.local_map(function)
+        for _ in range(call):
+            mapped(x)
+        with pytest.raises(kind, match=words) as error:
+            mapped(x).sum().item()
+        if alone and call:
+            raise error.value  # (which has ended this world)
+        assert_close(x.sum(), x35.sum())
+        return str(error.value)
+
+    if alone and call:
+        with pytest.raises(kind, match=words):
+            distdl.run_workers(work, 3)
+    else:
+        assert len(set(distdl.run_workers(work, 3))) == 1
+
+
 class Doubled:
     """What is called in the place of a function, as tools put it there that count what is computed."""
 

@@ -22,7 +22,7 @@ def meet_in(error: Exception, what: str, context: Context) -> None:
     Raises: CommunicationError, if some have not failed.
     """
     inside = torch._C._current_graph_task_id() != -1  # (of a backward, which fails by this one)
-    if inside or isinstance(error, CommunicationError):
+    if inside or isinstance(error, CommunicationError) or torch._C._are_functorch_transforms_active():
         return
     text = f"{what} that has failed ({type(error).__name__}: {error})"
     context.comm.where = text

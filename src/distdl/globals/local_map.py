@@ -17,6 +17,7 @@ from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.debug import place_of
+from distdl.globals.failed import meet_in
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import current, entered, plain_of, tied_of
@@ -40,7 +41,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     it, as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what
     the function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
     arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
-    depend on fewer.)
+    depend on fewer.) If the function raises on some workers only, all of them raise a CommunicationError that says so.
 
     Args:
         function: of the arguments.
@@ -83,8 +84,13 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
 
         given, named = map_tensors((args, kwargs), plain)
         edges = [] if context is None else list(map(_edge, inputs))  # (the function may write into them)
-        with on_blocks():
-            y = map_tensors(function(*given, **named), tied_of)
+        try:
+            with on_blocks():
+                y = map_tensors(function(*given, **named), tied_of)
+        except Exception as error:
+            if context is not None and not context.comm.imagined:
+                meet_in(error, f"a call of local_map of {name_of(function)}", context)
+            raise
         if context is None:
             return y
         layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
