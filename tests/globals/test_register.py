@@ -758,6 +758,27 @@ def test_results_that_depend_on_some_of_the_arguments(what):
     distdl.run_workers(work, 3)
 
 
+@pytest.mark.parametrize("mode", ["no gradients", "a leaf without"])
+def test_arguments_that_require_gradients_on_some_workers(mode):
+    def work():
+        P = distdl.world()
+        odd = P.rank == 1
+        x = distdl.distribute_tensor(x35.clone().requires_grad_(), P.reshape(3, 1))
+        w = row.clone().requires_grad_(not (odd and mode == "a leaf without"))
+        words = "local_map needs the same arguments to require gradients .* function got requires_grad=.* on worker 1"
+
+        def function(block, weight):
+            return block * weight
+
+        grad_mode = torch.set_grad_enabled(not (odd and mode == "no gradients"))
+        with grad_mode, pytest.raises(ValueError, match=words) as error:
+            distdl.local_map(function)(x, w)
+        assert_close(x.sum(), x35.sum())
+        return str(error.value)
+
+    assert len(set(distdl.run_workers(work, 3))) == 1
+
+
 @pytest.mark.parametrize("call", [0, 1])
 @pytest.mark.parametrize("failing", [(1,), (0, 1, 2)])
 def test_a_function_of_blocks_that_raises(failing, call):

@@ -176,7 +176,7 @@ def _layouts(
     """
     if context.stands_for_torch:
         return [(None if shape is None else context.whole(shape), ()) for shape in _shapes(ys)]
-    layouts, _, _ = case
+    layouts, _, curved = case
     out = _asked(out, layouts)
     places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
     mine, tokens = _shapes(ys), tuple(map(_token, places))
@@ -193,13 +193,16 @@ def _layouts(
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
         shown = f"local_map with out={', '.join(map(_shown, places))}"
         call = f"{shown} {crc32(repr(tokens).encode())}"
-        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds, own_needs), shown)
-        _check_one("as many results on every worker", [own for own, _, _, _ in told], function)
+        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds, own_needs, list(curved)), shown)
+        forms, every_shapes, every_kinds, every_needs, every_curved = zip(*told, strict=True)
+        _check_one("as many results on every worker", forms, function)
         for number in range(len(ys)):
-            _check_one("blocks of one dtype", [own[number] for _, _, own, _ in told], function)
-        needs = [sorted({each for _, _, _, own in told for each in own[number]}) for number in range(len(ys))]
+            _check_one("blocks of one dtype", [own[number] for own in every_kinds], function)
+        rule = "the same arguments to require gradients (in a call that records them) on every worker"
+        _check_one(rule, [f"requires_grad={own}" for own in every_curved], function, "got")
+        needs = [sorted({each for own in every_needs for each in own[number]}) for number in range(len(ys))]
         lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
-        return [shapes for _, shapes, _, _ in told], needs, lacks
+        return list(every_shapes), needs, lacks
 
     told, needs, lacks = context.keep_told(("local_map", _Same(function), case, tokens), tell)
     if not isinstance(out, (tuple, list)):
@@ -316,13 +319,13 @@ def _tiled(context: Context, P: Partition, shapes: Sequence[Shape], function: An
     return context.keep(("tiled", _token(P), tuple(shapes)), lambda: context.tiled(P.workers, gave, "a result"))
 
 
-def _check_one(rule: str, told: Sequence[str | None], function: Any) -> None:
+def _check_one(rule: str, told: Sequence[str | None], function: Any, did: str = "gave") -> None:
     """Check that all workers that have something have the same."""
     first = next((worker for worker, own in enumerate(told) if own is not None), 0)
     other = next((worker for worker, own in enumerate(told) if own not in (None, told[first])), None)
     if other is not None:
         raise ValueError(
-            f"local_map needs {rule}; {name_of(function)} gave {told[first]} on worker {first} and {told[other]} on "
+            f"local_map needs {rule}; {name_of(function)} {did} {told[first]} on worker {first} and {told[other]} on "
             f"worker {other}"
         )
 
