@@ -758,6 +758,24 @@ def test_results_that_depend_on_some_of_the_arguments(what):
     distdl.run_workers(work, 3)
 
 
+def test_a_function_of_blocks_that_writes_into_its_argument():
+    """The argument follows from what was written, on workers without cells, too."""
+
+    def work():
+        P, leaves = distdl.world()[:2].reshape(2, 1), [x35.clone().requires_grad_(), x35.cos().requires_grad_()]
+        x, y = (distdl.distribute_tensor(leaf, P) for leaf in leaves)
+        z = x * 2
+        distdl.local_map(lambda a, b: a.mul_(b))(z, y)
+        assert_close(z, 2 * x35 * x35.cos())
+        z.square().sum().backward()
+        if distdl.world().rank == 0:
+            for leaf, other in zip(leaves, reversed(leaves), strict=True):
+                assert_close(leaf.grad, (8 * leaf * other**2).detach())
+        distdl.world().allgather_data(0)
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("mode", ["no gradients", "a leaf without"])
 def test_arguments_that_require_gradients_on_some_workers(mode):
     def work():

@@ -69,10 +69,14 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
         curved: list[bool] = []
+        stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
-                one = _block(one)
+                block, layout = block_of(one), one._layout
+                one = block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
+                if one is not block and torch.is_grad_enabled():
+                    stand_ins.append((block, one, one._version))
                 if one.requires_grad:
                     note_given(one)
             elif context is not None:
@@ -87,6 +91,9 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         try:
             with on_blocks():
                 y = map_tensors(function(*given, **named), tied_of)
+            for block, stand_in, version in stand_ins:
+                if stand_in._version != version:  # (what is written into cells elsewhere follows from more than before)
+                    block.add_(zeros_on(stand_in, block.shape))
         except Exception as error:
             if context is not None and not context.comm.imagined:
                 meet_in(error, f"a call of local_map of {name_of(function)}", context)
@@ -125,12 +132,6 @@ def _is_place(value: Any) -> bool:
 def _asked(place: Any, layouts: Sequence[KnownLayout]) -> Any:
     """A place; of a function, what it gives for the layouts of the arguments."""
     return place(*layouts) if callable(place) and not _is_place(place) else place
-
-
-def _block(x: GlobalTensor) -> torch.Tensor:
-    """This worker's block."""
-    block, layout = block_of(x), x._layout
-    return block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
 
 
 def _without_values(one: torch.Tensor, worker: int) -> torch.Tensor:
