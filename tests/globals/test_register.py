@@ -5,6 +5,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -716,6 +717,28 @@ def test_second_derivatives_of_functions_of_blocks():
         (dx,) = torch.autograd.grad(distdl.local_map(lambda a: a**4)(x).sum(), x, create_graph=True)
         found.append(torch.autograd.grad((dx**2).sum(), x)[0])
     assert_close(*found)
+
+
+class Both(NamedTuple):
+    sine: torch.Tensor
+    positive: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [list, Both._make, lambda ys: {"sine": ys[0], "positive": ys[1]}])
+@on_workers
+def test_a_function_of_elements_that_gives_a_structure(kind):
+    def function(x):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(function, (x,), x)
+        return kind([x.sin(), x > 0])
+
+    distdl.register(function, "elementwise")
+    y = function(split(x35))
+    assert type(y) is type(function(x35))
+    sine, positive = y.values() if isinstance(y, dict) else y
+    assert_close(sine, x35.sin())
+    assert torch.equal(positive.full_tensor(), x35 > 0)
+    unregister(function)
 
 
 def one_of_two(a, b):

@@ -24,7 +24,8 @@ def register(function: Any, handler: Handler | str | None = None) -> Any:
             (``torch.overrides``); or a subclass of ``torch.autograd.Function``, but not those derived from it in turn.
         handler: ``handler(function, args, kwargs)``, which is called in its place where an argument is a global tensor,
             on every worker. Or ``"elementwise"``: the function computes each element by itself, so it is applied to
-            blocks. Without a handler, this is a decorator of one.
+            blocks. (Of a block without cells, its result has to depend on the same arguments.) Without a handler, this
+            is a decorator of one.
     Returns: the handler.
     Raises: TypeError for another function or handler.
     """

@@ -180,9 +180,7 @@ def result_of(func: Callable[..., Any], like: GlobalTensor, y: Any, operands: An
             return one
     if isinstance(y, torch.Tensor):
         return GlobalTensor._of(y, like._layout if layout is None else layout, like._block)
-    if isinstance(y, (tuple, list)):
-        return type(y)(result_of(func, like, one, operands, layout) for one in y)
-    return y
+    return map_tensors(y, lambda one: result_of(func, like, one, operands, layout))
 
 
 def _in_format(func: Callable[..., Any], x: GlobalTensor, rest: Sequence[Any], kwargs: dict[str, Any]) -> GlobalTensor:
