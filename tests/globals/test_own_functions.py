@@ -981,3 +981,31 @@ class Mapped(Function):
 @on_workers
 def test_functions_that_map_plain_tensors():
     assert_close(Mapped.apply(split(x35), row), Mapped.apply(x35, row))
+
+
+@on_workers
+def test_a_first_derivative_of_a_function_that_is_differentiable_once():
+    """Made to be differentiated again, it is there; its own derivative is torch's error."""
+
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * x * w
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensors
+            return 2 * x * w * dy, (x * x * dy).sum(0)
+
+    found = []
+    for x in (split(noise(3, 5)), noise(3, 5)):
+        x, w = x.requires_grad_(), noise(5, seed=2).requires_grad_()
+        first = torch.autograd.grad(Squared.apply(x, w).square().sum(), (x, w), create_graph=True)
+        found.append(first)
+        for one in first:
+            with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once"):
+                one.sum().backward()
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)

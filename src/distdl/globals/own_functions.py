@@ -40,6 +40,8 @@ from distdl.tensors.derivatives import recomputing
 from distdl.tensors.function import Function
 
 _DERIVES = torch.autograd.Function.setup_context
+_ONCE = b"trying to differentiate twice a function that was marked with @once_differentiable"
+_REFUSAL = type(torch._C._functions.DelayedError(_ONCE, 1)(torch.ones((), requires_grad=True)).grad_fn)
 
 
 class _Own(FunctionCtx):
@@ -132,7 +134,7 @@ class _Call:
                 found = self.own.apply(*gradients)
         finally:
             del self.own.saved_tensors
-        found = found if isinstance(found, tuple) else (found,)
+        found = tuple(map(_refusing, found)) if isinstance(found, tuple) else (_refusing(found),)
         self.check(found)
         wanted = self.own.needs_input_grad
         return [
@@ -189,6 +191,18 @@ class _Call:
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:
     return block if layout is None else GlobalTensor._of(block, layout)
+
+
+def _refusing(gradient: Any) -> Any:
+    """A gradient of a function that is differentiable once: torch has let the whole tensor refuse a derivative."""
+    if type(gradient) is not GlobalTensor:
+        return gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        refuses = type(gradient.grad_fn) is _REFUSAL
+    if not refuses:
+        return gradient
+    refusal = torch._C._functions.DelayedError(_ONCE, 1)
+    return GlobalTensor._of(refusal(gradient._block.detach().requires_grad_()), gradient._layout)
 
 
 def _memory_of(x: Any) -> dict[str, Any]:
