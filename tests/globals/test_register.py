@@ -741,6 +741,19 @@ def test_a_function_of_elements_that_gives_a_structure(kind):
     unregister(function)
 
 
+@on_workers
+def test_a_function_of_elements_that_gives_an_object():
+    def function(x):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(function, (x,), x)
+        return SimpleNamespace(y=x * 2)
+
+    distdl.register(function, "elementwise")
+    with pytest.raises(TypeError, match="registered as elementwise, but gave a SimpleNamespace, and no tensors"):
+        function(split(x35))
+    unregister(function)
+
+
 def one_of_two(a, b):
     """Of results that follow from other arguments each; rows without cells have no graph."""
     return (a.sin() if a.numel() else a.detach(), b.cos(), torch.ones_like(a))

@@ -69,8 +69,13 @@ def _elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def _checked(function: Any, y: Any) -> Any:
     """The result of a function of elements.
 
-    Raises: ValueError if it is none, as its block shows.
+    Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
     """
+    if not isinstance(y, (torch.Tensor, tuple, list, dict, int, float, str, type(None))):
+        raise TypeError(
+            f"{name_of(function)} is registered as elementwise, but gave a {type(y).__name__}, and no tensors, alone "
+            "or in tuples, lists and dicts; distdl.register(function, handler) says what other functions do"
+        )
     for one in tensors_in(y):
         if type(one) is GlobalTensor and tuple(one._block.shape) != tuple(one._layout.local):
             raise ValueError(
