@@ -13,6 +13,7 @@ from distdl.globals.functions import applying, casting
 
 HALVES = [torch.bfloat16, torch.float16]
 square, image, volume = noise(4, 4), noise(2, 3, 5, 4), noise(2, 2, 4, 5, 3)
+_factors = noise(2, 4, 3).float()
 _CELLS = torch.arange(24).reshape(2, 3, 2, 2) % 20
 CPU = {
     "trace": (torch.trace, square),
@@ -35,6 +36,7 @@ CPU = {
     "cdist": (lambda x: torch.cdist(x, 2 * x), square),
     "cumsum": (lambda x: x.cumsum(0), square),
     "layer_norm": (lambda x: F.layer_norm(x, (4,)), square),
+    "addbmm": (lambda x: torch.addbmm(x, _factors, _factors.mT), square),
 }
 GPU = {
     "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0), 0),

@@ -232,7 +232,8 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if input.dtype is not one.dtype:
             judge_dtypes(func, input, one, other)
         if name == "addbmm" and _are_plain(one, other):
-            product = torch.bmm(one, other).sum(0, dtype=one.dtype)
+            product = torch.bmm(one, other)
+            product = product.sum(0, dtype=product.dtype)
         elif name == "addbmm":
             checked(torch.bmm, [one, other])
             product = contract(
