@@ -724,21 +724,29 @@ class Both(NamedTuple):
     positive: torch.Tensor
 
 
+@pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("kind", [list, Both._make, lambda ys: {"sine": ys[0], "positive": ys[1]}])
+@pytest.mark.filterwarnings("ignore:.*has no op")
 @on_workers
-def test_a_function_of_elements_that_gives_a_structure(kind):
+def test_a_function_that_gives_a_structure(kind, registered):
+    """On blocks, and on one worker."""
+
     def function(x):
         if torch.overrides.has_torch_function((x,)):
             return torch.overrides.handle_torch_function(function, (x,), x)
-        return kind([x.sin(), x > 0])
+        return [kind([x.sin(), x > 0]), 3]
 
-    distdl.register(function, "elementwise")
-    y = function(split(x35))
-    assert type(y) is type(function(x35))
+    if registered:
+        distdl.register(function, "elementwise")
+    x = split(x35).requires_grad_()
+    y, three = function(x)
+    assert type(y) is type(function(x35)[0]) and three == 3
     sine, positive = y.values() if isinstance(y, dict) else y
     assert_close(sine, x35.sin())
     assert torch.equal(positive.full_tensor(), x35 > 0)
-    unregister(function)
+    assert_close(torch.autograd.grad(sine.sum(), x)[0], x35.cos())
+    if registered:
+        unregister(function)
 
 
 @on_workers

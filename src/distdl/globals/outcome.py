@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -92,10 +93,13 @@ def _without_tensors(value: Any) -> tuple[str, Any]:
     """What kind of a thing a value is, and what it consists of: of a tensor, nothing."""
     if isinstance(value, torch.Tensor):
         return "tensor", None
-    if isinstance(value, (tuple, list)):
-        named = type(value).__module__ == "torch.return_types"
-        kind = type(value).__name__ if named else "list" if isinstance(value, list) else "tuple"
-        return kind, [_without_tensors(one) for one in value]
+    if isinstance(value, dict):
+        return "dict", [(name, _without_tensors(one)) for name, one in value.items()]
+    if isinstance(value, list):
+        return "list", [_without_tensors(one) for one in value]
+    if isinstance(value, tuple):
+        path = f"{type(value).__module__}:{type(value).__qualname__}"
+        return path if _tuples_at(path) is type(value) else "tuple", [_without_tensors(one) for one in value]
     return "value", value
 
 
@@ -105,5 +109,17 @@ def _with_tensors(described: tuple[str, Any], tensors: Iterator[Any]) -> Any:
         return next(tensors)
     if kind == "value":
         return content
+    if kind == "dict":
+        return {name: _with_tensors(one, tensors) for name, one in content}
     items = [_with_tensors(one, tensors) for one in content]
-    return items if kind == "list" else tuple(items) if kind == "tuple" else getattr(torch.return_types, kind)(items)
+    if kind == "list":
+        return items
+    named: Any = _tuples_at(kind) or tuple
+    return named._make(items) if hasattr(named, "_make") else named(items)
+
+
+def _tuples_at(path: str) -> type | None:
+    """A class of tuples by the path at which each worker finds it, as one of named tuples; None if it is not there."""
+    module, _, name = path.partition(":")
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, tuple) else None
