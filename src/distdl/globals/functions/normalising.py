@@ -185,8 +185,9 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             rest = weight, bias, use_input_stats, momentum, eps
             of_input = partial(functional.instance_norm, input)
             return _with_plain(of_input, (running_mean, running_var), *rest, updates=use_input_stats)
-        running = _running(running_mean, running_var)
-        own = bool(use_input_stats)
+        running, own = _running(running_mean, running_var), bool(use_input_stats)
+        kept = running[:2] if own else []
+        running[: len(kept)] = [one.detach().clone() for one in kept]
 
         def op() -> InstanceNorm:
             given = input, weight, bias, running_mean, running_var
@@ -194,7 +195,11 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return InstanceNorm(input.shape[1], eps, momentum, bool(running), own, everywhere=True)
 
         key = (momentum, eps, own, *_sizes(running_mean, running_var))
-        return _normalised(op, key, copied_if_apart(input), "instance_norm", weight, bias, running)
+        y = _normalised(op, key, copied_if_apart(input), "instance_norm", weight, bias, running)
+        with torch.no_grad():  # (as late as in torch: a checkpoint stops in front of it, if nothing is saved behind)
+            for one, new in zip(kept, running, strict=False):
+                one.copy_(new)
+        return y
 
     if func is torch.instance_norm:
         x, weight, bias, mean, variance, stats, momentum, eps, *_ = args
