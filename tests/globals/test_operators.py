@@ -103,8 +103,8 @@ def _check_all(kind: str, operators: Sequence[Any], most: int) -> int:
     checked, random = 0, Random(0)
     for operator in operators:
         dtype = next((one for one in KINDS[kind][0] if one in operator.dtypes), None)
-        if dtype is None or (kind == "checkpointed" and "native_batch_norm" in operator.name):
-            continue  # (torch's own error there: running statistics are written between forward and backward)
+        if dtype is None or (kind == "checkpointed" and "batch_norm" in operator.name):
+            continue  # (torch does not count what it writes into running statistics; we do, and a checkpoint raises)
         torch.manual_seed(0)
         curved = operator.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
         samples = list(islice(operator.sample_inputs("cpu", dtype, requires_grad=curved), 400))
