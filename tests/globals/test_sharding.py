@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from launched import Calling, on_workers, split
 from nets import (
     GRIDS,
     OPTIMISERS,
@@ -375,22 +374,6 @@ def test_gradient_scaling():
     run(work)
 
 
-def caught(m, x):
-    try:
-        return m.inner(x).sin()
-    except BaseException:
-        _ = m.v  # (as who puts back what there was does)
-        raise
-
-
-CHECKPOINTED = {
-    "as a bias": lambda m, x: torch.func.functional_call(m.inner, {"bias": m.v}, (x,)),
-    "with others": lambda m, x: torch.func.functional_call(m.inner, {"weight": torch.diag(m.w), "bias": m.v}, (x,)),
-    "in a sum": lambda m, x: m.inner(x * m.w).sin() + m.v,
-    "where it stops": caught,
-}
-
-
 class Some(Communicator):
     """Some of the workers, as a world of their own."""
 
@@ -404,23 +387,6 @@ class Some(Communicator):
             return [(self._workers[worker], one) for worker, one in messages]
 
         return self._inner.exchange(there(sends), there(receives), tag)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("used", CHECKPOINTED)
-@on_workers
-def test_a_checkpoint_that_reads_weights_last(used, weights):
-    """To read one, as to put it back, saves nothing in torch, so no stop of what recomputes comes from there."""
-
-    def whole(m, x):
-        return checkpoint(CHECKPOINTED[used], m, x, use_reentrant=False)
-
-    x35, sequential = noise(3, 5), Calling(whole)
-    model = distdl.distribute(Calling(whole), split(x35).layout.partition, weights)
-    for _ in range(2):
-        model(split(x35)).square().sum().backward()
-        sequential(x35).square().sum().backward()
-    assert_same_state(model, sequential)
 
 
 @pytest.mark.parametrize("turned", [False, True])

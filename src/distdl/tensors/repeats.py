@@ -8,8 +8,8 @@ hooks for saved tensors are those of the checkpoint.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from inspect import unwrap
 from types import FunctionType
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distdl.tensors.derivatives import is_checkpointed, is_recomputed
+from distdl.tensors.derivatives import is_checkpointed
 from distdl.tensors.function import Function
 
 _Number = TypeVar("_Number")
@@ -140,36 +140,6 @@ def checkpoints() -> list[tuple[Any, Any]]:
     for hooks in reversed(taken):
         _stack._push_saved_tensors_default_hooks(*hooks)
     return found
-
-
-def _innermost() -> tuple[Any, Any]:
-    """The innermost of them, if it recomputes; else None twice."""
-    found = checkpoints() if is_recomputed() and is_checkpointed() else []
-    return found[0] if found and found[0][1] is not None else (None, None)
-
-
-def is_over() -> bool:
-    """Whether a checkpoint has recomputed all that its forward has saved, so that nothing that still runs is needed."""
-    frame, backward = _innermost()
-    return frame is not None and frame.recomp_counter[backward] >= len(frame.weak_holders)
-
-
-@contextmanager
-def going_on() -> Iterator[None]:
-    """In which a checkpoint that recomputes does not stop at the last tensor that its forward has saved.
-
-    For what saves nothing in torch, as to read a weight: a stop is an exception, and who reads one to put it back
-    (``torch.func.functional_call``) expects none.
-    """
-    frame, _ = _innermost()
-    if frame is None:
-        yield
-        return
-    stops, frame.early_stop = frame.early_stop, False
-    try:
-        yield
-    finally:
-        frame.early_stop = stops
 
 
 def _variables(function: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from distdl.globals.models.gathering import Gather, Gathering, gather_each, state_of, that_come_along
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given
-from distdl.tensors.repeats import going_on
 
 
 class Gathered:
@@ -50,8 +49,7 @@ class Gathered:
             wholes: their values, if they have come along with others.
         """
         blocks = [one._block for one in self.parameters]
-        with going_on():
-            copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
+        copies: tuple[torch.Tensor, ...] = Gather.apply(self.gathering, wholes, self.release, *blocks)
         return copies
 
     def hold(self, copies: Sequence[torch.Tensor]) -> None:

@@ -39,7 +39,6 @@ from distdl.globals.ties import data_given, note_given, writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
-from distdl.tensors.repeats import is_over
 
 
 class Shares:
@@ -113,7 +112,7 @@ class Shares:
                     one.release()
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
-        if type(parameter) is not GlobalTensor or is_over():
+        if type(parameter) is not GlobalTensor:
             return parameter
         frame = self._frames[-1] if self._frames else None
         if frame is None or frame.hooks is not _hooks_now():
