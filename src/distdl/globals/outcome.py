@@ -122,4 +122,7 @@ def _tuples_at(path: str) -> type | None:
     """A class of tuples by the path at which each worker finds it, as one of named tuples; None if it is not there."""
     module, _, name = path.partition(":")
     found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) and issubclass(found, tuple) else None
+    if not (isinstance(found, type) and issubclass(found, tuple)):
+        return None
+    is_made_of_items = hasattr(found, "_make") or module == "torch.return_types" or found is torch.Size
+    return found if is_made_of_items else None

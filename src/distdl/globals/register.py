@@ -71,7 +71,7 @@ def _checked(function: Any, y: Any) -> Any:
 
     Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
     """
-    if not isinstance(y, (torch.Tensor, tuple, list, dict, int, float, str, type(None))):
+    if not isinstance(y, (torch.Tensor, tuple, list, dict, int, float, complex, str, torch.dtype, type(None))):
         raise TypeError(
             f"{name_of(function)} is registered as elementwise, but gave a {type(y).__name__}, and no tensors, alone "
             "or in tuples, lists and dicts; distdl.register(function, handler) says what other functions do"
