@@ -724,6 +724,28 @@ class Both(NamedTuple):
     positive: torch.Tensor
 
 
+class Pair(tuple):
+    """A tuple that is made of two arguments; elsewhere it comes out as a tuple."""
+
+    __slots__ = ()
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@on_workers
+def test_a_function_that_falls_back_and_gives_a_tuple_of_its_own():
+    def function(x):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(function, (x,), x)
+        return Pair(x.sin(), x.shape)
+
+    y, shape = function(split(x35))
+    assert_close(y, x35.sin())
+    assert type(shape) is torch.Size and shape == (3, 5)
+
+
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("kind", [list, Both._make, lambda ys: {"sine": ys[0], "positive": ys[1]}])
 @pytest.mark.filterwarnings("ignore:.*has no op")
@@ -798,6 +820,39 @@ def test_results_that_depend_on_some_of_the_arguments(what):
             for one, other in zip(ours, theirs, strict=True):
                 assert_close(0 * x35 if one is None else one, 0 * x35 if other is None else other)
         distdl.world().allgather_data(0)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[1:], lambda x: x[:, :2], lambda x: x.T])
+def test_a_result_that_is_the_view_it_has_written(view):
+    """It stays that view: what is written into it later is written into the tensor, too."""
+
+    def work():
+        P, leaves, found = distdl.world()[:2].reshape(2, 1), [x35.clone(), x35.cos()], []
+        for place in (partial(distdl.distribute_tensor, P=P), torch.clone):
+            x, y = (place(leaf).requires_grad_() for leaf in leaves)
+            z = x * 2
+            function = (lambda a, b: a.mul_(b)) if place is torch.clone else distdl.local_map(lambda a, b: a.mul_(b))
+            function(view(z), view(y)).add_(1)
+            found += [z, *torch.autograd.grad(z.square().sum(), [x, y])]
+        for ours, theirs in zip(found[:3], found[3:], strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)
+
+
+def test_results_that_depend_on_a_captured_weight_alone():
+    """They require a gradient on workers without cells, too, so that another call takes them."""
+
+    def work():
+        w = torch.ones((), dtype=x35.dtype, requires_grad=True)
+        x = distdl.distribute_tensor(x35, distdl.world()[:2].reshape(2, 1))
+        y = distdl.local_map(lambda a: a * w if a.numel() else a.clone())(x)
+        z = distdl.local_map(lambda a: a + 1)(y)
+        assert z.requires_grad
+        z.sum().backward()
+        assert_close(distdl.world().allreduce_data(0 * w.detach() if w.grad is None else w.grad), x35.sum())
 
     distdl.run_workers(work, 3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from distdl.globals.context import Context
 from distdl.partition.meeting import meet
@@ -22,7 +23,9 @@ def meet_in(error: Exception, what: str, context: Context) -> None:
     Raises: CommunicationError, if some have not failed.
     """
     inside = torch._C._current_graph_task_id() != -1  # (of a backward, which fails by this one)
-    if inside or isinstance(error, CommunicationError) or torch._C._are_functorch_transforms_active():
+    if inside or isinstance(error, (CommunicationError, _StopRecomputationError)):
+        return
+    if torch._C._are_functorch_transforms_active():
         return
     text = f"{what} that has failed ({type(error).__name__}: {error})"
     context.comm.where = text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
 from types import MethodType
@@ -41,7 +42,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     it, as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what
     the function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
     arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
-    depend on fewer.) If the function raises on some workers only, all of them raise a CommunicationError that says so.
+    depend on fewer, but in a checkpoint, and for second derivatives.) If the function raises on some workers only, all
+    of them raise a CommunicationError that says so, sooner or later.
 
     Args:
         function: of the arguments.
@@ -51,9 +53,9 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             one of these; for several results, a tuple of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
         says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
-        than one tuple or list, and for results of another number than places, or than on other workers;
-        CommunicationError if the workers differ in ``out``: the same on every worker in the first call with given
-        layouts and dtypes.
+        than one tuple or list, for results of another number than places, or than on other workers, and for arguments
+        that require a gradient on some workers only; CommunicationError if the workers differ in ``out``: the same on
+        every worker in the first call with given layouts, dtypes and arguments that require a gradient.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (_is_place(place) or callable(place)):
@@ -92,7 +94,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             with on_blocks():
                 y = map_tensors(function(*given, **named), tied_of)
             for block, stand_in, version in stand_ins:
-                if stand_in._version != version:  # (what is written into cells elsewhere follows from more than before)
+                if stand_in._version != version:  # (the argument follows from what was written)
                     block.add_(zeros_on(stand_in, block.shape))
         except Exception as error:
             if context is not None and not context.comm.imagined:
@@ -113,10 +115,11 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         ys = list(y) if several else [y]
         form = f"a {type(y).__name__} of {len(ys)}" if several else "one result"
         case = layouts, kinds, tuple(curved)
-        known = _layouts(context, function, out, case, form, ys, edges, shapes_on)
+        needed = partial(_needed, edges=edges, inputs=inputs)
+        known = _layouts(context, function, out, case, form, ys, needed, shapes_on)
         results = [
-            _global(block, layout, [inputs[number] for number in others])
-            for block, (layout, others) in zip(ys, known, strict=True)
+            _global(block, layout, [inputs[number] for number in others], requires_grad)
+            for block, (layout, others, requires_grad) in zip(ys, known, strict=True)
         ]
         if not several:
             return results[0]
@@ -168,15 +171,16 @@ def _layouts(
     case: tuple[tuple[KnownLayout, ...], tuple[torch.dtype, ...], tuple[bool, ...]],
     form: str,
     ys: list[Any],
-    edges: list[GradientEdge],
+    needed: Callable[[Any], list[int]],
     shapes_on: Callable[[int], list[Shape | None]],
-) -> list[tuple[KnownLayout | None, Sequence[int]]]:
+) -> list[tuple[KnownLayout | None, Sequence[int], bool]]:
     """Where results lie, and on which arguments they have to depend that this worker's do not depend on by themselves.
 
+    And whether they require a gradient on any worker, also of something else that the function takes from around it.
     The workers compare the shapes of their blocks once, and then their dtypes, and what they depend on, too.
     """
     if context.stands_for_torch:
-        return [(None if shape is None else context.whole(shape), ()) for shape in _shapes(ys)]
+        return [(None if shape is None else context.whole(shape), (), False) for shape in _shapes(ys)]
     layouts, _, curved = case
     out = _asked(out, layouts)
     places = [_asked(place, layouts) for place in (out if isinstance(out, (tuple, list)) else [out])]
@@ -185,17 +189,20 @@ def _layouts(
     if odd:
         form += f" with {odd}"
 
-    def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]]]:
-        """The shapes on each worker; for each result the arguments, and those that it lacks on this worker."""
-        own_needs = [_needed(one, edges) for one in ys]
+    def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]], list[bool]]:
+        """The shapes on each worker; for each result the arguments, those that it lacks on this worker, and whether it
+        requires a gradient."""
+        own_needs = list(map(needed, ys))
+        required = [isinstance(one, torch.Tensor) and one.requires_grad for one in ys]
         if context.comm.imagined:
             shapes = [mine if worker == context.me else shapes_on(worker) for worker in context.everyone]
-            return shapes, own_needs, [[] for _ in ys]
+            return shapes, own_needs, [[] for _ in ys], required
         kinds = [str(one.dtype) if isinstance(one, torch.Tensor) else None for one in ys]
         shown = f"local_map with out={', '.join(map(_shown, places))}"
         call = f"{shown} {crc32(repr(tokens).encode())}"
-        told = gather_values(context.comm, context.everyone, call, (form, mine, kinds, own_needs, list(curved)), shown)
-        forms, every_shapes, every_kinds, every_needs, every_curved = zip(*told, strict=True)
+        own = form, mine, kinds, own_needs, required, list(curved)
+        told = gather_values(context.comm, context.everyone, call, own, shown)
+        forms, every_shapes, every_kinds, every_needs, every_required, every_curved = zip(*told, strict=True)
         _check_one("as many results on every worker", forms, function)
         for number in range(len(ys)):
             _check_one("blocks of one dtype", [own[number] for own in every_kinds], function)
@@ -203,9 +210,9 @@ def _layouts(
         _check_one(rule, [f"requires_grad={own}" for own in every_curved], function, "got")
         needs = [sorted({each for own in every_needs for each in own[number]}) for number in range(len(ys))]
         lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
-        return list(every_shapes), needs, lacks
+        return list(every_shapes), needs, lacks, list(map(any, zip(*every_required, strict=True)))
 
-    told, needs, lacks = context.keep_told(("local_map", _Same(function), case, tokens), tell)
+    told, needs, lacks, required = context.keep_told(("local_map", _Same(function), case, tokens), tell)
     if not isinstance(out, (tuple, list)):
         places *= len(ys)
     wrong = [place for place in places if not _is_place(place)]
@@ -225,11 +232,11 @@ def _layouts(
     for place in places:
         if isinstance(place, Partition) and not context.has(place):
             raise ValueError(f"local_map needs a partition of its tensors' world in out=; got {place} of another")
-    found: list[tuple[KnownLayout | None, Sequence[int]]] = []
+    found: list[tuple[KnownLayout | None, Sequence[int], bool]] = []
     for number, place in enumerate(places):
         shapes = [own[number] for own in told]
         if mine[number] is None and not any(shape is not None for shape in shapes):
-            found.append((None, ()))
+            found.append((None, (), False))
             continue
         *given, own_now = _all_given([*shapes, mine[number]], context.me, function)
         if isinstance(place, Partition):
@@ -240,7 +247,7 @@ def _layouts(
             _check(layout, worker, shape, function)
         _check(layout, context.me, own_now, function)
         # (what has no graph may have lost it in this call, as where a branch looks at the numbers)
-        found.append((layout, lacks[number] if ys[number].requires_grad else needs[number]))
+        found.append((layout, lacks[number] if ys[number].requires_grad else needs[number], required[number]))
     return found
 
 
@@ -249,24 +256,28 @@ def _edge(one: torch.Tensor) -> GradientEdge:
         return get_gradient_edge(one)
 
 
-def _needed(y: Any, edges: list[GradientEdge]) -> list[int]:
+def _needed(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> list[int]:
     """The arguments on which a result depends in autograd's graph: their places among those that require a gradient.
 
-    Where the graph goes past all of them (to what the function takes from around it), it is all arguments.
+    Where it depends on none of them, but on what the function takes from around it, it is all arguments.
+
+    Args:
+        edges: of the arguments, before the function was called.
+        inputs: the arguments. What the function has written into one stands behind what it was, and what was written.
     """
     if not (isinstance(y, torch.Tensor) and y.requires_grad and edges):
         return []
-    places = {(edge.node, edge.output_nr): place for place, edge in enumerate(edges)}
-    found: set[int] = set()
+    places = {tuple(edge[:2]): place for place, edge in enumerate(edges)}
+    now = {tuple(_edge(one)[:2]): place for place, one in enumerate(inputs) if one.requires_grad}
+    every, found = set(places.values()), set[int]()
     seen: set[Any] = set()
-    rest: list[Any] = [_edge(y)[:2]]
-    while rest and len(found) < len(edges):
-        node, output = rest.pop()
-        if (node, output) in places:
-            found.add(places[node, output])
-        elif node not in seen:
-            seen.add(node)
-            rest += [edge for edge in node.next_functions if edge[0] is not None]
+    rest: deque[Any] = deque([tuple(_edge(y)[:2])])
+    while rest and found != every:
+        here = rest.popleft()  # (the nearest first)
+        found.update(at[here] for at in (places, now) if here in at)
+        if here not in places and here[0] not in seen:
+            seen.add(here[0])
+            rest += [edge for edge in here[0].next_functions if edge[0] is not None]
     return sorted(found) or list(range(len(edges)))
 
 
@@ -360,8 +371,12 @@ def _check(layout: KnownLayout, worker: int, shape: Shape, function: Any) -> Non
         )
 
 
-def _global(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor]) -> Any:
-    """The global tensor of a block, which depends on others in the autograd graph, too."""
+def _global(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor], requires_grad: bool) -> Any:
+    """The global tensor of a block, which depends on others in the autograd graph, too.
+
+    Args:
+        requires_grad: whether it requires a gradient on any worker.
+    """
     if layout is None:
         return y
     if not layout.active:
@@ -369,4 +384,6 @@ def _global(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor]) 
     if torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex()):
         for other in others:
             y = y + zeros_on(other, ()).to(y.dtype)
+        if requires_grad and not y.requires_grad:
+            y = y + torch.zeros((), dtype=y.dtype, device=y.device, requires_grad=True)
     return GlobalTensor._of(y, layout)
