@@ -278,6 +278,31 @@ def test_weights_that_are_computed():
     run(work)
 
 
+class Places(nn.Module):
+    """Weights are read behind the last tensor that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.row, self.column = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x):
+        return x.tanh() + self.row + self.column + self.row
+
+    def checkpointed(self, x):
+        return checkpoint(self, x, use_reentrant=False)
+
+
+def test_a_checkpoint_that_reads_weights_behind_all_that_is_saved():
+    def work():
+        model = distdl.distribute(Places(), distdl.world(), weights="sharded")
+        x = distdl.distribute_tensor(torch.ones(4, 3), distdl.world().reshape(3, 1)).requires_grad_()
+        model.checkpointed(x).sum().backward()
+        assert torch.equal(model.row.grad.full_tensor(), torch.full((3,), 8.0))
+        assert torch.allclose(x.grad.full_tensor(), 1 - torch.ones(4, 3).tanh().square())
+
+    distdl.run_workers(work, 3)
+
+
 def test_checkpoints_are_those_of_the_sequential_model():
     def work():
         saved = network(seed=1).state_dict()

@@ -110,7 +110,8 @@ def distribute_tensor(
 
     Args:
         x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
-            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward.
+            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
+            if that is still empty.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
@@ -153,11 +154,11 @@ def distribute_tensor(
 def _is_rest(x: Any, extents: Shape) -> bool:
     """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
 
-    It has another shape. (One of the same shape may be equal to it, and have all of the gradient where that is taken.)
+    It has no cells, and another shape. (Others may be the worker's own, of which nothing is read.)
     """
     if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.grad_fn is not None and tuple(x.shape) != extents
+    return x.grad_fn is not None and not x.numel() and tuple(x.shape) != extents
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:

@@ -124,14 +124,15 @@ def largest_cells(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest cells of windows, and where they stand in the last dims, flattened: those of space.
 
-    (The second derivatives of torch's own follow from x, though no number of it is read; those of empty blocks do not.)
+    A backward of torch's own that is differentiated goes on to x, though it reads no number of it. Where a block is
+    empty, nothing would, and a movement in front of it would wait for that worker.
     """
     y, places = _Largest.apply(x, pool, space)
     return y, places
 
 
 class _Largest(Function):
-    r"""It saves the places, and not the cells, as torch does.
+    r"""The largest cells, of which it saves the places. (torch saves x, too.)
 
     Forward: :math:`y_o = x_{i(o)}`. Adjoint: :math:`\partial x_c = \sum_{o: i(o) = c} \partial y_o`.
     """
