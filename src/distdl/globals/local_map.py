@@ -190,8 +190,7 @@ def _layouts(
         form += f" with {odd}"
 
     def tell() -> tuple[list[list[Shape | None]], list[list[int]], list[list[int]], list[bool]]:
-        """The shapes on each worker; for each result the arguments, those that it lacks on this worker, and whether it
-        requires a gradient."""
+        """The shapes on each worker; for each result, arguments, those it lacks here, and if it requires a gradient."""
         own_needs = list(map(needed, ys))
         required = [isinstance(one, torch.Tensor) and one.requires_grad for one in ys]
         if context.comm.imagined:
