@@ -59,6 +59,25 @@ def test_what_is_written_there_reaches_the_tensor_or_is_not_lost_in_silence():
 @pytest.mark.parametrize(
     "function",
     [
+        lambda x, *offset: x.as_strided_((2, 2), (2, 1), *offset),
+        lambda x, *offset: torch.as_strided_copy(x, (2, 2), (2, 1), *offset),
+        lambda x, *offset: torch.as_strided_scatter(x, torch.ones(2, 2).double(), (2, 2), (2, 1), *offset),
+    ],
+)  # fmt: skip
+@on_workers
+def test_what_falls_back_reads_strides_in_its_own_cells_or_is_refused(function):
+    row = (split(x2) * 1)[1]
+    with pytest.raises(RuntimeError, match=r"shape .6,., strides .1,. and offset 6 may read what lies .* before them"):
+        function(row, 0)
+    with pytest.raises(RuntimeError, match=r"strides .6,. .* may read what lies between"):
+        function((split(x2) * 1)[:, 0])
+    assert_close(function(row), function(x2[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+@pytest.mark.parametrize(
+    "function",
+    [
         lambda x: x.as_strided((5, 7), (6, 1)), lambda x: x.as_strided((5, 6), (6,)),
         lambda x: x.as_strided((2,), (-1,)), lambda x: x.as_strided((5, 6), (6, 1), 1),
         lambda x: x[:0].clone().as_strided((2,), (1,)),

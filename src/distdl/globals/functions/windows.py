@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
 from numbers import Complex, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -158,12 +159,7 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if found is None:
             if (offset < 0 or not _fills(runs)) and 0 not in (*size, input.numel()):
                 func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
-                raise RuntimeError(
-                    f"as_strided of a global tensor of shape {tuple(input.shape)}, strides {input.stride()} and offset "
-                    f"{offset_of(input)} may read what lies between its cells or before them: size {size}, strides "
-                    f"{stride}, offset {storage_offset}; take it of the tensor that this one is a view of, or call "
-                    ".contiguous() first"
-                )
+                _refuse("as_strided", input, size, stride, storage_offset)
             return fall_back(func, (input, size, stride, offset), {})
         extents, cells = found
         y: Any = part(input.permute(order).reshape(extents), cells)
@@ -175,6 +171,26 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
 
     return run(*args, **kwargs)
+
+
+@handles("as_strided_ as_strided_copy as_strided_scatter", "torch Tensor")
+@wraps(fall_back)
+def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = ["input", *["src"] * (func.__name__ == "as_strided_scatter"), "size", "stride", "storage_offset"]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    x, offset = given["input"], given.get("storage_offset")
+    # (one worker will have the cells of x alone)
+    if type(x) is GlobalTensor and x.numel() and ((offset is not None and offset_of(x)) or not _fills(_runs(x)[1])):
+        _refuse(func.__name__, x, given.get("size"), given.get("stride"), offset)
+    return fall_back(func, args, kwargs)
+
+
+def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | None) -> NoReturn:
+    raise RuntimeError(
+        f"{name} of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset {offset_of(x)} may read "
+        f"what lies between its cells or before them: size {size}, strides {stride}, offset {offset}; take it of the "
+        "tensor that this one is a view of, or call .contiguous() first"
+    )
 
 
 def _fills(runs: Sequence[_Run]) -> bool:
