@@ -232,3 +232,18 @@ def test_batch_norm_takes_true_for_a_momentum_of_one():
 @pytest.mark.parametrize("requires", [(True, False), (False, True)])
 def test_running_statistics_have_no_gradient(requires):
     assert_raises_the_same(lambda x: _with_statistics(x, requires=requires)[0], noise(4, 3, 5), text=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no op")
+def test_running_statistics_reach_every_worker_from_the_one_that_computes():
+    def updated(x, mean, variance):
+        mean, variance = mean.detach().clone(), variance.detach() ** 2
+        torch.batch_norm_update_stats(x, mean, variance, 0.1)
+        return mean, variance
+
+    def normalised(x, mean, variance):
+        mean, variance = mean.detach().clone(), variance.detach() ** 2
+        return torch._native_batch_norm_legit(x, None, None, mean, variance, True, 0.1, 1e-5)[0], mean, variance
+
+    for function in (updated, normalised):
+        assert_same(function, Global(x4), w, b, falls_back=True)

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,11 +37,10 @@ class Writes:
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
-        self._named = getattr(function, "__name__", "").endswith("_")
-        uncounted = function in (torch.batch_norm, torch.native_batch_norm, functional.batch_norm)
-        self._values = (
-            {id(one): one.detach().clone() for one in inputs if one.dim() == 1 and not one.is_meta} if uncounted else {}
-        )
+        name = getattr(function, "__name__", "")
+        self._named = name.endswith("_")
+        uncounted = [one for one in inputs if one.dim() == 1 and not one.is_meta] if "batch_norm" in name else []
+        self._values = {id(one): one.detach().clone() for one in uncounted}
         self._before = {id(one): one._version for one in inputs if not one.is_inference()}
         self._operators = _Operators() if len(self._before) < len({id(one) for one in inputs}) else None
         self._running = ExitStack()
