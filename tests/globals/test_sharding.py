@@ -303,6 +303,36 @@ def test_a_checkpoint_that_reads_weights_behind_all_that_is_saved():
     distdl.run_workers(work, 3)
 
 
+class Directions(nn.Module):
+    """A function, which measures x first, and a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.row = function, nn.Parameter(torch.arange(1.0, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.function(x) * self.row, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nn.functional.normalize, lambda x: x / torch._foreach_norm([x])[0], lambda x: x.exp() if x.requires_grad else x],
+)
+def test_a_checkpoint_that_computes_norms_of_its_argument(function):
+    given = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    x, alone = given.clone().requires_grad_(), Directions(function)
+    alone(x)[:, 0].sum().backward()
+
+    def work():
+        model = distdl.distribute(Directions(function), distdl.world()[:3].reshape(1, 3), weights="sharded")
+        ours = distdl.distribute_tensor(given, distdl.world()[:3].reshape(1, 3)).requires_grad_()
+        model(ours)[:, 0].sum().backward()
+        assert torch.allclose(ours.grad.full_tensor(), x.grad, rtol=0, atol=1e-12)
+        assert torch.allclose(model.row.grad.full_tensor(), alone.row.grad, rtol=0, atol=1e-12)
+
+    distdl.run_workers(work, 4)
+
+
 def test_checkpoints_are_those_of_the_sequential_model():
     def work():
         saved = network(seed=1).state_dict()

@@ -152,7 +152,7 @@ def _are_alike(tensors: Sequence[Any]) -> bool:
         and (one.dtype, one.device) == (first.dtype, first.device)
         and (one.is_floating_point() or one.is_complex())
         and one.numel() > 0
-        and derivatives_of(one._block) == NONE
+        and derivatives_of(block_of(one)) == NONE
         for one in tensors
     )
 

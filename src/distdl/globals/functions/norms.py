@@ -162,7 +162,7 @@ def norm_over(x: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype:
         return extreme_over(x.abs(), dims, keepdim, "amax" if p > 0 else "amin", nan="none")
     # (numbers of few digits come together as torch adds them up)
     wide = torch.float32 if x.dtype in HALVES else None
-    recorded, dtype = derivatives_of(x._block) != NONE, x.dtype.to_real()
+    recorded, dtype = derivatives_of(block_of(x)) != NONE, x.dtype.to_real()
     of_block, of_parts = (_Part.apply, _Merged.apply) if recorded else (_norm, _norm)
 
     def merged(parts: torch.Tensor) -> torch.Tensor:
