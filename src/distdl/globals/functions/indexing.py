@@ -223,7 +223,7 @@ def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
 )
 def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pieces along a dim, each where it is."""
-    (x, rest), kwargs = _apart(args, kwargs)
+    x, *rest = args
     size = x.shape
     rest, kwargs = map_tensors((rest, kwargs), lambda one: one.tolist())
     if type(x) is not GlobalTensor:  # but where it is split
@@ -291,7 +291,7 @@ def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[Glo
 
 @handles("unbind", "torch Tensor")
 def unbind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GlobalTensor, ...]:
-    (x, rest), kwargs = _apart(args, kwargs)
+    x, *rest = args
     dim = kwargs.get("dim", rest[0] if rest else 0)
     n = x.shape[dim]
     return tuple(_pieces(x, dim % x.dim(), range(n)))
@@ -302,11 +302,3 @@ def iterate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if not args[0].dim():
         raise TypeError("iteration over a 0-d tensor")
     return iter(args[0].unbind(0))
-
-
-def _apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, tuple[Any, ...]], dict[str, Any]]:
-    """The tensor, and what else is given."""
-    if args:
-        return (args[0], args[1:]), kwargs
-    name = "input" if "input" in kwargs else "tensor"
-    return (kwargs[name], ()), {key: value for key, value in kwargs.items() if key != name}

@@ -24,8 +24,7 @@ from distdl.tensors.connection import local, refuses, saving, zeros_on
 @handles("sort argsort topk msort", "torch Tensor")
 def sort(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cells in order along a dim, which is whole."""
-    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-    kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+    x, *rest = args
     if not x.dim():
         return fall_back(func, args, kwargs)
 

@@ -73,8 +73,7 @@ def whole_along(x: GlobalTensor, dims: Sequence[int], name: str) -> GlobalTensor
 @handles("permute transpose swapaxes swapdims movedim moveaxis t adjoint", "torch Tensor")
 def permute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     """Another order of dims; the partition's axes go with them. Nothing moves."""
-    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-    kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+    x, *rest = args
     layout: KnownLayout = x._layout
     if not layout.rulers and (func in _OF_MATRICES or (func in _ADJOINTS and not x.is_complex())):
         same: GlobalTensor = x  # (so it is in torch)
@@ -140,8 +139,7 @@ def _shares(y: torch.Tensor, x: torch.Tensor) -> bool:
 @handles("reshape view flatten unflatten ravel squeeze unsqueeze", "torch Tensor")
 def reshape(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Another shape of the same elements."""
-    x, rest = (args[0], args[1:]) if args else (kwargs["input"], ())
-    kwargs = {name: value for name, value in kwargs.items() if name != "input"}
+    x, *rest = args
     if type(x) is not GlobalTensor:  # but one of the sizes is
         return func(x, *map_tensors(rest, int), **map_tensors(kwargs, int))
     dtype = next((value for value in (*rest, *kwargs.values()) if isinstance(value, torch.dtype)), None)
