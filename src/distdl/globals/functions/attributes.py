@@ -17,8 +17,8 @@ from distdl.globals.ties import base_of, lies_alone, lies_with, note_copied, not
 from distdl.globals.wrappers import check_unwrapped
 
 _READ = """
-grad_fn is_leaf retains_grad _version output_nr is_cuda is_cpu is_sparse is_quantized is_nested itemsize
-is_mkldnn is_xpu is_mps names _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
+is_leaf retains_grad _version output_nr is_cuda is_cpu is_sparse is_quantized is_nested itemsize
+is_mkldnn is_xpu is_mps _backward_hooks is_sparse_csr is_vulkan is_ipu is_xla is_maia is_mtia name volatile
 grad_dtype
 """
 _CALLED = """

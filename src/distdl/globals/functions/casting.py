@@ -24,7 +24,7 @@ _WIDE = {  # (of its other functions, torch's own or our ops give the dtype: ele
     "fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn geqrf grid_sample "
     "inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh "
     "linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve "
-    "linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve lu_solve "
+    "linalg_svd linalg_svdvals lu_solve "
     "max_unpool1d max_unpool2d max_unpool3d nanquantile orgqr ormqr pinverse qr quantile stft svd trace "
     "triangular_solve view_as_complex" + _ALWAYS,
     "cuda": "cosine_similarity cumprod cumsum dist group_norm layer_norm linalg_matrix_norm linalg_norm logsumexp "

@@ -25,22 +25,21 @@ clamp_min clamp_max conj_physical copysign cos cosh deg2rad div divide digamma e
 fix float_power floor floor_divide fmod frac frexp gcd lcm ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2
 logical_and logical_not logical_or logical_xor logit hypot i0 mul multiply mvlgamma nan_to_num neg negative nextafter
 polygamma positive pow rad2deg reciprocal remainder resolve_conj resolve_neg round rsqrt sigmoid expit sign
-sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy where masked_fill
-eq ne lt le gt ge equal_ greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
+sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy
+eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
 isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
 softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh hardsigmoid hardswish
-clone zeros_like ones_like full_like empty_like float double half bfloat16 bool int long short byte char
-cfloat cdouble to type type_as cpu cuda detach
+clone zeros_like ones_like full_like empty_like float double half bfloat16 bool cfloat cdouble type cpu cuda
 add_ addcdiv_ addcmul_ sub_ mul_ div_ pow_ neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_
-abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ masked_fill_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_
+abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_
 fmod_ remainder_ logical_and_ logical_or_ logical_not_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_
 eq_ ne_ lt_ le_ gt_ ge_ true_divide_ multiply_ subtract_ divide_ floor_divide_ expm1_ log1p_ log2_ log10_ nan_to_num_
-where_ leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ relu6_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_
+leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_
 tan_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
 __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
 __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__
 __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ entr erfcx i0e i1
-i1e log_ndtr ndtr ndtri xlog1py zeta exp2 psi gammaln igamma igammac gammainc gammaincc multigammaln airy_ai bessel_j0
+i1e log_ndtr ndtr ndtri xlog1py zeta psi gammaln igamma igammac gammainc gammaincc multigammaln airy_ai bessel_j0
 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1
 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
 hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
@@ -48,9 +47,8 @@ hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polyno
 
 
 _RETURN_THEIR_ARGUMENT = frozenset([
-    "positive", "__pos__", "resolve_conj", "resolve_neg", "cpu", "cuda", "float",
-    "double", "half", "bfloat16", "bool", "int", "long", "short", "byte", "char", "cfloat", "cdouble",
-    "type",
+    "positive", "resolve_conj", "resolve_neg", "cpu", "cuda", "float", "double", "half", "bfloat16", "bool", "cfloat",
+    "cdouble", "type",
 ])  # fmt: skip
 
 

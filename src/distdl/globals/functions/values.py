@@ -18,8 +18,7 @@ _VALUE = "the value of a global tensor (item, float, bool, print), for which eve
 
 
 @handles(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__ is_nonzero __contains__ __format__",
-    "Tensor",
+    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__ __contains__ __format__", "Tensor"
 )
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch says of the whole tensor. Collective."""
