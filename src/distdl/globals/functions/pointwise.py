@@ -18,6 +18,7 @@ from distdl.globals.table import TABLE, handles, name_of, named, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
 
+# (in place, those that torch has as functions, too: the methods of tensors are entered with their names without _)
 _NAMES = """
 abs absolute acos arccos acosh arccosh add addcdiv addcmul angle asin arcsin asinh arcsinh atan arctan atanh arctanh
 atan2 arctan2 bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift ceil clamp clip
@@ -30,12 +31,10 @@ eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose isfini
 isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
 softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh hardsigmoid hardswish
 clone zeros_like ones_like full_like empty_like float double half bfloat16 bool cfloat cdouble type cpu cuda
-add_ addcdiv_ addcmul_ sub_ mul_ div_ pow_ neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_
-abs_ sin_ cos_ round_ floor_ ceil_ reciprocal_ square_ lerp_ fill_ zero_ copy_ erf_ sign_ trunc_ frac_
-fmod_ remainder_ logical_and_ logical_or_ logical_not_ logical_xor_ bitwise_and_ bitwise_or_ bitwise_xor_ bitwise_not_
-eq_ ne_ lt_ le_ gt_ ge_ true_divide_ multiply_ subtract_ divide_ floor_divide_ expm1_ log1p_ log2_ log10_ nan_to_num_
-leaky_relu_ elu_ selu_ celu_ hardtanh_ threshold_ xlogy_ copysign_ hypot_ atan2_ arctan2_ sgn_ cosh_ sinh_
-tan_ __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
+neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_ abs_ sin_ cos_ round_ floor_ ceil_
+reciprocal_ square_ fill_ zero_ copy_ erf_ trunc_ frac_ expm1_ log1p_ log2_ log10_ nan_to_num_ leaky_relu_ elu_ selu_
+celu_ hardtanh_ threshold_ xlogy_ cosh_ sinh_ tan_
+__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __div__ __rdiv__ __idiv__ __truediv__
 __rtruediv__ __itruediv__ __floordiv__ __rfloordiv__ __ifloordiv__ __mod__ __rmod__ __imod__ __pow__ __rpow__ __ipow__
 __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __iand__ __or__ __ror__ __ior__ __xor__ __rxor__ __ixor__ __lshift__
 __rlshift__ __ilshift__ __rshift__ __rrshift__ __irshift__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ entr erfcx i0e i1
