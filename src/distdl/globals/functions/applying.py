@@ -120,9 +120,14 @@ def widened(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor, devices: Collection[str]) -> torch.Tensor:
-    """A tensor in the dtype of the autocast of one of these types of device. (Of float64, torch casts nothing.)"""
-    cast = autocast_dtype(x) if _kind(x) in devices and x.is_floating_point() and x.dtype is not torch.float64 else None
-    return x if cast is None else x.to(cast)
+    """A tensor in the dtype of the autocast of one of these types of device."""
+    cast = autocast_dtype(x) if _kind(x) in devices else None
+    return x if cast is None else cast_to(x, cast)
+
+
+def cast_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype of autocast. (Of float64, torch casts nothing.)"""
+    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
 def _kind(x: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import as_global, autocast_dtype, weight_of
+from distdl.globals.functions.applying import as_global, autocast_dtype, cast_to, weight_of
 from distdl.globals.functions.counting import added_up
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.pointwise import elementwise
@@ -236,7 +236,7 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input: Any, weight: torch.Tensor) -> Any:
         cast = autocast_dtype(plain_of(input) if type(input) is not GlobalTensor else input._block)
         if cast is not None:
-            input, weight = (_cast(one, cast) for one in (input, weight))
+            input, weight = (cast_to(one, cast) for one in (input, weight))
         judged(func, (input, weight), {})  # (for torch's error)
         if weight.numel() > 1 and input.dim() > 2:
             weight = weight.reshape(-1, *[1] * (input.dim() - 2))
@@ -245,11 +245,6 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return elementwise(_prelu, (input, weight), {})
 
     return run(*args, **kwargs)
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor as torch's autocast casts it."""
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.context import Context
-from distdl.globals.functions.applying import autocast_dtype
+from distdl.globals.functions.applying import autocast_dtype, cast_to
 from distdl.globals.functions.work import Work, checked, work_on
 from distdl.globals.higher_order.capturing import Captured, mapped
 from distdl.globals.nested import tensors_in
@@ -72,7 +72,7 @@ def _attend(
     """
     cast = autocast_dtype(query)
     if cast is not None:
-        query, key, value = (_cast(one, cast) for one in (query, key, value))
+        query, key, value = (cast_to(one, cast) for one in (query, key, value))
     groups = query.size(1) // key.size(1)
     queries, keys = query.size(0), key.size(0)
     if not (queries == keys or (queries > 1 and keys == 1)):
@@ -200,10 +200,6 @@ def _shapes_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     """Compute as torch does. Raises what it raises."""
     key, value = (one.repeat_interleave(query.size(1) // key.size(1), 1) for one in (key, value))
     torch._safe_softmax(query @ key.transpose(-2, -1), -1) @ value.expand(query.size(0), *value.shape[1:])
-
-
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
 def _shared_heads(start: int, stop: int, groups: int) -> Constant:
