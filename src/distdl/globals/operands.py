@@ -111,6 +111,11 @@ def entire(value: Any) -> Any:
     return value.full_tensor() if type(value) is GlobalTensor else value
 
 
+def whole(value: Any) -> Any:
+    """The same, of a copy as the plain tensor that it is."""
+    return plain_of(entire(value))
+
+
 def number(one: torch.Tensor) -> Any:
     """The value of a tensor that torch takes for a number; on every worker, if it is global. Others as they are."""
     if one.numel() != 1 or one.requires_grad or one.is_meta:

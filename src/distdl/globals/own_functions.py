@@ -26,8 +26,8 @@ from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
 from distdl.globals.lineage import may_differ
-from distdl.globals.operands import block_of, part_of
-from distdl.globals.own_results import given_blocks, whole
+from distdl.globals.operands import block_of, part_of, whole
+from distdl.globals.own_results import given_blocks
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
 from distdl.globals.recomputing import is_of_copies, may_have_parts
 from distdl.globals.replicas import Replica, current, entered, plain_of, renewed, settle_ties
@@ -184,9 +184,7 @@ class _Call:
             return None
         if value.shape != shape:  # (as torch does for what has been expanded)
             value = value.sum_to_size(shape)
-        if layout is not None:
-            return part_of(value, layout, self.function.__name__)
-        return whole(value)
+        return whole(value) if layout is None else part_of(value, layout, self.function.__name__)
 
 
 def _global(block: torch.Tensor, layout: KnownLayout | None) -> torch.Tensor:

@@ -11,14 +11,9 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.replicas import plain_of
+from distdl.globals.operands import whole
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.function import Function
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """A gradient of a plain tensor: all of it, on every worker."""
-    return value.full_tensor() if type(value) is GlobalTensor else plain_of(value)
 
 
 class _OfBlocks(Function):

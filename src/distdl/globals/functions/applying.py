@@ -9,7 +9,7 @@ import torch
 
 from distdl.environment.arguments import known
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.operands import GRADIENT, block_of, derivatives_of
+from distdl.globals.operands import GRADIENT, block_of, derivatives_of, entire
 from distdl.globals.replicas import Replica, entered
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op, Setup, Site
@@ -102,7 +102,7 @@ def weight_of(weight: torch.Tensor, context: Context) -> torch.Tensor:
     """This worker's own copy of a weight. A global one comes to every worker."""
     if type(weight) is Replica and weight._plain.requires_grad:
         return weight._plain  # (at a glance: most are copies that a model has made)
-    return entered(weight.full_tensor() if type(weight) is GlobalTensor else weight, context)
+    return entered(entire(weight), context)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

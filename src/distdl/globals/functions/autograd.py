@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from distdl.globals.entry import NO_TANGENTS, full_tensor
+from distdl.globals.entry import NO_TANGENTS
 from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.nested import map_tensors
-from distdl.globals.operands import block_of, part_of
+from distdl.globals.operands import block_of, entire, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
@@ -207,7 +207,7 @@ def _seed(y: Any, dy: Any) -> torch.Tensor | None:
     """This worker's part of the gradient with which a backward begins."""
     if type(y) is not GlobalTensor:
         # (a checkpoint with re-entry gives the copies that it has made as global tensors, and gets such gradients)
-        return None if dy is None else variable_of(full_tensor(dy) if type(dy) is GlobalTensor else dy)
+        return None if dy is None else variable_of(entire(dy))
     if dy is None:
         if y.numel() != 1:
             raise RuntimeError("grad can be implicitly created only for scalar outputs")

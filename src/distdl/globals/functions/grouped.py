@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.spreading import pencils
-from distdl.globals.operands import moved
+from distdl.globals.operands import entire, moved
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -39,7 +38,7 @@ def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         context.keep((func, *shapes, out_dtype), check)
         target = context.layout(layout.partition.workers, [rows, ((0, b.shape[2]),)])
         block, weight = moved(a, layout, "grouped_mm"), entered(b, context)
-        ends = full_tensor(offs) if type(offs) is GlobalTensor else plain_of(offs)
+        ends = plain_of(entire(offs))
         if 0 in target.local:
             y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
             return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)

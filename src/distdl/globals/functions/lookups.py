@@ -234,7 +234,7 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A weight for all elements, or one for each channel."""
 
     def run(input: Any, weight: torch.Tensor) -> Any:
-        cast = autocast_dtype(plain_of(input) if type(input) is not GlobalTensor else input._block)
+        cast = autocast_dtype(input)
         if cast is not None:
             input, weight = (cast_to(one, cast) for one in (input, weight))
         judged(func, (input, weight), {})  # (for torch's error)

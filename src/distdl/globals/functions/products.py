@@ -117,7 +117,7 @@ def _are_plain(*factors: Any) -> bool:
 
 def _cast_like(x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
     """What is added to a product: under autocast, torch casts it as the operands of the product."""
-    if x.dtype is product.dtype or autocast_dtype(getattr(product, "_block", product)) is None:
+    if x.dtype is product.dtype or autocast_dtype(product) is None:
         return x
     return x.to(product.dtype)
 

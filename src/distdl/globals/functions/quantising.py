@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.fallback import fall_back
-from distdl.globals.operands import block_of, entire
+from distdl.globals.operands import block_of, whole
 from distdl.globals.replicas import plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -22,7 +22,7 @@ def per_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         if type(input) is not GlobalTensor:
             return fall_back(func, args, kwargs)
         block = block_of(input)
-        rest = _whole(scale), _whole(zero_point), quant_min, quant_max
+        rest = whole(scale), whole(zero_point), quant_min, quant_max
         return GlobalTensor._of(func(block, *rest) if not block.is_meta else block.clone(), input._layout)
 
     return run(*args, **kwargs)
@@ -35,7 +35,7 @@ def per_channel(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     def run(input: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
         if type(input) is not GlobalTensor or not 0 <= axis < input.dim() or not input.numel():
             return fall_back(func, args, kwargs)
-        scale, zero_point = _whole(scale), _whole(zero_point)
+        scale, zero_point = whole(scale), whole(zero_point)
         sizes = input.shape[axis : axis + 1]
         if scale.shape != sizes or zero_point.shape != sizes or not _between(zero_point, quant_min, quant_max):
             return fall_back(func, args, kwargs)  # (for torch's error, on every worker)
@@ -80,10 +80,6 @@ def observed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return torch.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
     return run(*args, **kwargs)
-
-
-def _whole(value: Any) -> Any:
-    return plain_of(entire(value)) if isinstance(value, torch.Tensor) else value
 
 
 def _is_on(flag: torch.Tensor) -> bool:
