@@ -39,6 +39,11 @@ def block_of(x: GlobalTensor) -> torch.Tensor:
     return x._block
 
 
+def own_of(x: torch.Tensor) -> torch.Tensor:
+    """What this worker has of a tensor: of a global one its block, of a copy the plain tensor; others as they are."""
+    return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+
+
 def moved(x: GlobalTensor, needed: KnownLayout, name: str) -> torch.Tensor:
     """This worker's box of a tensor in another layout, in which boxes may overlap. Both have as many dims."""
     block, owned = block_of(x), x._layout

@@ -11,8 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.nested import tensors_in
-from distdl.globals.operands import block_of
-from distdl.globals.replicas import plain_of
+from distdl.globals.operands import block_of, own_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
 
@@ -94,7 +93,7 @@ def watched(
     given = [(one, memory) for one, memory in given if memory and memory in memories]
     if not given:
         return func(*args, **kwargs), False
-    blocks = [block_of(one) if type(one) is GlobalTensor else plain_of(one) for one, _ in given]
+    blocks = [own_of(one) for one, _ in given]
     with Writes(func, blocks) as writes:
         y = func(*args, **kwargs)
     # (what is set as x.data lies elsewhere)

@@ -13,7 +13,7 @@ from distdl.globals.entry import NO_TANGENTS
 from distdl.globals.failed import meet_in
 from distdl.globals.functions.drawing import redrawing
 from distdl.globals.nested import map_tensors
-from distdl.globals.operands import block_of, entire, part_of
+from distdl.globals.operands import block_of, entire, own_of, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
@@ -185,8 +185,7 @@ def _plain(x: Any) -> Any:
             "a gradient by a gradient edge would be a worker's block of it, or a part that others add to; give the "
             "tensor"
         )
-    x = parameter_of(x)
-    return block_of(x) if type(x) is GlobalTensor else plain_of(x)
+    return own_of(parameter_of(x))
 
 
 def _gradient_of(x: Any, dx: torch.Tensor | None) -> torch.Tensor | None:

@@ -27,7 +27,7 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from distdl.globals.nested import tensors_in
-from distdl.globals.operands import block_of
+from distdl.globals.operands import own_of
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import composite
@@ -99,7 +99,7 @@ class Level:
         def alias(x: Any) -> Any:
             if not (isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())):
                 return x
-            if _plain(x).is_inference():
+            if own_of(x).is_inference():
                 return x.clone()
             if not x.requires_grad:
                 self._constant.append(x)
@@ -112,8 +112,8 @@ class Level:
             if not isinstance(x, torch.Tensor):
                 raise ValueError(f"Thing passed to transform API must be Tensor, got {type(x)}")
             if not x.requires_grad:
-                _plain(x.requires_grad_()).__dict__[MADE_BY] = self._mark
-            self._given.append((_plain(x), _plain(x).grad_fn))
+                own_of(x.requires_grad_()).__dict__[MADE_BY] = self._mark
+            self._given.append((own_of(x), own_of(x).grad_fn))
             return x
 
         return pytree.tree_map(differentiable, tree)
@@ -125,7 +125,7 @@ class Level:
 
     def _follow(self, ys: Sequence[torch.Tensor]) -> list[bool]:
         """Whether each tensor follows from what has a gradient outside, on any worker. Collective."""
-        own = [self._outside and y.requires_grad and leads_beyond(_plain(y), self._mark) for y in ys]
+        own = [self._outside and y.requires_grad and leads_beyond(own_of(y), self._mark) for y in ys]
         split = next((y for y in ys if type(y) is GlobalTensor and y.requires_grad), None)
         if split is None or not self._outside or split._context.comm.imagined:
             return own
@@ -187,10 +187,6 @@ class Level:
         outputs, seeds = zip(*used, strict=True)
         (tangent,) = torch.autograd.grad(outputs, dy, seeds, create_graph=True, materialize_grads=True)
         return y, tangent
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return block_of(x) if type(x) is GlobalTensor else plain_of(x)
 
 
 def _base(x: torch.Tensor) -> torch.Tensor | None:
