@@ -13,8 +13,9 @@ from distdl.globals.entering import enter
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global
 from distdl.globals.functions.judging import judge
+from distdl.globals.functions.lines import brought
 from distdl.globals.functions.spreading import pencils
-from distdl.globals.operands import entire, moved, taken
+from distdl.globals.operands import entire, moved
 from distdl.globals.replicas import is_copy, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -107,10 +108,7 @@ def _over_samples(
 
     block = moved(input, layout, name)
     held = [split(one.shape, states_batch) for one in states]
-    given = [
-        moved(one, lies, name) if type(one) is GlobalTensor else taken(one, lies) if lies.active else _none(one, lies)
-        for one, lies in zip(states, held, strict=True)
-    ]
+    given = [brought(one, lies, name) for one, lies in zip(states, held, strict=True)]
     own = _together(weights, context)
     given = [one.contiguous() for one in given]  # (cuDNN takes no other states)
     if block.numel():
@@ -128,24 +126,14 @@ def _over_samples(
     return tuple(results)
 
 
-def _none(plain: torch.Tensor, layout: KnownLayout) -> torch.Tensor:
-    """What a worker outside of a layout reads of a tensor that all have."""
-    return zeros_on(_copies([plain], layout.context)[0], layout.local)
-
-
 def _together(weights: Sequence[Any], context: Context) -> list[Any]:
     """This worker's own copies of weights. Those that have not entered with the model enter as one message.
 
     A layer without biases has None in their places.
     """
-    given = [one for one in weights if one is not None]
-    copies = iter(_copies(given, context))
-    return [None if one is None else next(copies) for one in weights]
-
-
-def _copies(weights: Sequence[Any], context: Context) -> list[torch.Tensor]:
-    whole = [entire(one) for one in weights]
-    outside = [one.requires_grad and torch.is_grad_enabled() and not is_copy(one) for one in whole]
-    entering = [one for one, apart in zip(whole, outside, strict=True) if apart]
+    found = [entire(one) for one in weights]
+    recorded = torch.is_grad_enabled()
+    apart = [one is not None and one.requires_grad and recorded and not is_copy(one) for one in found]
+    entering = [one for one, enters in zip(found, apart, strict=True) if enters]
     copies = iter(enter(context, entering)) if entering else iter(())
-    return [next(copies) if apart else plain_of(one) for one, apart in zip(whole, outside, strict=True)]
+    return [next(copies) if enters else plain_of(one) for one, enters in zip(found, apart, strict=True)]
