@@ -140,6 +140,11 @@ def single(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value
 
 
+def one_by_one(given: Sequence[Any]) -> list[Any]:
+    """What is given one by one, or as one list."""
+    return list(given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given)
+
+
 def hashable(value: Any) -> Any:
     """An option as a value that can be a key: lists as tuples."""
     try:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import widened
+from distdl.globals.functions.applying import one_by_one, widened
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
@@ -207,7 +207,7 @@ if hasattr(functional, "linear_cross_entropy"):
 
 @handles("broadcast_tensors", "torch")
 def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    tensors = one_by_one(args)
     shape = tuple(torch.broadcast_shapes(*(one.shape for one in tensors)))
     return tuple(expanded(one, shape) for one in tensors)
 

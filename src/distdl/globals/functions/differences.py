@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.judging import judge_dtype, judged
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, handles
@@ -175,7 +176,7 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The coordinates of a grid."""
 
     def run(*tensors: Any, indexing: str | None = None) -> Any:
-        axes = list(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else list(tensors)
+        axes = one_by_one(tensors)
         if any(one.dim() > 1 for one in axes):
             return fall_back(func, args, kwargs)  # (for torch's error, which prints them)
         judged(func, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.products import contract
 from distdl.globals.functions.work import checked
 from distdl.globals.table import handles
@@ -19,9 +20,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any equation, over tensors in any layouts."""
     if not isinstance(args[0], str):
         args = _from_lists(args)
-    equation, *operands = args
-    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
-        operands = list(operands[0])
+    equation, operands = args[0], one_by_one(args[1:])
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
     checked(_einsum(equation), operands)
     if any(len(set(own)) < len(own) for own in labels):

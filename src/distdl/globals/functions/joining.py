@@ -15,6 +15,7 @@ from distdl.globals.adopting import split_beside
 from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.lines import brought_together
@@ -187,9 +188,7 @@ TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009 (the s
 def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *sizes = (*args, *kwargs.values())
     shape_of(func, x, sizes, {})  # (for torch's error)
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = list(sizes[0])
-    times = [int(n) for n in sizes]
+    times = [int(n) for n in one_by_one(sizes)]
     for _ in range(len(times) - x.dim()):
         x = x.unsqueeze(0)
     for dim, n in enumerate(times):
@@ -216,8 +215,7 @@ def repeat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 @handles("tile", "torch Tensor")
 def tile(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, *sizes = (*args, *kwargs.values())
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = list(sizes[0])
+    sizes = one_by_one(sizes)
     return x.repeat([1] * (x.dim() - len(sizes)) + sizes)
 
 
@@ -289,9 +287,7 @@ def flip(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """The other way round: blocks stay where they are, and the partition is reversed."""
     x, *rest = (*args, *kwargs.values())
     shape_of(func, x, rest, {})  # (for torch's error)
-    given = {"fliplr": [1], "flipud": [0]}.get(func.__name__, rest)
-    if len(given) == 1 and isinstance(given[0], (tuple, list)):
-        given = list(given[0])
+    given = one_by_one({"fliplr": [1], "flipud": [0]}.get(func.__name__, rest))
     dims = tuple(dim % x.dim() for dim in given) if x.dim() else ()
     judge_dtype(lambda one: one.flip(dims), x)
     layout: KnownLayout = x._layout

@@ -12,6 +12,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.bounds import same_values, share_bounds
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
+from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.regrouping import plan_reshape
 from distdl.globals.functions.spreading import pencils
@@ -165,7 +166,6 @@ def reshape_as(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 @handles("atleast_1d atleast_2d atleast_3d", "torch")
 def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Dims of extent 1 around a tensor that has few; one that has enough itself."""
-    tensors = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     least = int(func.__name__.removesuffix("d")[-1])
     found = tuple(
         reshaped(x, shape_of(func, x, (), {}), func.__name__)
@@ -173,7 +173,7 @@ def atleast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         else x
         if type(x) is GlobalTensor
         else func(x)
-        for x in tensors
+        for x in one_by_one(args)
     )
     return found[0] if len(args) == 1 and isinstance(args[0], torch.Tensor) else found
 
