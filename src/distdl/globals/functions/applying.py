@@ -135,6 +135,11 @@ def _kind(x: torch.Tensor) -> str:
     return x.device.type
 
 
+def zeroed(x: Any) -> Any:
+    """Zeros that have the derivative zero, and not none."""
+    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+
+
 def single(value: Any) -> Any:
     """A sequence of one number as that number, as torch takes it."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 else value

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.fallback import fall_back
-from distdl.globals.functions.applying import autocast_dtype
+from distdl.globals.functions.applying import autocast_dtype, zeroed
 from distdl.globals.functions.judging import judge_dtypes
 from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
@@ -268,7 +268,7 @@ def _plus(product: Any, x: Any, beta: Any) -> Any:
         return product  # (what is added is not read, then, not even where it is nan)
     x = _cast_like(x, product)
     if beta == 0:  # (its gradient is zeros)
-        return product + x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+        return product + zeroed(x)
     return product + (x if beta == 1 else x * beta)
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.distributions import (
     between,
     cauchy,
@@ -258,7 +259,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             u = whole_by_generator(x, lambda plain: blank(plain).uniform_(generator=generator), name, fine)
         ones = (u < odds.detach()).to(x.dtype)
         if odds.requires_grad:  # (the derivative is zero, and not none)
-            ones = ones + odds.masked_fill(torch.ones((), dtype=torch.bool, device=odds.device), 0).to(x.dtype)
+            ones = ones + zeroed(odds).to(x.dtype)
     elif draw is not None:
         ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
     else:

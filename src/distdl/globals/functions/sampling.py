@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.judging import judged
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -33,9 +34,7 @@ def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _zeros_of(x: Any) -> Any:
     """Zeros that have the derivative zero, as what is drawn has; of a number, zero."""
-    if not isinstance(x, torch.Tensor):
-        return 0
-    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return zeroed(x) if isinstance(x, torch.Tensor) else 0
 
 
 @handles("poisson", "torch")
@@ -59,7 +58,7 @@ def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             middle = ((low + high) / 2).floor()
             enough = torch.special.gammaincc(middle + 1, rates) >= odds
             low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-        return high.to(input.dtype) + _zeros_of(input)
+        return high.to(input.dtype) + zeroed(input)
 
     return run(*args, **kwargs)
 
