@@ -158,12 +158,6 @@ def _fit(before: Sequence[int], after: Sequence[int], places: int) -> _Fit | Non
         return _Fit(_whole(before), _whole(after))
     if not before or not after:
         return None
-    if before[0] == 1:
-        inner = _fit(before[1:], after, places)
-        return inner and _Fit([((0, 1),), *inner.before], inner.after)
-    if after[0] == 1:
-        inner = _fit(before, after[1:], places)
-        return inner and _Fit(inner.before, [((0, 1),), *inner.after])
     units = gcd(before[0], after[0])
     if units >= places:
         split = balanced(units, places)
