@@ -76,6 +76,7 @@ def shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Siz
 _OF_MEMORY = "stride is_contiguous storage_offset dim_order dense_dim sparse_dim"
 
 
+@handles("numel", "torch")
 @handles(f"size dim numel nelement ndimension __len__ is_floating_point is_complex {_OF_MEMORY}", "Tensor")
 def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What is known of the whole tensor."""
@@ -92,11 +93,6 @@ def size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def base(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor | None:
     """What a tensor is a view of."""
     return base_of(args[0])
-
-
-@handles("numel", "torch")
-def numel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return int(args[0].numel())
 
 
 @handles("__deepcopy__", "Tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,13 +62,12 @@ def _pooled(
     if bool in map(type, (kernel, stride, padding, dilation)):
         raise TypeError(f"{name}(): kernel_size, stride, padding and dilation must be ints or tuples of them, not bool")
     stride = kernel if stride is None or stride == [] or stride == () else stride
-    key = (reduction, *hashable((kernel, stride, padding, dilation)), bool(ceil_mode))
+    key = (reduction, *hashable((kernel, stride, padding, dilation)), ceil_mode)
 
     def op() -> Pooling:
         judge(*call)
-        given = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-        sliding = PoolSliding.of(name, space, *map(single, map(hashable, given.values())))
-        made = Pooling(reduction, _with_ceil(sliding, ceil_mode))
+        sliding = PoolSliding.of(name, space, *map(single, key[1:5]))
+        made = Pooling(reduction, replace(sliding, ceil_mode=ceil_mode))
         made.check(name)
         accepted: Pooling = _accepting(made, made.least, input)
         return accepted
@@ -83,10 +83,6 @@ def _accepting(op: Any, least: Sequence[int], x: GlobalTensor) -> Any:
     if not x._block.is_meta:
         op.sample(torch.zeros(tuple(least), dtype=x.dtype, device=x.device))
     return op
-
-
-def _with_ceil(sliding: PoolSliding, ceil_mode: bool) -> PoolSliding:
-    return PoolSliding(sliding.kernel, sliding.stride, sliding.padding, sliding.dilation, None, bool(ceil_mode))
 
 
 @handles(
