@@ -54,8 +54,6 @@ class Spread:
         extent = max(stop for _, stop in self.intervals[axis])
         intervals = list(self.intervals)
         intervals[axis] = ((0, extent),)
-        if places == 1:
-            return replace(self, intervals=tuple(intervals))
         others = [one for one in candidates if one != label and self.longest(one) > 1]
         if not others:
             return replace(self, workers=self.workers.take([0], axis), intervals=tuple(intervals))
