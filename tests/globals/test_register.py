@@ -875,6 +875,16 @@ def test_a_function_of_blocks_that_writes_into_its_argument():
     distdl.run_workers(work, 3)
 
 
+@on_workers
+def test_a_function_of_blocks_that_writes_into_a_leaf_without_gradients():
+    """As what sets a weight to its first values does: the leaf stays one, on workers without cells, too."""
+    x = split(x35).requires_grad_()
+    distdl.local_map(lambda block: torch.nn.init.constant_(block, 3.0))(x)
+    assert x.is_leaf
+    (dx,) = torch.autograd.grad(x.square().sum(), x)
+    assert_close(dx, torch.full_like(x35, 6.0))
+
+
 @pytest.mark.parametrize("mode", ["no gradients", "a leaf without"])
 def test_arguments_that_require_gradients_on_some_workers(mode):
     def work():

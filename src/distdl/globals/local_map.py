@@ -71,14 +71,14 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
         curved: list[bool] = []
-        stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        stand_ins: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
                 block, layout = block_of(one), one._layout
                 one = block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
                 if one is not block and torch.is_grad_enabled():
-                    stand_ins.append((block, one, one._version))
+                    stand_ins.append((block, one, one.grad_fn))
                 if one.requires_grad:
                     note_given(one)
             elif context is not None:
@@ -93,8 +93,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         try:
             with on_blocks():
                 y = map_tensors(function(*given, **named), tied_of)
-            for block, stand_in, version in stand_ins:
-                if stand_in._version != version:  # (the argument follows from what was written)
+            for block, stand_in, node in stand_ins:
+                if stand_in.grad_fn is not node:  # (the argument follows from what was written)
                     block.add_(zeros_on(stand_in, block.shape))
         except Exception as error:
             if context is not None and not context.comm.imagined:
