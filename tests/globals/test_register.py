@@ -857,6 +857,21 @@ def test_results_that_depend_on_a_captured_weight_alone():
     distdl.run_workers(work, 3)
 
 
+@pytest.mark.parametrize("empty", [torch.clone, torch.zeros_like])
+def test_results_that_depend_on_a_captured_weight_where_there_are_cells(empty):
+    """The backward goes the same way on workers without cells, of which the results depend on the argument, or none."""
+
+    def work():
+        w, leaf = torch.ones((), dtype=x35.dtype, requires_grad=True), x35.clone().requires_grad_()
+        x = distdl.distribute_tensor(leaf, distdl.world()[:2].reshape(2, 1))
+        y = distdl.local_map(lambda a: a.detach() * w if a.numel() else empty(a))(x)
+        y.sum().backward()
+        assert leaf.grad is None or not leaf.grad.any()
+        assert_close(distdl.world().allreduce_data(0 * w.detach() if w.grad is None else w.grad), x35.sum())
+
+    distdl.run_workers(work, 3)
+
+
 def test_a_function_of_blocks_that_writes_into_its_argument():
     """The argument follows from what was written, on workers without cells, too."""
 

@@ -207,7 +207,8 @@ def _layouts(
             _check_one("blocks of one dtype", [own[number] for own in every_kinds], function)
         rule = "the same arguments to require gradients (in a call that records them) on every worker"
         _check_one(rule, [f"requires_grad={own}" for own in every_curved], function, "got")
-        needs = [sorted({each for own in every_needs for each in own[number]}) for number in range(len(ys))]
+        of_results = zip(zip(*every_needs, strict=True), zip(*every_required, strict=True), strict=True)
+        needs = [_on_any_worker(own, flags, sum(curved)) for own, flags in of_results]
         lacks = [[each for each in every if each not in own] for every, own in zip(needs, own_needs, strict=True)]
         return list(every_shapes), needs, lacks, list(map(any, zip(*every_required, strict=True)))
 
@@ -258,8 +259,6 @@ def _edge(one: torch.Tensor) -> GradientEdge:
 def _needed(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> list[int]:
     """The arguments on which a result depends in autograd's graph: their places among those that require a gradient.
 
-    Where it depends on none of them, but on what the function takes from around it, it is all arguments.
-
     Args:
         edges: of the arguments, before the function was called.
         inputs: the arguments. What the function has written into one stands behind what it was, and what was written.
@@ -277,7 +276,22 @@ def _needed(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> li
         if here not in places and here[0] not in seen:
             seen.add(here[0])
             rest += [edge for edge in here[0].next_functions if edge[0] is not None]
-    return sorted(found) or list(range(len(edges)))
+    return sorted(found)
+
+
+def _on_any_worker(needs: Sequence[Sequence[int]], required: Sequence[bool], count: int) -> list[int]:
+    """The arguments on which a result depends on any worker.
+
+    Where it depends on none, and on some workers on what the function takes from around it, these are all arguments:
+    that may follow from them, and then the others have to take part in its backward.
+
+    Args:
+        needs: those on which it depends on each worker.
+        required: whether it requires a gradient there.
+        count: how many there are.
+    """
+    found = sorted({each for own in needs for each in own})
+    return found if found or all(required) or not any(required) else list(range(count))
 
 
 class _Same:
