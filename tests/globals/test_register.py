@@ -41,8 +41,10 @@ def scaled_sine():
     return ScaledSine
 
 
+@pytest.mark.parametrize("named", [0, 1, 2])
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
-def test_an_autograd_function_of_elements(grid):
+def test_an_autograd_function_of_elements(grid, named):
+    """Also of arguments by name, as many as that."""
     function = scaled_sine()
     distdl.register(function, "elementwise")
 
@@ -51,7 +53,7 @@ def test_an_autograd_function_of_elements(grid):
         found = []
         for x, w in ((split(x35, *grid), row.clone()), (x35.clone(), row.clone())):
             x.requires_grad_(), w.requires_grad_()
-            y = function.apply(x, w)
+            y = function.apply(*(x, w)[: 2 - named], **dict([("x", x), ("w", w)][2 - named :]))
             found.append((y, *torch.autograd.grad((y * y).sum(), (x, w))))
         assert type(found[0][0]) is GlobalTensor
         for ours, theirs in zip(*found, strict=True):

@@ -50,14 +50,17 @@ def _register_class(function: Any, handler: Handler | str) -> None:
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         apply = super(function, cls).apply if own is None else own.__get__(None, cls)
-        found = [one for one in args if type(one) is GlobalTensor]
+        named = [name for name, one in kwargs.items() if isinstance(one, torch.Tensor)]
+        operands = [*args, *(kwargs[name] for name in named)]
+        found = [one for one in operands if type(one) is GlobalTensor]
         if not found or cls is not function:
             return apply(*args, **kwargs)
         if not isinstance(handler, str):
             with on_blocks():
                 return handler(apply, args, kwargs)
-        layout, blocks = aligned(found[0]._context, args, None, function.__name__)
-        return _checked(function, result_of(apply, found[0], apply(*blocks, **kwargs), found, layout))
+        layout, blocks = aligned(found[0]._context, operands, None, function.__name__)
+        given, rest = blocks[: len(args)], dict(zip(named, blocks[len(args) :], strict=True))
+        return _checked(function, result_of(apply, found[0], apply(*given, **{**kwargs, **rest}), found, layout))
 
     function.apply = classmethod(applied)
 
