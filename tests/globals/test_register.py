@@ -773,16 +773,18 @@ def test_a_function_that_gives_a_structure(kind, registered):
         unregister(function)
 
 
+@pytest.mark.parametrize("within", [lambda y: y, lambda y: (0, y), lambda y: {"y": [y]}])
 @on_workers
-def test_a_function_of_elements_that_gives_an_object():
+def test_a_function_of_elements_that_gives_an_object(within):
     def function(x):
         if torch.overrides.has_torch_function((x,)):
             return torch.overrides.handle_torch_function(function, (x,), x)
-        return SimpleNamespace(y=x * 2)
+        return within(SimpleNamespace(y=x * 2) if x.dtype.is_floating_point else x.device)
 
     distdl.register(function, "elementwise")
     with pytest.raises(TypeError, match="registered as elementwise, but gave a SimpleNamespace, and no tensors"):
         function(split(x35))
+    assert function(split(x35.long())) == within(x35.device)  # (in which no block is hidden)
     unregister(function)
 
 

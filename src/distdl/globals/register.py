@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from distdl.globals.running import on_blocks
 from distdl.globals.table import TABLE, Handler, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import dims
+
+_OF_TORCH = torch.dtype, torch.device, torch.layout, torch.memory_format
+_PLAIN = torch.Tensor, int, float, complex, str, type(None), *_OF_TORCH
 
 
 def register(function: Any, handler: Handler | str | None = None) -> Any:
@@ -74,10 +77,11 @@ def _checked(function: Any, y: Any) -> Any:
 
     Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
     """
-    if not isinstance(y, (torch.Tensor, tuple, list, dict, int, float, complex, str, torch.dtype, type(None))):
+    opaque = next(_opaque(y), None)
+    if opaque is not None:
         raise TypeError(
-            f"{name_of(function)} is registered as elementwise, but gave a {type(y).__name__}, and no tensors, alone "
-            "or in tuples, lists and dicts; distdl.register(function, handler) says what other functions do"
+            f"{name_of(function)} is registered as elementwise, but gave a {type(opaque).__name__}, and no tensors, "
+            "alone or in tuples, lists and dicts; distdl.register(function, handler) says what other functions do"
         )
     for one in tensors_in(y):
         if type(one) is GlobalTensor and tuple(one._block.shape) != tuple(one._layout.local):
@@ -87,6 +91,15 @@ def _checked(function: Any, y: Any) -> Any:
                 "distdl.register(function, handler) says what other functions do"
             )
     return y
+
+
+def _opaque(y: Any) -> Iterator[Any]:
+    """What of a structure of tuples, lists and dicts is neither a tensor nor a value that has none."""
+    if isinstance(y, (tuple, list, dict)):
+        for one in y.values() if isinstance(y, dict) else y:
+            yield from _opaque(one)
+    elif not isinstance(y, _PLAIN):
+        yield y
 
 
 def unregister(function: Any) -> None:
