@@ -574,6 +574,14 @@ def test_a_function_that_gives_something_else_on_one_worker(odd, words):
     assert len(set(distdl.run_workers(work, 3))) == 1
 
 
+@dataclass(slots=True)
+class Slotted:
+    n: float
+
+    def __call__(self, a):
+        return a * self.n
+
+
 WRONG = {
     "an object": (lambda a: a, object(), "local_map needs out to be 'same', .* or a tuple of these; got a object$"),
     "a number of a function": (lambda a: a, lambda layout: 3, "local_map needs a function in out= to give .*; got 3$"),
@@ -584,6 +592,8 @@ WRONG = {
         "needs results to be plain and dense tensors, alone .* gave one result with tensors in a dict$",
     ),
     "a tuple in a tuple": (lambda a: (a, (a,)), "same", "gave a tuple of 2 with tensors in a tuple$"),
+    "an object of tensors": (lambda a: SimpleNamespace(y=a), "same", "one result with tensors in a SimpleNamespace$"),
+    "one beside a tensor": (lambda a: (a, Slotted(a)), "same", "gave a tuple of 2 with tensors in a Slotted$"),
     "a sparse tensor": (lambda a: a.to_sparse(), "same", "gave one result with a tensor that is torch.sparse_coo$"),
 }
 
@@ -684,14 +694,6 @@ class Adding:
 
 @dataclass(frozen=True)
 class Multiplying:
-    n: float
-
-    def __call__(self, a):
-        return a * self.n
-
-
-@dataclass(slots=True)
-class Slotted:
     n: float
 
     def __call__(self, a):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -53,9 +54,10 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             one of these; for several results, a tuple of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
         says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
-        than one tuple or list, for results of another number than places, or than on other workers, and for arguments
-        that require a gradient on some workers only; CommunicationError if the workers differ in ``out``: the same on
-        every worker in the first call with given layouts, dtypes and arguments that require a gradient.
+        than one tuple or list, or in an object, for results of another number than places, or than on other workers,
+        and for arguments that require a gradient on some workers only; CommunicationError if the workers differ in
+        ``out``: the same on every worker in the first call with given layouts, dtypes and arguments that require a
+        gradient.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (_is_place(place) or callable(place)):
@@ -152,9 +154,11 @@ def _block_shape(layout: KnownLayout, worker: int) -> Shape:
 
 
 def _odd(y: Any) -> str:
-    """What no result may be, if it is that: a tensor that is no block, or a structure of tensors."""
+    """What no result may be, if it is that: a tensor that is no block, or a structure or an object with tensors."""
     if not isinstance(y, torch.Tensor):
-        return f"tensors in a {type(y).__name__}" if tensors_in(y) else ""
+        slots = [getattr(y, one.name, None) for one in fields(y)] if is_dataclass(y) else []
+        held = slots, getattr(y, "__dict__", None)
+        return f"tensors in a {type(y).__name__}" if tensors_in((y, held)) else ""
     if y.layout is torch.strided:
         return ""
     return "a global tensor" if type(y) is GlobalTensor else f"a tensor that is {y.layout}"
