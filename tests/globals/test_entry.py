@@ -68,6 +68,27 @@ def test_what_one_worker_computes_between_two_models(source, weights):
         assert_close(one, other)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("source", [0, 2])
+@on_workers
+def test_what_is_computed_from_a_weight_within_a_model(source, weights):
+    """One worker's is split, and the others take part in the backward."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            scale = self.weight.sin()[:3]
+            return x * (distdl.distribute_tensor(scale, grid(1, 2), src=source) if type(x) is GlobalTensor else scale)
+
+    found = []
+    for x in (split(x35), x35):
+        model = Scaled(5, 5, dtype=torch.float64)
+        torch.nn.init.constant_(model.weight, 0.3)
+        model = model if x is x35 else distdl.distribute(model, grid(2, 1), weights)
+        model(x).square().sum().backward()
+        found.append(model.weight.grad)
+    assert_close(*found)
+
+
 @on_workers
 def test_blocks_of_any_sizes():
     """Worker 2 has no part; what it passes is not read."""

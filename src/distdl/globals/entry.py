@@ -16,7 +16,7 @@ from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import block_of, moved, moved_block, own_box
-from distdl.globals.replicas import plain_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
@@ -111,7 +111,7 @@ def distribute_tensor(
     Args:
         x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
             it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
-            if that is still empty.
+            if that is still empty. So it is with what follows from weights of a distributed model.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
@@ -142,7 +142,7 @@ def distribute_tensor(
     if context.me == src:
         assert isinstance(x, torch.Tensor)
         block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
-    elif header.gradient and _is_rest(x, header.extents):
+    elif header.gradient and ((type(x) is Replica and x.requires_grad) or _is_rest(x, header.extents)):
         assert isinstance(x, torch.Tensor)
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
