@@ -68,6 +68,25 @@ def test_what_one_worker_computes_between_two_models(source, weights):
         assert_close(one, other)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.stack([x.sum(), x.square().sum()]),
+        lambda x: torch.nn.functional.pad(x, (1, 1, 1, 1)),
+        lambda x: x.sin().sum(),
+    ],
+)
+@on_workers
+def test_what_one_worker_computes_that_has_cells_elsewhere(function):
+    """Sums of no cells, and what is put around them: the others take part in the backward, with zeros."""
+    x = split(x35).requires_grad_()
+    y = function((x * 2).full_tensor(on=0))
+    z = distdl.distribute_tensor(y, grid(2, 1) if y.dim() == 2 else distdl.world()[:2], axes=[*range(y.dim())])
+    found = torch.autograd.grad(z.square().sum(), x)[0]
+    whole = x35.clone().requires_grad_()
+    assert_close(found, torch.autograd.grad(function(whole * 2).square().sum(), whole)[0])
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("source", [0, 2])
 @on_workers

@@ -15,6 +15,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.lineage import ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
@@ -111,7 +112,7 @@ def distribute_tensor(
     Args:
         x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
             it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
-            if that is still empty. So it is with what follows from weights of a distributed model.
+            whatever its shape. So it is with what follows from weights of a distributed model.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
@@ -154,11 +155,14 @@ def distribute_tensor(
 def _is_rest(x: Any, extents: Shape) -> bool:
     """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
 
-    It has no cells, and another shape. (Others may be the worker's own, of which nothing is read.)
+    It follows from a movement of ours, or it has no cells, and another shape. (Others may be the worker's own, of which
+    nothing is read. And what follows from a tensor that every worker has would need all of its gradient.)
     """
     if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.grad_fn is not None and not x.numel() and tuple(x.shape) != extents
+    if x.grad_fn is None:
+        return False
+    return not (x.numel() or tuple(x.shape) == extents) or bool(ours_before(x) - {_Whole})
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:

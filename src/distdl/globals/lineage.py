@@ -100,6 +100,21 @@ def _is_ours(node: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Function)
 
 
+def ours_before(tensor: torch.Tensor) -> set[type]:
+    """The autograd functions of this package from which a plain tensor follows by functions of torch alone."""
+    found: set[type] = set()
+    seen, rest = {tensor.grad_fn}, [tensor.grad_fn] if tensor.grad_fn is not None else []
+    while rest:
+        one: Any = rest.pop()
+        if _is_ours(one):
+            found.add(type(one)._forward_cls)
+            continue
+        new = {before for before, _ in one.next_functions if before is not None} - seen
+        seen |= new
+        rest.extend(new)
+    return found
+
+
 def _sources(node: Any, strict: bool) -> frozenset[Any]:
     """What a node follows from: contexts, and None for what has not entered.
 
