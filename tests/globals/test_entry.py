@@ -271,6 +271,9 @@ WRONG = {
     "True for a source": lambda P: distdl.distribute_tensor(x35, P, src=True),
     "True for a worker": lambda P: split(x35).full_tensor(on=True),
     "placements": lambda P: distdl.distribute_tensor(x35, P, ["Shard(0)"]),
+    "what every worker has of a global tensor": lambda P: distdl.distribute_tensor(
+        split(x35).requires_grad_().full_tensor().sin(), P
+    ),
     "a quantised tensor": lambda P: distdl.distribute_tensor(quantised(x35), P),
     "a quantised block": lambda P: GlobalTensor.from_local(quantised(x35) if me() == 1 else x35, P),
 }
@@ -286,6 +289,9 @@ NAMED = {
     "placements": "distribute_tensor needs src to be a worker's number, from 0 to 2; got ['Shard(0)']",
     "no dims": "distribute_tensor needs a partition with at most as many axes as the tensor has dims; the tensor is "
     "0-d and the partition 2x1 on workers 0, 1. Say with axes= along which axis of the partition each dim is split",
+    "what every worker has of a global tensor": "distribute_tensor needs a tensor on worker 0; it has a value of type "
+    "Tensor that follows from full_tensor() of every worker; full_tensor(on=0) gives one to that worker alone, and "
+    "redistribute splits a global tensor over other workers",
     "a sparse tensor": "distribute_tensor needs a tensor on worker 0; it has a value of type Tensor that is "
     "torch.sparse_coo",
 }

@@ -120,8 +120,9 @@ def distribute_tensor(
             of P that are not named, x lies at place 0. So the labels of an image of batch, channel, height and width
             lie with it under ``axes=(0, 2, 3)``.
     Returns: the global tensor. It requires a gradient if x does.
-    Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, has fewer dims than P
-        axes, or other dims than ``axes`` says.
+    Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, has a gradient
+        that goes on to ``y.full_tensor()`` of every worker, has fewer dims than P axes, or other dims than ``axes``
+        says.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
     if not isinstance(P, Partition):
@@ -131,6 +132,11 @@ def distribute_tensor(
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
     mine = _header(x) if context.me == src else None
+    if isinstance(mine, _Header) and len(context.everyone) > 1 and _is_of_all(x):
+        mine = (
+            f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one to "
+            "that worker alone, and redistribute splits a global tensor over other workers"
+        )
     _begin(context, "distribute_tensor")
     call, shown = _call("distribute_tensor", P, axes)
     told = broadcast_value(context.comm, context.everyone, call, src, mine, shown)
@@ -150,6 +156,13 @@ def distribute_tensor(
         device = header.device_beside(x)
         block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
     return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
+
+
+def _is_of_all(x: torch.Tensor | None) -> bool:
+    """Whether a tensor has a gradient that would go on to one that every worker has: this worker alone would get it."""
+    if not (isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()):
+        return False
+    return _Whole in ours_before(plain_of(x))
 
 
 def _is_rest(x: Any, extents: Shape) -> bool:
