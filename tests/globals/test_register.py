@@ -790,6 +790,21 @@ def test_a_function_of_elements_that_gives_an_object(within):
     unregister(function)
 
 
+@on_workers
+def test_a_function_of_elements_of_a_list():
+    """Its tensors would not come to be blocks."""
+
+    def function(xs):
+        if torch.overrides.has_torch_function(xs):
+            return torch.overrides.handle_torch_function(function, xs, xs)
+        return sum(xs)
+
+    distdl.register(function, "elementwise")
+    with pytest.raises(TypeError, match="registered as elementwise, but got global tensors in a structure"):
+        function([split(x35), split(x35)])
+    unregister(function)
+
+
 def one_of_two(a, b):
     """Of results that follow from other arguments each; rows without cells have no graph."""
     return (a.sin() if a.numel() else a.detach(), b.cos(), torch.ones_like(a))

@@ -69,7 +69,16 @@ def _register_class(function: Any, handler: Handler | str) -> None:
 
 
 def _elements(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(_has_global(one) for one in (*args, *kwargs.values()) if isinstance(one, (tuple, list, dict))):
+        raise TypeError(
+            f"{name_of(function)} is registered as elementwise, but got global tensors in a structure; "
+            "distdl.register(function, handler) says what functions of such arguments do"
+        )
     return _checked(function, elementwise(function, args, kwargs))
+
+
+def _has_global(structure: Any) -> bool:
+    return GlobalTensor in map(type, tensors_in(structure))
 
 
 def _checked(function: Any, y: Any) -> Any:
