@@ -121,6 +121,27 @@ def test_states_of_another_number_of_samples_are_refused(samples):
         steps(x, h)
 
 
+@pytest.mark.parametrize("workers", [(2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+def test_a_plain_state_has_a_gradient_where_a_worker_is_outside(kind, workers):
+    layer, given, first = _make(lambda: kind(6, 4, batch_first=True)), noise(3, 5, 6), noise(1, 3, 4)
+
+    def gradient(layer, x):
+        state = first.clone().requires_grad_()
+        layer(x, (state, state * 2) if kind is nn.LSTM else state)[0].square().sum().backward()
+        return state.grad
+
+    alone = gradient(copy.deepcopy(layer), given)
+
+    def work():
+        P = distdl.world()[:2].reshape(workers)
+        for own in (distdl.distribute(copy.deepcopy(layer), P), copy.deepcopy(layer)):
+            found = gradient(own, distdl.distribute_tensor(given, P))
+            assert torch.allclose(found, alone, rtol=0, atol=1e-12)
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_sequences_of_different_lengths_fall_back(weights):
