@@ -241,3 +241,24 @@ def test_losses_made_of_others_are_as_wide_under_autocast(loss, dtype):
             return loss(x)
 
     assert_same(function, Global(x.to(dtype)), tolerance=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("weights", [1, 3])
+def test_a_gradient_penalty_reaches_all_that_a_worker_without_cells_has(weights):
+    def gradients(x, weight):
+        y = F.prelu(x * 1, weight)
+        (dx,) = torch.autograd.grad((y * torch.cos(y.detach())).sum(), x, create_graph=True)
+        (dx * dx).sum().backward()
+        return x.grad, weight.grad
+
+    given, weight = noise(2, 3, 4), noise(weights)
+    expected = gradients(given.clone().requires_grad_(), weight.clone().requires_grad_())
+
+    def work():
+        x = distdl.distribute_tensor(given, distdl.world()[:2].reshape(1, 1, 2))
+        for ours, theirs in zip(gradients(x.requires_grad_(), weight.clone().requires_grad_()), expected, strict=True):
+            assert ours is not None
+            found = ours.full_tensor() if isinstance(ours, distdl.GlobalTensor) else ours
+            assert torch.allclose(found, theirs, rtol=0, atol=1e-12)
+
+    distdl.run_workers(work, 3)

@@ -21,7 +21,7 @@ from distdl.globals.operands import block_of, entire, taken
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import REPLICATED, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local, refuses
+from distdl.tensors.connection import local, refuses, zeros_on
 
 
 @handles("embedding", "functional")
@@ -248,11 +248,8 @@ def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """That of blocks, of which the weights broadcast to x: by torch's kernel, where it takes them."""
-    channels = weight.numel() == 1 or (x.dim() > 1 and weight.numel() == x.shape[1])
-    if x.dim() and x.numel() and channels and x.is_floating_point():
-        return functional.prelu(x, weight.reshape(-1))
-    return torch.where(x > 0, x, weight * x)
+    """That of blocks, of which the weights broadcast to x. (Without cells, too: so it has the same derivatives.)"""
+    return functional.prelu(x, weight.reshape(-1) if x.numel() else zeros_on(weight, (1,)))
 
 
 @handles("glu", "functional")
