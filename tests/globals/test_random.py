@@ -28,6 +28,10 @@ DRAWS = {
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.25),
     "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu_": lambda x: torch.rrelu_(x * 1, training=True),
+    "dropout_": lambda x: torch.dropout_(x * 1, 0.3, True),
+    "feature_dropout_": lambda x: torch.feature_dropout_(x * 1, 0.3, True),
+    "alpha_dropout_": lambda x: torch.alpha_dropout_(x * 1, 0.3, True),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=1),
 }
 

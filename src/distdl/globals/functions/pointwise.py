@@ -29,7 +29,7 @@ polygamma positive pow rad2deg reciprocal remainder resolve_conj resolve_neg rou
 sgn signbit sin sinc sinh sqrt square sub subtract rsub tan tanh true_divide trunc xlogy
 eq ne lt le gt ge greater greater_equal less less_equal not_equal isclose isfinite isinf isnan isneginf isposinf
 isreal maximum minimum fmax fmin heaviside complex polar relu relu6 elu selu celu gelu silu mish softplus softsign
-softshrink hardshrink tanhshrink threshold leaky_relu rrelu_ logsigmoid hardtanh hardsigmoid hardswish
+softshrink hardshrink tanhshrink threshold leaky_relu logsigmoid hardtanh hardsigmoid hardswish
 clone zeros_like ones_like full_like empty_like float double half bfloat16 bool cfloat cdouble type cpu cuda
 neg_ exp_ log_ sqrt_ rsqrt_ clamp_ clamp_min_ clamp_max_ relu_ sigmoid_ tanh_ abs_ sin_ cos_ round_ floor_ ceil_
 reciprocal_ square_ fill_ zero_ copy_ erf_ trunc_ frac_ expm1_ log1p_ log2_ log10_ nan_to_num_ leaky_relu_ elu_ selu_
