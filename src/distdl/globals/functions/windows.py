@@ -173,7 +173,12 @@ def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return run(*args, **kwargs)
 
 
-@handles("as_strided_ as_strided_copy as_strided_scatter", "torch Tensor")
+@handles("as_strided_copy", "torch")
+def as_strided_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return as_strided(torch.as_strided, args, kwargs).clone(memory_format=torch.contiguous_format)
+
+
+@handles("as_strided_ as_strided_scatter", "torch Tensor")
 @wraps(fall_back)
 def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = ["input", *["src"] * (func.__name__ == "as_strided_scatter"), "size", "stride", "storage_offset"]
@@ -189,7 +194,7 @@ def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | No
     raise RuntimeError(
         f"{name} of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset {offset_of(x)} may read "
         f"what lies between its cells or before them: size {size}, strides {stride}, offset {offset}; take it of the "
-        "tensor that this one is a view of, or call .contiguous() first"
+        "tensor that this one is a view of, or of its .clone()"
     )
 
 
