@@ -519,3 +519,20 @@ def with_another_default_device():
 def test_workers_with_another_default_device(backend):
     first, second = distdl.run_workers(with_another_default_device, 2, backend)
     assert first == second and "workers make different calls together" in first
+
+
+def test_a_leaf_of_one_worker_beside_what_others_have_moved():
+    """Only where that of worker src follows from a movement do the others take part in its backward."""
+
+    def work():
+        world = distdl.world()
+        rows, columns = world.reshape(world.size, 1), world.reshape(1, world.size)
+        x = distdl.distribute_tensor(torch.arange(12.0).reshape(4, 3), rows).requires_grad_()
+        moved = x.redistribute(columns).to_local() * 1
+        leaf = torch.ones(4, 3, requires_grad=True)
+        y = distdl.distribute_tensor(leaf if world.rank == 0 else moved, columns)
+        (y * 3).sum().backward()
+        assert x.grad is None
+        assert world.rank or torch.equal(leaf.grad, torch.full((4, 3), 3.0))
+
+    distdl.run_workers(work, 3)

@@ -45,6 +45,7 @@ class _Header(NamedTuple):
         gradient: whether it requires one.
         seed: that of torch on the worker.
         bounds: of its values, if they are integers.
+        follows: whether its gradient goes on to a movement, in which all workers take part.
     """
 
     extents: Shape
@@ -53,6 +54,7 @@ class _Header(NamedTuple):
     gradient: bool
     seed: int
     bounds: Bounds | None
+    follows: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,11 +134,14 @@ def distribute_tensor(
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
     mine = _header(x) if context.me == src else None
-    if isinstance(mine, _Header) and len(context.everyone) > 1 and _is_of_all(x):
-        mine = (
-            f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one to "
-            "that worker alone, and redistribute splits a global tensor over other workers"
-        )
+    if x is not None and isinstance(mine, _Header) and mine.gradient and len(context.everyone) > 1:
+        before = ours_before(plain_of(x))
+        mine = mine._replace(follows=type(x) is Replica or bool(before))
+        if _Whole in before:  # (this worker alone would get the gradient of one that every worker has)
+            mine = (
+                f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one "
+                "to that worker alone, and redistribute splits a global tensor over other workers"
+            )
     _begin(context, "distribute_tensor")
     call, shown = _call("distribute_tensor", P, axes)
     told = broadcast_value(context.comm, context.everyone, call, src, mine, shown)
@@ -149,20 +154,13 @@ def distribute_tensor(
     if context.me == src:
         assert isinstance(x, torch.Tensor)
         block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
-    elif header.gradient and ((type(x) is Replica and x.requires_grad) or _is_rest(x, header.extents)):
+    elif header.follows and ((type(x) is Replica and x.requires_grad) or _is_rest(x, header.extents)):
         assert isinstance(x, torch.Tensor)
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
         device = header.device_beside(x)
         block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
     return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
-
-
-def _is_of_all(x: torch.Tensor | None) -> bool:
-    """Whether a tensor has a gradient that would go on to one that every worker has: this worker alone would get it."""
-    if not (isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()):
-        return False
-    return _Whole in ours_before(plain_of(x))
 
 
 def _is_rest(x: Any, extents: Shape) -> bool:
