@@ -7,6 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from launched import assert_close, on_workers, split
@@ -921,6 +922,38 @@ def test_a_function_of_blocks_that_writes_into_a_leaf_without_gradients():
     assert_close(dx, torch.full_like(x35, 6.0))
 
 
+@on_workers
+def test_a_write_of_a_function_of_blocks_is_counted_on_workers_without_cells():
+    """So a backward that has saved what was written raises on every worker."""
+    x = split(x35)
+    w = x.clone().requires_grad_()
+    y = w * x
+    distdl.local_map(lambda block: block.mul_(2) + 0)(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@on_workers
+def test_a_function_of_blocks_that_detaches_its_argument():
+    x = split(x35).requires_grad_()
+    y = distdl.local_map(lambda block: block.detach_() * 2)(x)
+    assert_close(y, x35 * 2)
+
+
+@on_workers
+def test_a_result_that_follows_from_an_argument_here_and_from_what_is_captured_there():
+    world = distdl.world()
+    rows, columns = world.reshape(world.size, 1), world.reshape(1, world.size)
+    x = distdl.distribute_tensor(x35, rows).requires_grad_()
+    other = x.detach().clone().requires_grad_()
+    moved = x.redistribute(columns).redistribute(rows)
+    captured, argument = (moved * 3).to_local(), moved * 2
+    y = distdl.local_map(lambda one, _: one * 2 if world.rank % 2 else captured * 1)(other, argument)
+    y.sum().backward()
+    expected = torch.zeros_like(x.to_local()) if world.rank % 2 else torch.full_like(x.to_local(), 3.0)
+    assert torch.equal(x.grad.to_local(), expected)
+
+
 @pytest.mark.parametrize("mode", ["no gradients", "a leaf without"])
 def test_arguments_that_require_gradients_on_some_workers(mode):
     def work():
@@ -1058,3 +1091,22 @@ def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatc
 
     distdl.run_workers(work, 1)
     assert 20 < len(looked) < 150
+
+
+def test_constants_beside_the_results_of_functions_of_elements():
+    given = np.float32(2.5), slice(1, 2), frozenset("ab"), range(3), torch.finfo(torch.float32)
+
+    def sines(x):
+        if type(x) is GlobalTensor:
+            return torch.overrides.handle_torch_function(sines, (x,), x)
+        return x.sin(), given
+
+    distdl.register(sines, "elementwise")
+
+    def work():
+        y, constants = sines(split(x35))
+        assert constants == given
+        assert_close(y, x35.sin())
+
+    distdl.run_workers(work, 3)
+    unregister(sines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -20,7 +19,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.debug import place_of
 from distdl.globals.failed import meet_in
-from distdl.globals.nested import map_tensors, tensors_in
+from distdl.globals.nested import map_tensors, tensors_held, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import current, entered, plain_of, tied_of
 from distdl.globals.running import note_given, on_blocks
@@ -73,14 +72,14 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
         curved: list[bool] = []
-        stand_ins: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        stand_ins: list[tuple[torch.Tensor, torch.Tensor, Any, int]] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
                 block, layout = block_of(one), one._layout
                 one = block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
                 if one is not block and torch.is_grad_enabled():
-                    stand_ins.append((block, one, one.grad_fn))
+                    stand_ins.append((block, one, one.grad_fn, 0 if one.is_inference() else one._version))
                 if one.requires_grad:
                     note_given(one)
             elif context is not None:
@@ -95,9 +94,11 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         try:
             with on_blocks():
                 y = map_tensors(function(*given, **named), tied_of)
-            for block, stand_in, node in stand_ins:
-                if stand_in.grad_fn is not node:  # (the argument follows from what was written)
+            for block, stand_in, node, version in stand_ins:
+                if stand_in.requires_grad and stand_in.grad_fn is not node:  # (it follows from what was written)
                     block.add_(zeros_on(stand_in, block.shape))
+                elif not (stand_in.is_inference() or block.is_inference()) and stand_in._version != version:
+                    torch.autograd.graph.increment_version(block)  # (as where there are cells)
         except Exception as error:
             if context is not None and not context.comm.imagined:
                 meet_in(error, f"a call of local_map of {name_of(function)}", context)
@@ -156,9 +157,7 @@ def _block_shape(layout: KnownLayout, worker: int) -> Shape:
 def _odd(y: Any) -> str:
     """What no result may be, if it is that: a tensor that is no block, or a structure or an object with tensors."""
     if not isinstance(y, torch.Tensor):
-        slots = [getattr(y, one.name, None) for one in fields(y)] if is_dataclass(y) else []
-        held = slots, getattr(y, "__dict__", None)
-        return f"tensors in a {type(y).__name__}" if tensors_in((y, held)) else ""
+        return f"tensors in a {type(y).__name__}" if tensors_in(y) or tensors_held(y) else ""
     if y.layout is torch.strided:
         return ""
     return "a global tensor" if type(y) is GlobalTensor else f"a tensor that is {y.layout}"
@@ -286,8 +285,8 @@ def _needed(y: Any, edges: list[GradientEdge], inputs: list[torch.Tensor]) -> li
 def _on_any_worker(needs: Sequence[Sequence[int]], required: Sequence[bool], count: int) -> list[int]:
     """The arguments on which a result depends on any worker.
 
-    Where it depends on none, and on some workers on what the function takes from around it, these are all arguments:
-    that may follow from them, and then the others have to take part in its backward.
+    Where on some workers it depends on none, but on what the function takes from around it, and on others not, these
+    are all arguments: that may follow from them, and then the others have to take part in its backward.
 
     Args:
         needs: those on which it depends on each worker.
@@ -295,7 +294,8 @@ def _on_any_worker(needs: Sequence[Sequence[int]], required: Sequence[bool], cou
         count: how many there are.
     """
     found = sorted({each for own in needs for each in own})
-    return found if found or all(required) or not any(required) else list(range(count))
+    around = [flag and not own for own, flag in zip(needs, required, strict=True)]
+    return list(range(count)) if any(around) and (found or not all(required)) else found
 
 
 class _Same:

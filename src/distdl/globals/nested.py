@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _collect((value,), found)
     return found
+
+
+def tensors_held(value: Any) -> list[torch.Tensor]:
+    """The tensors that an object holds which is no structure: in its attributes, or as what it consists of."""
+    slots = [getattr(value, one.name, None) for one in fields(value)] if is_dataclass(value) else []
+    items = list(value) if isinstance(value, (set, frozenset, deque)) else []
+    return tensors_in((slots, items, getattr(value, "__dict__", None)))
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:

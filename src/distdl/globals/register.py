@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.nested import tensors_in
+from distdl.globals.nested import tensors_held, tensors_in
 from distdl.globals.operands import aligned
 from distdl.globals.running import on_blocks
 from distdl.globals.table import TABLE, Handler, name_of
@@ -86,7 +86,7 @@ def _checked(function: Any, y: Any) -> Any:
 
     Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
     """
-    opaque = next(_opaque(y), None)
+    opaque = y if not isinstance(y, (*_PLAIN, tuple, list, dict)) else next(_holders(y), None)
     if opaque is not None:
         raise TypeError(
             f"{name_of(function)} is registered as elementwise, but gave a {type(opaque).__name__}, and no tensors, "
@@ -102,12 +102,12 @@ def _checked(function: Any, y: Any) -> Any:
     return y
 
 
-def _opaque(y: Any) -> Iterator[Any]:
-    """What of a structure of tuples, lists and dicts is neither a tensor nor a value that has none."""
+def _holders(y: Any) -> Iterator[Any]:
+    """What in a structure of tuples, lists and dicts is an object that holds tensors."""
     if isinstance(y, (tuple, list, dict)):
         for one in y.values() if isinstance(y, dict) else y:
-            yield from _opaque(one)
-    elif not isinstance(y, _PLAIN):
+            yield from _holders(one)
+    elif not isinstance(y, _PLAIN) and tensors_held(y):
         yield y
 
 
