@@ -96,7 +96,11 @@ def test_what_is_computed_from_a_weight_within_a_model(source, weights):
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             scale = self.weight.sin()[:3]
-            return x * (distdl.distribute_tensor(scale, grid(1, 2), src=source) if type(x) is GlobalTensor else scale)
+            if type(x) is GlobalTensor:
+                unsplit = distdl.distribute_tensor(scale, grid(1, 1), src=source)
+                assert type(unsplit.to_local()) is torch.Tensor  # (no copy of a weight, on any worker)
+                scale = distdl.distribute_tensor(scale, grid(1, 2), src=source) + unsplit * 0
+            return x * scale
 
     found = []
     for x in (split(x35), x35):

@@ -153,7 +153,8 @@ def distribute_tensor(
     owned = context.whole(header.extents, src)
     if context.me == src:
         assert isinstance(x, torch.Tensor)
-        block = x.clone() if owned is needed else x  # (what does not move is not to share memory, either)
+        block = plain_of(x)  # (as in from_local)
+        block = block.clone() if owned is needed else block  # (what does not move is not to share memory, either)
     elif header.follows and ((type(x) is Replica and x.requires_grad) or _is_rest(x, header.extents)):
         assert isinstance(x, torch.Tensor)
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
