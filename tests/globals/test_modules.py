@@ -132,3 +132,30 @@ def test_what_works_on_blocks_says_so():
         nn.AllSumReduce(P, (1,))(split(x, 1, 2, 1, 1))
     with pytest.raises(ValueError, match="a dim for each axis of P_x"):
         nn.DistributedDropout(P)(split(noise(3, 5), 2, 1))
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+@on_workers
+def test_gradients_of_a_mixed_network_are_clipped_as_those_of_the_sequential_one(order, weights):
+    """Weights of a distributed model count once, whether the network, its parameters or their gradients are passed."""
+    P = grid(1, 1, 2, 1)
+    sequential = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GELU(), torch.nn.Conv2d(4, 2, 1))
+    sequential.load_state_dict({name: noise(*one.shape) for name, one in sequential.state_dict().items()})
+    sequential.double()(x).square().sum().backward()
+    conv = nn.DistributedConv2d(P, in_channels=3, out_channels=4, kernel_size=3, padding=1).double()
+    if distdl.world().rank == 0:
+        conv.load_state_dict(sequential[0].state_dict())
+    mixed = torch.nn.Sequential(conv, torch.nn.GELU(), torch.nn.Conv2d(4, 2, 1).double())
+    mixed[2].load_state_dict(sequential[2].state_dict())
+    whole = torch.nn.Sequential(*(torch.nn.Conv2d(*sizes) for sizes in ((3, 4, 3, 1, 1), (4, 2, 1)))).double()
+    whole.load_state_dict({name.replace("2.", "1."): one for name, one in sequential.state_dict().items()})
+    whole.insert(1, torch.nn.GELU())
+    expected = torch.nn.utils.get_total_norm([one.grad for one in sequential.parameters()], order)
+    for model in (distdl.distribute(mixed, P, weights), distdl.distribute(whole, P, weights)):
+        model(split(x, 1, 1, 2, 1)).square().sum().backward()
+        gradients = [one.grad for one in model.parameters()]
+        for given in (model, gradients):
+            assert nn.utils.get_total_norm(given, order).item() == pytest.approx(expected.item(), rel=1e-12)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.5, order).item() == pytest.approx(expected.item())
+        assert nn.utils.get_total_norm(model, order).item() == pytest.approx(0.5, rel=1e-5)

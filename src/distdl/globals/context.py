@@ -19,6 +19,7 @@ from distdl.geometry.boxes import Box, Interval, Intervals, Shape, balanced, sha
 from distdl.globals import debug
 from distdl.globals.comparing import Looks
 from distdl.globals.samples import Samples
+from distdl.nn.placement import distributed_models
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition
 from distdl.partition.groups import IntArray
@@ -168,7 +169,7 @@ class Context:
         self.draws_plain = False
         self.samples = Samples()
         self.looks = Looks()
-        self.models: WeakSet[torch.nn.Module] = WeakSet()
+        self.models = distributed_models(comm)
         self.under_way: dict[Any, Any] = {}
 
     @classmethod

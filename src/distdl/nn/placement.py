@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -18,6 +19,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.partition.layout import Layout
 from distdl.tensors.uniform import Value, uniform_block
+from distdl.transport.communicator import Communicator
 
 _ADDRESSABLE = 2**44  # elements of 8 bytes in the 47 bits of a process's addresses
 
@@ -70,6 +72,15 @@ def normal(u: torch.Tensor) -> torch.Tensor:
     """Standard normal numbers from numbers that are uniform in [0, 1)."""
     numbers: torch.Tensor = torch.special.ndtri(u.clamp(min=2.0**-54))
     return numbers
+
+
+def distributed_models(comm: Communicator) -> WeakSet[torch.nn.Module]:
+    """The models over a communicator that :func:`distdl.distribute` has made and that are still there.
+
+    Their parameters, but for those of our layers in them, are the same on every worker, or shares.
+    """
+    found: WeakSet[torch.nn.Module] = comm.kept.setdefault(distributed_models, WeakSet())
+    return found
 
 
 @checks_arguments

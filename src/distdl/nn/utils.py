@@ -6,13 +6,15 @@ the norm of the workers' norms. Every worker calls these functions, and every wo
 A network may also have modules of torch between its distributed layers. Every worker has a copy of their parameters. If
 the network is passed, each such parameter counts once. Its copies must have the same gradient, so the gradients of all
 workers have to be added up beforehand (``P.allreduce_data``). A copy whose gradient is None or zero is ignored. If only
-parameters are passed, copies cannot be told from blocks, and each counts as a block.
+parameters are passed, copies cannot be told from blocks, and each counts as a block; but for those of models that
+:func:`distdl.distribute` has made, whose gradients are whole: each counts once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.nn.utils import clip_grad_value_ as clip_locally
@@ -20,9 +22,10 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as local_norm
 
 from distdl.nn.parametrised import orthogonal, spectral_norm, weight_norm
-from distdl.nn.placement import parameter_layouts
+from distdl.nn.placement import distributed_models, parameter_layouts
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
+from distdl.partition.layout import Layout
 from distdl.workers.worlds import world
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "orthogonal", "spectral_norm", "weight_norm"]
@@ -92,18 +95,9 @@ def get_total_norm(
     order = float(norm_type)
     if not order > 0:
         raise ValueError(f"the norm of gradients needs norm_type larger than 0; got {norm_type}")
-    blocks: list[torch.Tensor] = []
-    copies: dict[str, float] = {}
-    if isinstance(network, torch.nn.Module):
-        layouts = parameter_layouts(network)
-        for name, parameter in network.named_parameters():
-            if parameter.grad is not None and name in layouts:
-                blocks.append(parameter.grad)
-            elif parameter.grad is not None:
-                copies[name] = _norm([parameter.grad], order, foreach)
-    else:
-        blocks = _tensors(network)
     everyone = world() if P is None else P
+    blocks, whole = _sorted(network, everyone)
+    copies = {name: _norm(tensors, order, foreach) for name, tensors in whole.items()}
     received = everyone.allgather_data((_norm(blocks, order, foreach), copies))
     norms = [norm for norm, _ in received] + _once([copies for _, copies in received])
     total: torch.Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)
@@ -113,6 +107,37 @@ def get_total_norm(
             "clipped; pass error_if_nonfinite=False to scale by it anyway"
         )
     return total
+
+
+def _sorted(
+    network: torch.nn.Module | Tensors, everyone: Partition
+) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
+    """The gradients of a network, or the tensors: blocks, and by names those of which every worker has the whole."""
+    blocks: list[torch.Tensor] = []
+    whole: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+    if isinstance(network, torch.nn.Module):
+        named = {name: one.grad for name, one in network.named_parameters() if one.grad is not None}
+        split = set(parameter_layouts(network))
+    else:
+        named = {f"tensor {place}": one for place, one in enumerate(_tensors(network))}
+        known = {id(one) for model in list(distributed_models(everyone.comm)) for one in _copies(model)}
+        split = {name for name, one in named.items() if id(one) not in known}
+    for name, one in named.items():
+        if isinstance(one.layout, Layout):  # (a function of them all gives every worker the same)
+            whole["the shares of a model"].append(one)
+        elif name in split:
+            blocks.append(one)
+        else:
+            whole[name if isinstance(network, torch.nn.Module) else "weights of distributed models"].append(one)
+    return blocks, whole
+
+
+def _copies(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    """The parameters of a distributed model and their gradients, but for those of layers that split theirs."""
+    layouts = parameter_layouts(model)
+    for name, parameter in model.named_parameters():
+        if name not in layouts:
+            yield from (parameter, parameter.grad)
 
 
 def _norm(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> float:
