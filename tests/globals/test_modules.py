@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import distdl
 from distdl import nn
+from distdl.utilities.torch import zero_volume_tensor
 
 x = noise(4, 3, 7, 5)
 
@@ -132,6 +133,91 @@ def test_what_works_on_blocks_says_so():
         nn.AllSumReduce(P, (1,))(split(x, 1, 2, 1, 1))
     with pytest.raises(ValueError, match="a dim for each axis of P_x"):
         nn.DistributedDropout(P)(split(noise(3, 5), 2, 1))
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_primitives_take_weights_of_a_distributed_model(weights):
+    """Each worker has a part of the gradient of what comes out, so that the adjoint adds them up."""
+    everyone = distdl.world()
+    sums, first = nn.AllSumReduce(everyone, (0,)), nn.Broadcast(everyone[:1], everyone)
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            if type(x) is not distdl.GlobalTensor:
+                return x * (self.weight.sin() * everyone.size + self.weight) + (x * self.bias[:, None]).mean()
+            own = self.weight if everyone.rank == 0 else zero_volume_tensor(dtype=x.dtype, requires_grad=True)
+            means = distdl.local_map(lambda x: x * sums(self.bias * 1).sum())(x).mean() / everyone.size
+            return x * (sums(self.weight.sin()) + first(own)) + means * 0 + (x * self.bias[:, None]).mean()
+
+    found = []
+    for given in (split(noise(3, 5), 2, 1), noise(3, 5)):
+        model = Scaled(5, 3, dtype=torch.float64)
+        model.load_state_dict({"weight": noise(3, 5, seed=1), "bias": noise(3)})
+        model = distdl.distribute(model, grid(2, 1), weights) if type(given) is distdl.GlobalTensor else model
+        given.requires_grad_()
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, given.grad, *(one.grad for one in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+LAYERS = [
+    (lambda P: nn.DistributedConv2d(P, in_channels=3, out_channels=3, kernel_size=3, padding=1, bias=False).double(),
+     lambda x: F.conv2d(x, noise(3, 3, 3, 3), padding=1)),
+    (lambda P: nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1), lambda x: F.max_pool2d(x, 3, 1, 1)),
+    (lambda P: nn.DistributedAvgPool2d(P, kernel_size=3, stride=1, padding=1), lambda x: F.avg_pool2d(x, 3, 1, 1)),
+    (lambda P: nn.DistributedGroupNorm(P, 3, 3).double(), lambda x: F.group_norm(x, 3)),
+    (lambda P: nn.Repartition(P, P), lambda x: x),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize(("make", "function"), LAYERS)
+@pytest.mark.parametrize("differentiable", [True, False])
+@on_workers
+def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(differentiable, make, function, weights):
+    """Each worker has the gradient of its own block, and a part of that of a weight."""
+    P = grid(1, 1, 2, 1)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.scale = layer, torch.nn.Parameter(noise(3, 1, 1))
+
+        def forward(self, x):
+            h = self.layer(x.to_local() if type(x) is distdl.GlobalTensor else x)
+            y = h * (self.scale if h.numel() else self.scale[:0].sum()) + h  # (one of the workers is idle)
+            return distdl.GlobalTensor.from_local(y, P) if type(x) is distdl.GlobalTensor else y
+
+    layer = make(P)
+    if hasattr(layer, "kernel_size") and hasattr(layer, "weight") and distdl.world().rank == 0:
+        layer.load_state_dict({"weight": noise(3, 3, 3, 3)})
+    found = []
+    for model, given in ((distdl.distribute(Scaled(layer), P, weights), split(x, 1, 1, 2, 1)), (Scaled(function), x)):
+        given = (given * 1).detach().requires_grad_(differentiable)
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, model.scale.grad, *([given.grad] if differentiable else [])])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("follow", [lambda s: s, lambda s: s.sin() * 2])
+@on_workers
+def test_sums_of_blocks_by_primitives_stand_beside_global_tensors(follow):
+    found = []
+    for given in (split(noise(6, 5), 3, 1).requires_grad_(), noise(6, 5).requires_grad_()):
+        if type(given) is distdl.GlobalTensor:
+            total = nn.AllSumReduce(distdl.world(), (0,))(given.to_local().square().sum().reshape(1))
+        else:
+            total = given.square().sum()
+        y = given * follow(total)
+        y.square().sum().backward()
+        found.append((y, given.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

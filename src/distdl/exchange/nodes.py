@@ -18,12 +18,13 @@ from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
-from distdl.tensors.function import Function
+from distdl.tensors.function import BlockFunction, Function
 from distdl.tensors.modes import unobserved
 from distdl.transport.calls import Calls
 
 if TYPE_CHECKING:  # (an operator records these nodes)
     from distdl.exchange.operator import Operator
+    from distdl.transport import Communicator
 
 _NOTHING = torch.empty(0, device="cpu")
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)
@@ -57,8 +58,12 @@ def anchor_beside(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tenso
     return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
 
 
-class Apply(Function):
+class Apply(BlockFunction):
     """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
+
+    @staticmethod
+    def entered_into(node: Any) -> Communicator:
+        return node.op.comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -86,8 +91,12 @@ class Apply(Function):
         return _tangent_map(op).move(ctx.source.tangent(tangents[2]))
 
 
-class ApplyPacked(Function):
+class ApplyPacked(BlockFunction):
     """The same for several tensors, which move as one."""
+
+    @staticmethod
+    def entered_into(node: Any) -> Communicator:
+        return node.op.comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -114,8 +123,12 @@ class ApplyPacked(Function):
         return _tangent_map(ctx.op).move_packed(tuple(map(_Source.tangent, ctx.sources, tangents[2:])))
 
 
-class _ApplyTogether(Function):
+class _ApplyTogether(BlockFunction):
     """The same for several operators. Those of which nothing is recorded move, too."""
+
+    @staticmethod
+    def entered_into(node: Any) -> Communicator:
+        return node.ops[0].comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
 
     @staticmethod
     def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:

@@ -38,7 +38,7 @@ from distdl.plan.planning import all_sum
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense, empty, readable
-from distdl.transport import Label
+from distdl.transport import Communicator, Label
 from distdl.transport.calls import LAST_TAG
 from distdl.transport.communicator import Pending
 
@@ -311,9 +311,9 @@ class _Enter(Function):
     """Each worker's copies of tensors that are the same everywhere; or, before they are used, the tensors."""
 
     @staticmethod
-    def entered_into(node: Any) -> Context:
+    def entered_into(node: Any) -> Communicator:
         context: Context = node.way.total.context
-        return context
+        return context.comm
 
     @staticmethod
     def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -341,7 +341,7 @@ class _Use(Function):
     """
 
     @staticmethod
-    def entered_into(node: Any) -> Context:
+    def entered_into(node: Any) -> Communicator:
         return _Enter.entered_into(node)
 
     @staticmethod

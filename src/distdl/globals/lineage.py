@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from distdl.globals.context import Context
 from distdl.globals.running import any_noted, is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
-from distdl.tensors.function import Function
+from distdl.tensors.function import BlockFunction, Function
 
 _KEY = "distdl: follows from"
 OLD_REFERENCE = (
@@ -84,7 +85,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
             if after is not None:
                 note_node(after, False)
             continue
-        noted = is_noted(one)
+        noted = _gives_block(one) or is_noted(one)
         if noted:
             for each, _ in path[1:]:
                 note_node(each, True)
@@ -93,6 +94,12 @@ def may_differ(tensor: torch.Tensor) -> bool:
         if noted is None and one.next_functions and not _is_ours(one):
             path.append((one, (before for before, _ in one.next_functions if before is not None)))
     return False
+
+
+def _gives_block(node: Any) -> bool:
+    """Whether a layer or an operator of ours has made it: of what is no global tensor, these are given blocks."""
+    kind = getattr(type(node), "_forward_cls", None)
+    return isinstance(kind, type) and issubclass(kind, BlockFunction)
 
 
 def _is_ours(node: Any) -> bool:
@@ -131,7 +138,8 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         if noted is not None:
             found |= noted
         elif _is_ours(one):
-            found.add(kind.entered_into(one))
+            comm = kind.entered_into(one)
+            found.add(None if comm is None else Context.of(comm))
         elif one.next_functions:
             if kind is not None:
                 functions.append(type(one).__name__.removesuffix("Backward"))

@@ -11,6 +11,7 @@ import torch
 from distdl import nn
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import part_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
@@ -59,6 +60,19 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     ]
     blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
     return _global(context, module, tuple(places), call(*blocks, **kwargs))
+
+
+def call_with_copies(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module with copies of what every worker has: weights of a distributed model, and what follows from them.
+
+    To one that works on blocks, these are tensors like others. Of the gradient of what comes out, each worker has a
+    part, as of that of a copy.
+    """
+    if any(type(one) is GlobalTensor for one in args):
+        return call_module(module, call, args, kwargs)
+    if isinstance(module, _OF_BLOCKS) or hasattr(module, "P_x"):
+        args = tuple(plain_of(one) if type(one) is Replica else one for one in args)
+    return call(*args, **kwargs)
 
 
 def _with_dims(P: Partition, dims: int) -> IntArray:

@@ -111,6 +111,13 @@ class Replica(torch.Tensor):
     def dim(self) -> int:
         return self._plain.dim()
 
+    @staticmethod
+    def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy."""
+        from distdl.globals.modules import call_with_copies
+
+        return call_with_copies(module, call, args, kwargs)
+
     @classmethod
     def __torch_function__(
         cls,

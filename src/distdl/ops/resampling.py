@@ -17,7 +17,7 @@ import torch
 from distdl.geometry.boxes import Box, shape
 from distdl.ops.weighing import FloatArray, IntArray, Tap, Weighing
 from distdl.tensors.connection import local
-from distdl.tensors.function import Function
+from distdl.tensors.function import BlockFunction
 
 _MODES = {
     "nearest": ("nearest", (1, 2, 3)),
@@ -242,7 +242,7 @@ class Resampler:
         return self._steps[device]
 
 
-class _Weighed(Function):
+class _Weighed(BlockFunction):
     """Weighted sums along some dims, one after the other, or their adjoint: each is the derivative of the other."""
 
     @staticmethod

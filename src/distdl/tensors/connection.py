@@ -13,7 +13,7 @@ import torch
 
 from distdl.environment.types import Count
 from distdl.tensors.derivatives import is_checkpointed, is_differentiated_forward
-from distdl.tensors.function import Function
+from distdl.tensors.function import BlockFunction, Function
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -121,7 +121,23 @@ def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     y = x.clone()
     for other in others:
         y = y + zeros_on(other, ())
-    return saving(y)
+    return saving(_Block.apply(y) if y.requires_grad else y)
+
+
+class _Block(BlockFunction):
+    """The same, as a block that a layer gives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.clone()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor) -> torch.Tensor:
+        return tangent.clone()
 
 
 def saving(y: torch.Tensor) -> torch.Tensor:

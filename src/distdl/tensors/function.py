@@ -46,11 +46,14 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def entered_into(node: Any) -> Any:
-        """Of a node of the graph: the context into which its results have entered, as copies of what every worker has.
-
-        None if they are no such copies.
+        """Of a node of the graph: the communicator over whose workers its results have entered, as copies of what every
+        worker has, or may have. Each worker gets a part of their gradient. None if they are no such copies.
         """
         return None
+
+
+class BlockFunction(Function):
+    """A function of a layer, or of an operator: what it gives are blocks, or copies that may be parts of sums."""
 
 
 def gradients_of(

@@ -17,6 +17,7 @@ from distdl.globals.ties import data_given, writes_of
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
+from distdl.transport import Communicator
 
 
 class _Piece(NamedTuple):
@@ -103,8 +104,9 @@ class Gather(Function):
     """From shares to the whole tensors on every worker."""
 
     @staticmethod
-    def entered_into(node: Any) -> Context:
-        return node.gathering.context  # type: ignore[no-any-return]  # (nodes of autograd have no types)
+    def entered_into(node: Any) -> Communicator:
+        context: Context = node.gathering.context
+        return context.comm
 
     @staticmethod
     def forward(
