@@ -127,6 +127,17 @@ def test_a_module_of_nn_in_a_distributed_model():
 
 
 @on_workers
+def test_arguments_by_name():
+    P = grid(1, 1, 2, 1)
+    loss = nn.DistributedMSELoss(P)
+    ours, theirs = split(x, 1, 1, 2, 1), noise(4, 3, 7, 5, seed=1)
+    for found in (loss(ours, target=theirs), loss(x=ours, target=split(theirs, 2, 1, 1, 1))):
+        assert_close(found, F.mse_loss(x, theirs))
+    with pytest.raises(TypeError, match="DistributedMSELoss: missing a required argument"):
+        loss(input=ours, target=theirs)
+
+
+@on_workers
 def test_what_works_on_blocks_says_so():
     P = grid(1, 2, 1, 1)
     with pytest.raises(TypeError, match="AllSumReduce works on blocks"):

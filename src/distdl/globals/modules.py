@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +43,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
         )
     if not hasattr(module, "P_x"):  # (what it is made of takes them)
         return call(*args, **kwargs)
+    args, kwargs = _by_place(module, args, kwargs)
     P_x: Partition = module.P_x
     first = next(one for one in args if type(one) is GlobalTensor)
     context = first._context
@@ -62,15 +64,27 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     return _global(context, module, tuple(places), call(*blocks, **kwargs))
 
 
+def _by_place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments of a module, with those by place that were passed by name."""
+    if not kwargs:
+        return args, kwargs
+    try:
+        bound = signature(module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(module).__name__}: {error}") from None
+    return bound.args, bound.kwargs
+
+
 def call_with_copies(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module with copies of what every worker has: weights of a distributed model, and what follows from them.
 
     To one that works on blocks, these are tensors like others. Of the gradient of what comes out, each worker has a
     part, as of that of a copy.
     """
-    if any(type(one) is GlobalTensor for one in args):
+    if any(type(one) is GlobalTensor for one in (*args, *kwargs.values())):
         return call_module(module, call, args, kwargs)
     if isinstance(module, _OF_BLOCKS) or hasattr(module, "P_x"):
+        args, kwargs = _by_place(module, args, kwargs)
         args = tuple(plain_of(one) if type(one) is Replica else one for one in args)
     return call(*args, **kwargs)
 

@@ -25,7 +25,7 @@ class Module(torch.nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with this worker's tensors; or with tensors that know of which they are blocks, which call it."""
-        for one in args:
+        for one in (*args, *kwargs.values()) if kwargs else args:
             if type(one) is not torch.Tensor:  # (at a glance: to look for what is not there takes longer)
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
