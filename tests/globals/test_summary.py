@@ -333,6 +333,17 @@ def test_what_asks_other_workers_is_refused_with_the_reason():
         distdl.summary(Sums(), (2, 1), (7, 5), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("ask", [distdl.summary, distdl.suggest])
+def test_layers_of_workers_that_are_there_are_refused(ask):
+    def work() -> None:
+        P = distdl.world().reshape(1, 2)
+        model = nn.Sequential(nn.Linear(4, 4), distdl.nn.DistributedDropout(P))
+        with pytest.raises(ValueError, match=r"own modules, as it sends no message; its 1 is a DistributedDropout"):
+            ask(model, P if ask is distdl.summary else 2, (3, 4))
+
+    distdl.run_workers(work, 2)
+
+
 def _sent(function, grid: tuple[int, int]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """What each worker of a real run has sent, forward and backward."""
 

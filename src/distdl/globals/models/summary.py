@@ -14,6 +14,7 @@ import torch
 from distdl.environment.types import Count, judge
 from distdl.globals.models.copies import Parameters
 from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse, rehearse_sequential
+from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 
@@ -214,14 +215,10 @@ def summary(
         backward: whether a backward follows the forward. (It needs parameters that require gradients.)
         options: those of ``distribute``.
     Returns: a value; print it for a table.
-    Raises: ValueError for a worker that is not there, or a model that is distributed already; what the model raises on
-        tensors of such shapes.
+    Raises: ValueError for a worker that is not there, and for a model that is distributed already or has modules of
+        ``distdl.nn``, which exchange messages; what the model raises on tensors of such shapes.
     """
-    if any(isinstance(child._parameters, Parameters) for child in model.modules()):
-        raise ValueError(
-            f"summary needs a model that is not distributed yet, and distributes a copy; this {type(model).__name__} "
-            "is. Ask before distribute, or of another model of its kind; for its weights, pass weights= as there"
-        )
+    _check(model, "summary")
     workers, size, me = _workers(P)
     if isinstance(worker, bool) or (worker is not None and not 0 <= worker < size):
         raise ValueError(f"summary needs a worker from 0 to {size - 1}; got {worker}")
@@ -251,8 +248,9 @@ def suggest(
 
     Args: as of :func:`summary`.
     Returns: the grids, least memory first; where that is equal, fewest bytes first. Those that cannot be come last.
-    Raises: ValueError if there is no way.
+    Raises: ValueError if there is no way, and for models that :func:`summary` refuses.
     """
+    _check(model, "suggest")
     if workers < 1:
         raise ValueError(f"suggest needs at least 1 worker; got {workers}")
     inputs = _inputs(model, input_shape, dtype)
@@ -262,6 +260,22 @@ def suggest(
         raise ValueError(f"suggest finds no grid of {workers} workers for an input of {_dims(extents)}")
     found = [_tried(model, grid, inputs, backward, options) for grid in grids]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
+
+
+def _check(model: torch.nn.Module, asked: str) -> None:
+    for path, child in model.named_modules():
+        if isinstance(child._parameters, Parameters):
+            raise ValueError(
+                f"{asked} needs a model that is not distributed yet, and distributes a copy; this "
+                f"{type(model).__name__} is. Ask before distribute, or of another model of its kind; for its weights, "
+                "pass weights= as there"
+            )
+        if isinstance(child, Module):
+            raise ValueError(
+                f"{asked} needs a model of torch's own modules, as it sends no message; "
+                f"{f'its {path}' if path else 'this'} is a {type(child).__name__} of distdl.nn, which works on workers "
+                "that are there"
+            )
 
 
 def _tried(
