@@ -20,11 +20,11 @@ from distdl.exchange.packing import Tensors
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import BlockFunction, Function
 from distdl.tensors.modes import unobserved
+from distdl.transport import Communicator
 from distdl.transport.calls import Calls
 
 if TYPE_CHECKING:  # (an operator records these nodes)
     from distdl.exchange.operator import Operator
-    from distdl.transport import Communicator
 
 _NOTHING = torch.empty(0, device="cpu")
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)

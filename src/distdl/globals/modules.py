@@ -12,7 +12,6 @@ import torch
 from distdl import nn
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import part_of
-from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
@@ -73,20 +72,6 @@ def _by_place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     except TypeError as error:
         raise TypeError(f"{type(module).__name__}: {error}") from None
     return bound.args, bound.kwargs
-
-
-def call_with_copies(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module with copies of what every worker has: weights of a distributed model, and what follows from them.
-
-    To one that works on blocks, these are tensors like others. Of the gradient of what comes out, each worker has a
-    part, as of that of a copy.
-    """
-    if any(type(one) is GlobalTensor for one in (*args, *kwargs.values())):
-        return call_module(module, call, args, kwargs)
-    if isinstance(module, _OF_BLOCKS) or hasattr(module, "P_x"):
-        args, kwargs = _by_place(module, args, kwargs)
-        args = tuple(plain_of(one) if type(one) is Replica else one for one in args)
-    return call(*args, **kwargs)
 
 
 def _with_dims(P: Partition, dims: int) -> IntArray:

@@ -113,10 +113,14 @@ class Replica(torch.Tensor):
 
     @staticmethod
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy."""
-        from distdl.globals.modules import call_with_copies
+        """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
 
-        return call_with_copies(module, call, args, kwargs)
+        Of the gradient of what comes out each worker has a part, as of that of a copy.
+        """
+        for one in (*args, *kwargs.values()):
+            if type(one).__name__ == "GlobalTensor":
+                return type(one)._call_module(module, call, args, kwargs)
+        return call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
 
     @classmethod
     def __torch_function__(
