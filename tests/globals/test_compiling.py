@@ -1,6 +1,7 @@
 """``torch.compile`` around, in and behind a distributed model compiles nothing of it, and changes no number."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,14 @@ pytestmark = [
     # the compiler looks at it, and hides what torch says of that in a way that a filter for errors comes before
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
+
+
+TURN = threading.Lock()  # (Python 3.11 counts the depth of what it parses for all threads together, and may raise then)
+
+
+def _scripted(model):
+    with TURN:
+        return torch.jit.script(model)
 
 
 def _compiled(function):
@@ -104,7 +113,7 @@ def test_an_autograd_function_in_what_is_compiled():
     "use",
     [
         lambda model: torch.jit.trace(model, batch(0)[0]),
-        lambda model: torch.jit.script(model),
+        _scripted,
         lambda model: torch.export.export(model, (batch(0)[0],)),
     ],
     ids=["trace", "script", "export"],
