@@ -540,3 +540,27 @@ def test_a_leaf_of_one_worker_beside_what_others_have_moved():
         assert world.rank or torch.equal(leaf.grad, torch.full((4, 3), 3.0))
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("take", [lambda x: x.full_tensor(on=1), GlobalTensor.to_local], ids=["full", "local"])
+@pytest.mark.parametrize("function", [lambda x: x, lambda x: x * 2, lambda x: x.sum().expand(4, 3)])
+def test_what_follows_from_a_tensor_that_lies_on_one_worker_already(take, function):
+    """Nothing has moved, and all workers take part in its backward as if it had."""
+
+    def work():
+        world = distdl.world()
+        x = distdl.distribute_tensor(torch.arange(12.0).reshape(4, 3), world[1:2].reshape(1, 1)).requires_grad_()
+        y = distdl.distribute_tensor(function(take(x)), world.reshape(world.size, 1), src=1)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        expected = torch.ones(4, 3, requires_grad=True)
+        function(expected).sum().backward()
+        assert torch.equal(dx.full_tensor(), expected.grad)
+
+    distdl.run_workers(work, 3)
+
+
+@on_workers
+def test_what_is_written_into_a_whole_tensor_reaches_no_block():
+    x = distdl.distribute_tensor(torch.arange(12.0).reshape(4, 3), distdl.world()[:1].reshape(1, 1))
+    x.full_tensor(on=0).zero_()
+    assert torch.equal(x.full_tensor(), torch.arange(12.0).reshape(4, 3))

@@ -15,7 +15,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
-from distdl.globals.lineage import ours_before
+from distdl.globals.lineage import may_differ, ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
@@ -45,7 +45,7 @@ class _Header(NamedTuple):
         gradient: whether it requires one.
         seed: that of torch on the worker.
         bounds: of its values, if they are integers.
-        follows: whether its gradient goes on to a movement, in which all workers take part.
+        follows: whether its gradient goes on to a global tensor, so that all workers take part.
     """
 
     extents: Shape
@@ -113,8 +113,8 @@ def distribute_tensor(
 
     Args:
         x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
-            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
-            whatever its shape. So it is with what follows from weights of a distributed model.
+            it follows from ``y.full_tensor(on=src)`` or from a block, what follows from that there, so that all take
+            part in backward, whatever its shape. So it is with what follows from weights of a distributed model.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells.
         src: the worker that has the tensor, as numbered in the world.
@@ -136,7 +136,7 @@ def distribute_tensor(
     mine = _header(x) if context.me == src else None
     if x is not None and isinstance(mine, _Header) and mine.gradient and len(context.everyone) > 1:
         before = ours_before(plain_of(x))
-        mine = mine._replace(follows=type(x) is Replica or bool(before))
+        mine = mine._replace(follows=type(x) is Replica or bool(before) or may_differ(x))
         if _Whole in before:  # (this worker alone would get the gradient of one that every worker has)
             mine = (
                 f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one "
@@ -155,7 +155,7 @@ def distribute_tensor(
         assert isinstance(x, torch.Tensor)
         block = plain_of(x)  # (as in from_local)
         block = block.clone() if owned is needed else block  # (what does not move is not to share memory, either)
-    elif header.follows and ((type(x) is Replica and x.requires_grad) or _is_rest(x, header.extents)):
+    elif header.follows and ((type(x) is Replica and x.requires_grad) or _is_rest(x)):
         assert isinstance(x, torch.Tensor)
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
@@ -164,17 +164,15 @@ def distribute_tensor(
     return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
 
 
-def _is_rest(x: Any, extents: Shape) -> bool:
+def _is_rest(x: Any) -> bool:
     """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
 
-    It follows from a movement of ours, or it has no cells, and another shape. (Others may be the worker's own, of which
-    nothing is read. And what follows from a tensor that every worker has would need all of its gradient.)
+    It follows from a movement of ours, or from a block. (Others may be the worker's own, of which nothing is read. And
+    what follows from a tensor that every worker has would need all of its gradient.)
     """
     if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
         return False
-    if x.grad_fn is None:
-        return False
-    return not (x.numel() or tuple(x.shape) == extents) or bool(ours_before(x) - {_Whole})
+    return x.requires_grad and (may_differ(x) or bool(ours_before(x) - {_Whole}))
 
 
 def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -216,9 +214,14 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
         on = _worker(context, "full_tensor needs on", on)
 
     def move() -> torch.Tensor:
-        if on is not None:
-            return moved(x, context.whole(x.shape, on), f"full_tensor on worker {on}")
-        y: torch.Tensor = _Whole.apply(block_of(x), x._layout)
+        needed = None if on is None else context.whole(x.shape, on)
+        y: torch.Tensor
+        if needed is None:
+            y = _Whole.apply(block_of(x), x._layout)
+        elif needed is x._layout:
+            y = _Alone.apply(block_of(x))
+        else:
+            y = moved(x, needed, f"full_tensor on worker {on}")
         return y
 
     y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
@@ -342,6 +345,20 @@ class _Whole(Function):
         _ = ctx.saved_tensors
         dx: torch.Tensor = _Cut.apply(dy, ctx.layout)
         return dx, None
+
+
+class _Alone(Function):
+    """From a block that is the whole tensor to a plain one, which the graph tells from other tensors of that worker."""
+
+    @staticmethod
+    def forward(ctx: Any, block: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty(0))
+        return block.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return dy.clone()
 
 
 class _Cut(Function):
