@@ -595,6 +595,8 @@ WRONG = {
     "a tuple in a tuple": (lambda a: (a, (a,)), "same", "gave a tuple of 2 with tensors in a tuple$"),
     "an object of tensors": (lambda a: SimpleNamespace(y=a), "same", "one result with tensors in a SimpleNamespace$"),
     "one beside a tensor": (lambda a: (a, Slotted(a)), "same", "gave a tuple of 2 with tensors in a Slotted$"),
+    "an object of one": (lambda a: (a, [Slotted(Slotted(a))]), "same", "gave a tuple of 2 with tensors in a list$"),
+    "a generator": (lambda a: (one for one in (a, a)), "same", "gave one result with tensors in a generator$"),
     "a sparse tensor": (lambda a: a.to_sparse(), "same", "gave one result with a tensor that is torch.sparse_coo$"),
 }
 
@@ -788,6 +790,28 @@ def test_a_function_of_elements_that_gives_an_object(within):
     with pytest.raises(TypeError, match="registered as elementwise, but gave a SimpleNamespace, and no tensors"):
         function(split(x35))
     assert function(split(x35.long())) == within(x35.device)  # (in which no block is hidden)
+    unregister(function)
+
+
+HELD = {
+    "an object in another": lambda y: Slotted(SimpleNamespace(y=[y])),
+    "values of a dict": lambda y: {"y": y}.values(),
+    "an iterator": lambda y: map(torch.sin, [y]),
+    "a partial": lambda y: partial(torch.add, y),
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+@on_workers
+def test_a_function_of_elements_that_gives_what_holds_tensors_deeper_down(held):
+    def function(x):
+        if torch.overrides.has_torch_function((x,)):
+            return torch.overrides.handle_torch_function(function, (x,), x)
+        return x.sin(), held(x * 2)
+
+    distdl.register(function, "elementwise")
+    with pytest.raises(TypeError, match=r"registered as elementwise, but gave a .*, and no tensors"):
+        function(split(x35))
     unregister(function)
 
 
@@ -1094,7 +1118,7 @@ def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatc
 
 
 def test_constants_beside_the_results_of_functions_of_elements():
-    given = np.float32(2.5), slice(1, 2), frozenset("ab"), range(3), torch.finfo(torch.float32)
+    given = np.float32(2.5), slice(1, 2), frozenset("ab"), range(3), torch.finfo(torch.float32), Slotted(2.0), noise
 
     def sines(x):
         if type(x) is GlobalTensor:

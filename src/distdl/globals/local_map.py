@@ -19,7 +19,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.debug import place_of
 from distdl.globals.failed import meet_in
-from distdl.globals.nested import map_tensors, tensors_held, tensors_in
+from distdl.globals.nested import holds_tensors, map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import current, entered, plain_of, tied_of
 from distdl.globals.running import note_given, on_blocks
@@ -157,7 +157,7 @@ def _block_shape(layout: KnownLayout, worker: int) -> Shape:
 def _odd(y: Any) -> str:
     """What no result may be, if it is that: a tensor that is no block, or a structure or an object with tensors."""
     if not isinstance(y, torch.Tensor):
-        return f"tensors in a {type(y).__name__}" if tensors_in(y) or tensors_held(y) else ""
+        return f"tensors in a {type(y).__name__}" if tensors_in(y) or holds_tensors(y) else ""
     if y.layout is torch.strided:
         return ""
     return "a global tensor" if type(y) is GlobalTensor else f"a tensor that is {y.layout}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import fields, is_dataclass
+from gc import get_referents
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 _NO_TENSORS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
+_OF_PROGRAMS = type, ModuleType, FunctionType, CodeType  # (which refer to all that a program has)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -20,11 +21,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def tensors_held(value: Any) -> list[torch.Tensor]:
-    """The tensors that an object holds which is no structure: in its attributes, or as what it consists of."""
-    slots = [getattr(value, one.name, None) for one in fields(value)] if is_dataclass(value) else []
-    items = list(value) if isinstance(value, (set, frozenset, deque)) else []
-    return tensors_in((slots, items, getattr(value, "__dict__", None)))
+def holds_tensors(value: Any) -> bool:
+    """Whether an object that is no structure refers to a tensor, also by others: what it consists of, its attributes.
+
+    (An iterator, which may be read once, refers to what it is of, and a generator to its variables.)
+    """
+    seen: dict[int, Any] = {}
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if issubclass(type(one), torch.Tensor):
+            return True
+        if id(one) not in seen and not issubclass(type(one), _OF_PROGRAMS):
+            seen[id(one)] = one
+            rest += get_referents(one)
+    return False
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:

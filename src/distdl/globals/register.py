@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.nested import tensors_held, tensors_in
+from distdl.globals.nested import holds_tensors, tensors_in
 from distdl.globals.operands import aligned
 from distdl.globals.running import on_blocks
 from distdl.globals.table import TABLE, Handler, name_of
@@ -107,7 +107,7 @@ def _holders(y: Any) -> Iterator[Any]:
     if isinstance(y, (tuple, list, dict)):
         for one in y.values() if isinstance(y, dict) else y:
             yield from _holders(one)
-    elif not isinstance(y, _PLAIN) and tensors_held(y):
+    elif not isinstance(y, _PLAIN) and holds_tensors(y):
         yield y
 
 
