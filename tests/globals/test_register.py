@@ -946,22 +946,59 @@ def test_a_function_of_blocks_that_writes_into_a_leaf_without_gradients():
     assert_close(dx, torch.full_like(x35, 6.0))
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @on_workers
-def test_a_write_of_a_function_of_blocks_is_counted_on_workers_without_cells():
+def test_a_write_of_a_function_of_blocks_is_counted_on_workers_without_cells(mode):
     """So a backward that has saved what was written raises on every worker."""
     x = split(x35)
     w = x.clone().requires_grad_()
     y = w * x
-    distdl.local_map(lambda block: block.mul_(2) + 0)(x)
+    with mode():
+        distdl.local_map(lambda block: block.mul_(2) + 0)(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("leaf", [True, False])
 @on_workers
-def test_a_function_of_blocks_that_detaches_its_argument():
-    x = split(x35).requires_grad_()
-    y = distdl.local_map(lambda block: block.detach_() * 2)(x)
+def test_a_function_of_blocks_that_detaches_its_argument(leaf, mode):
+    """Then nothing follows from that any more, on workers without cells, either."""
+    x, other = split(x35).requires_grad_(), split(x35).requires_grad_()
+    moved = x if leaf else x.redistribute(distdl.world().reshape(1, 3)).redistribute(x.layout)
+    with mode():
+        y = distdl.local_map(lambda block: block.detach_() * 2)(moved)
     assert_close(y, x35 * 2)
+    assert (moved.requires_grad, moved.is_leaf) == (False, True)
+    (moved * other).sum().backward()
+    assert x.grad is None
+    assert_close(other.grad, x35)
+
+
+@on_workers
+def test_a_function_of_blocks_that_differentiates_by_its_argument():
+    """By what it has got itself, which requires a gradient from then on, on every worker."""
+
+    def slope(block):
+        return torch.autograd.grad(block.requires_grad_().square().sum(), block)[0]
+
+    x = split(x35)
+    for _ in range(2):
+        assert_close(distdl.local_map(slope)(x), 2 * x35)
+    (x * 3).sum().backward()
+    assert_close(x.grad, torch.full_like(x35, 3.0))
+
+
+@pytest.mark.parametrize("function", [lambda block: block, torch.enable_grad()(lambda block: block * 1)])
+@on_workers
+def test_a_function_of_blocks_that_gives_a_graph_without_gradients(function):
+    x = split(x35).requires_grad_()
+    z = x * 1
+    with torch.no_grad():
+        y = distdl.local_map(function)(z)
+    assert y.requires_grad
+    (y * 2).sum().backward()
+    assert_close(x.grad, torch.full_like(x35, 2.0))
 
 
 @on_workers

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 from zlib import crc32
 
@@ -72,14 +72,12 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         context = found[0]._context if found else None
         inputs: list[torch.Tensor] = []
         curved: list[bool] = []
-        stand_ins: list[tuple[torch.Tensor, torch.Tensor, Any, int]] = []
+        blocks: list[_Block] = []
 
         def plain(one: torch.Tensor) -> torch.Tensor:
             if type(one) is GlobalTensor:
-                block, layout = block_of(one), one._layout
-                one = block if layout.active else zeros_on(block, _block_shape(layout, layout.context.me))
-                if one is not block and torch.is_grad_enabled():
-                    stand_ins.append((block, one, one.grad_fn, 0 if one.is_inference() else one._version))
+                blocks.append(_Block.of(one))
+                one = blocks[-1].given
                 if one.requires_grad:
                     note_given(one)
             elif context is not None:
@@ -94,11 +92,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         try:
             with on_blocks():
                 y = map_tensors(function(*given, **named), tied_of)
-            for block, stand_in, node, version in stand_ins:
-                if stand_in.requires_grad and stand_in.grad_fn is not node:  # (it follows from what was written)
-                    block.add_(zeros_on(stand_in, block.shape))
-                elif not (stand_in.is_inference() or block.is_inference()) and stand_in._version != version:
-                    torch.autograd.graph.increment_version(block)  # (as where there are cells)
+            for each in blocks:
+                each.settle()
         except Exception as error:
             if context is not None and not context.comm.imagined:
                 meet_in(error, f"a call of local_map of {name_of(function)}", context)
@@ -129,6 +124,49 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         return type(y)(*results) if hasattr(y, "_fields") else type(y)(results)
 
     return mapped
+
+
+class _Block(NamedTuple):
+    """What a function gets for a global tensor: the block, or outside of the partition zeros in its place.
+
+    Attributes:
+        given: to the function.
+        node, requires_grad, version: those that it had before.
+    """
+
+    of_tensor: GlobalTensor
+    given: torch.Tensor
+    node: Any
+    requires_grad: bool
+    version: int
+
+    @staticmethod
+    def of(x: GlobalTensor) -> _Block:
+        given = block_of(x)
+        if not x._layout.active:
+            with torch.inference_mode(given.is_inference()):  # (in any mode, as a block is what it is)
+                given = zeros_on(given, _block_shape(x._layout, x._context.me))
+        return _Block(x, given, given.grad_fn, given.requires_grad, _version(given))
+
+    def settle(self) -> None:
+        """Let the global tensor be what the function has made of what it got: written, cut off its graph, or a leaf."""
+        x, node, wants = self.of_tensor, self.given.grad_fn, self.given.requires_grad
+        if node is None and (self.node is not None or wants is not self.requires_grad):
+            if not (wants and x._block.is_leaf):
+                x.detach_()
+            x.requires_grad_(wants)
+        if x._layout.active:
+            return
+        block = x._block
+        if node is not None and node is not self.node:  # (it follows from what was written)
+            with torch.inference_mode(block.is_inference()):
+                block.add_(zeros_on(self.given, block.shape))
+        elif _version(self.given) != self.version and not block.is_inference():
+            torch.autograd.graph.increment_version(block)
+
+
+def _version(one: torch.Tensor) -> int:
+    return 0 if one.is_inference() else one._version
 
 
 def _is_place(value: Any) -> bool:
@@ -397,7 +435,8 @@ def _global(y: Any, layout: KnownLayout | None, others: Sequence[torch.Tensor], 
     if layout is None:
         return y
     if not layout.active:
-        y = zeros_on(y, layout.local)
+        with torch.inference_mode(y.is_inference()):  # (in any mode, as for a block)
+            y = zeros_on(y, layout.local)
     if torch.is_grad_enabled() and (y.is_floating_point() or y.is_complex()):
         for other in others:
             y = y + zeros_on(other, ()).to(y.dtype)
