@@ -86,6 +86,8 @@ def test_strides_of_a_part_of_a_block_are_those_of_its_cells(read, workers):
         assert_close(read(x[2], (2, 2), (3, 1), 13), read(x2[2], (2, 2), (3, 1), 13))
         with pytest.raises(RuntimeError, match="out of bounds"):
             read(x[1, 2], (3,), (1,))
+        x = split(x2.mT, 1, 1)  # (which lies as any global tensor that enters)
+        assert_close(read(x, (3, 2), (1, 7)), read(x2.mT.contiguous(), (3, 2), (1, 7)))
 
     distdl.run_workers(work, workers)
 

@@ -104,15 +104,15 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
-    """A tensor on the worker that computes, in memory of its own cells alone, for the function may ask for strides.
+    """A tensor on the worker that computes, alone in memory as it lies in torch, for the function may ask for strides.
 
     Where that writes in place, it is not a block, which is written later.
     """
     y = moved(x, x._context.whole(x.shape, worker), name)
     if "_strides" in x.__dict__ and x._context.me == worker:
         return lie_as(x, y)
-    is_part = y.untyped_storage().nbytes() > y.numel() * y.itemsize
-    return y.clone() if is_part or (y is x._block and in_place) else y
+    lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
+    return y if lies_so and not (y is x._block and in_place) else y.clone(memory_format=torch.contiguous_format)
 
 
 def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> None:
