@@ -696,8 +696,8 @@ def test_bits_follow_from_places_signs_and_exponents(count, dtype):
 
 def test_bits_follow_from_nothing_that_differs_between_processes():
     text = "from distdl.globals.models.drift import Kept, Seen; print(Seen(Kept(), (3, 0)).number)"
-    found = [subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert {int(one.stdout) for one in found} == {Seen(Kept(), (3, 0)).number}
+    found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert int(found.stdout) == Seen(Kept(), (3, 0)).number
 
 
 @pytest.mark.parametrize("what", ["plain", "weight"])
