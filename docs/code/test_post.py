@@ -8,7 +8,7 @@ from pathlib import Path
 
 import post
 import pytest
-from launchers import imported
+from launchers import imported, torchrun
 
 import distdl
 
@@ -16,7 +16,6 @@ FOLDER = Path(__file__).parent
 TESTS = FOLDER.parents[1] / "tests"
 PRINTED = [line[7:] for line in (FOLDER / "post.py").read_text().splitlines() if line.startswith("    #: ")]
 RUN = [sys.executable, "-m", "distdl", "run", "-n", "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 
 def output_of(command, **variables):
@@ -45,7 +44,7 @@ def test_run_workers_starts_it_by_its_name():
 
 @pytest.mark.timeout(180)
 def test_torchrun_launches_it_by_its_name():
-    assert output_of([*TORCHRUN, str(FOLDER / "post.py")], DISTDL_BACKEND="post") == PRINTED
+    assert output_of(torchrun(4, FOLDER / "post.py"), DISTDL_BACKEND="post") == PRINTED
 
 
 @pytest.mark.timeout(120)

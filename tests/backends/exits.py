@@ -1,4 +1,4 @@
-"""Workers that end as they should not, or whose launcher ends, for ``test_exits``: ``exits.py NAME [FOLDER]``."""
+"""Workers that end as they should not, or whose launcher ends, for ``test_exits``: ``exits.py NAME BACKEND|alone``."""
 
 import atexit
 import gc
@@ -13,6 +13,7 @@ import torch
 import distdl
 from distdl.backends import threaded
 from distdl.nn import AllSumReduce
+from distdl.workers import processes
 
 
 def layer_called_once(workers):
@@ -72,9 +73,9 @@ def ends_beside_its_watch():
 
     P = distdl.world()
     P.comm._watch._store = Asking(P.comm._watch._store)
-    time.sleep(2.5 if P.rank == 0 else 0)
+    time.sleep(2 if P.rank == 0 else 0)
     P.allgather_data(0)
-    time.sleep(4 if P.rank == 0 else 0)  # (it keeps the store)
+    time.sleep(2.5 if P.rank == 0 else 0)  # (it keeps the store)
 
 
 def returns():
@@ -219,4 +220,5 @@ if __name__ == "__main__":
     if how == "alone":
         globals()[scenario]()
     else:
-        distdl.run_workers(globals()[scenario], 2, how)
+        processes._GRACE = float(os.environ.get("EXITS_GRACE", processes._GRACE))
+        distdl.run_workers(globals()[scenario], int(os.environ.get("EXITS_WORKERS", "2")), how)

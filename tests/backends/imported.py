@@ -3,8 +3,9 @@
 Starting a process is what tests of jobs cost: the imports take more than a second of a processor, and a job has up to
 five of them. ``python imported.py server PATH`` imports, and then waits at the socket PATH as long as its standard
 input is open. ``python imported.py PATH SCRIPT ARGUMENT ...`` is, to whoever has started it, what ``python SCRIPT
-ARGUMENT ...`` would be: it has the script run by a fork of the server, with its environment, its folder, its process
-group and its three streams, ends as that ends, and takes it along when it is killed. mpirun and torchrun can start it.
+ARGUMENT ...`` would be (or ``python -m MODULE ARGUMENT ...``): it has the script run by a fork of the server, with its
+environment, its folder, its process group and its three streams, ends as that ends, and takes it along when it is
+killed. mpirun and torchrun can start it.
 
 The processes that ``run_workers`` starts from such a script are forks as well. Tests of how processes are started, and
 end with the one that has started them, take none of this.
@@ -102,9 +103,14 @@ def run(arguments, folder, environment, group):
         os.setpgid(0, group)
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork
-    sys.argv = arguments
-    sys.path[:1] = [os.path.dirname(arguments[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    runpy.run_path(arguments[0], run_name="__main__")
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    place = folder if is_module else os.path.dirname(arguments[0])
+    sys.path[:1] = [place, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    if is_module:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":

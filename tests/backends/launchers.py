@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -30,11 +31,18 @@ def mpirun(workers, script, *arguments, python=(sys.executable,)):
     return [program, "--oversubscribe", "-n", str(workers), *python, str(script), *arguments]
 
 
+def torchrun(workers, script, *arguments, options=()):
+    """The command that runs a script on so many processes of torchrun, all of them forks, and torchrun itself, too."""
+    launcher = [*imported(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    return [*launcher, *options, "--no-python", *imported(), str(script), *arguments]
+
+
 @functools.cache
 def imported():
     """In the place of ``[sys.executable]``: a fork of a process that has imported torch runs a script (imported.py).
 
-    ``[*imported(), SCRIPT, ARGUMENT, ...]``. The process is started at the first call, and ends with this one.
+    ``[*imported(), SCRIPT, ARGUMENT, ...]`` or ``[*imported(), "-m", MODULE, ARGUMENT, ...]``. The process is started
+    at the first call, and ends with this one.
     """
     server = str(FOLDER / "imported.py")
     folder = tempfile.mkdtemp(prefix="distdl-imported-")  # (a TemporaryDirectory goes with a fork that forgets ``end``)
@@ -70,6 +78,17 @@ def ended(command, limit=100, **variables):
     if done.returncode and NOT_STARTED in done.stderr:
         done = subprocess.run(command, **options)
     return done
+
+
+def forked(function, workers, backend="gloo"):
+    """What ``run_workers`` returns for a function of a module, by workers that are forks, see ``imported``."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "function")
+        file.write_bytes(pickle.dumps(function))
+        command = [*imported(), str(FOLDER / "run_function.py"), str(file), str(workers), backend]
+        done = ended(command, PYTHONPATH=os.pathsep.join(sys.path))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return pickle.loads(file.read_bytes())
 
 
 def outcome(command, **variables):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from types import ModuleType
 import exits
 import pytest
 import torch
-from launchers import FOLDER, imported, mpirun, outcome, python_path
+from launchers import FOLDER, imported, mpirun, outcome, python_path, torchrun
 
 import distdl
 from distdl import environment
@@ -23,7 +24,7 @@ from distdl.__main__ import main as command_line
 from distdl.backends.threaded import generator
 from distdl.nn import AllSumReduce
 from distdl.transport.communicator import CommunicationError
-from distdl.workers import launchers, processes
+from distdl.workers import launchers
 
 SCRIPT = str(FOLDER / "exits.py")
 
@@ -81,19 +82,25 @@ def test_another_exit_code_is_kept_and_its_worker_is_named(capsys):
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_name_the_worker_that_left():
-    with pytest.raises(CommunicationError, match=r"AllSumReduce.*worker 1 had come to the end") as error:
-        distdl.run_workers(exits.leaves, 2, "gloo")
-    assert "worker 1 called sys.exit" in error.value.__notes__
+    *_, error, note = failed("leaves")
+    assert re.match(r"\S*CommunicationError: .*AllSumReduce.*worker 1 had come to the end", error)
+    assert note == "worker 1 called sys.exit"
+
+
+def failed(scenario, **variables):
+    """The lines that are printed where workers in gloo processes run a scenario and ``run_workers`` raises."""
+    status, output = outcome([*imported(), SCRIPT, scenario, "gloo"], **variables)
+    assert status == 1, output
+    return output.splitlines()
 
 
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_that_lose_another_say_why():
-    with pytest.raises(KeyError, match="the reason") as error:
-        distdl.run_workers(exits.raises, 2, "gloo")
-    traceback = str(error.value.__cause__)
-    assert "in worker 1" in traceback and "exits.py" in traceback and "in raises" in traceback
-    [note] = error.value.__notes__
+    *before, error, note = failed("raises")
+    cause = "\n".join(before).partition("the direct cause of the following exception")[0]
+    assert "WorkerTraceback" in cause and "in worker 1" in cause and "exits.py" in cause and "in raises" in cause
+    assert error == "KeyError: 'the reason'"
     assert note.startswith("worker 0 raised CommunicationError: worker 0 lost a connection in AllSumReduce")
     assert "worker 1 failed with KeyError: 'the reason'" in note
 
@@ -102,7 +109,7 @@ def test_gloo_processes_that_lose_another_say_why():
 @pytest.mark.timeout(120)
 def test_a_gloo_process_ends_well_while_its_watch_asks_the_store():
     """(A thread that comes back from C++ while the interpreter ends is unwound, and C++ aborts the process.)"""
-    status, output = outcome([*STARTS["gloo"][:-2], "ends_beside_its_watch", "alone"])
+    status, output = outcome(torchrun(2, SCRIPT, "ends_beside_its_watch", "alone"))
     assert status == 0 and "terminate" not in output, output
 
 
@@ -201,11 +208,9 @@ def test_torchs_module_of_random_numbers_is_for_its_users_what_it_was(monkeypatc
 
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
-def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error(monkeypatch):
-    monkeypatch.setattr(processes, "_GRACE", 2.0)
-    with pytest.raises(KeyError, match="the reason") as error:
-        distdl.run_workers(exits.fails_beside_a_deaf_one, 2, "gloo")
-    assert "in worker 0" in str(error.value.__cause__)
+def test_a_process_that_does_not_hear_sigterm_does_not_hide_the_error():
+    lines = failed("fails_beside_a_deaf_one", EXITS_GRACE="2")
+    assert "(in worker 0)" in lines and "KeyError: 'the reason'" in lines
 
 
 # -- launchers
@@ -272,8 +277,8 @@ def test_the_grace_period_is_a_number(monkeypatch, text):
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(120)
 def test_torchrun_restarts_a_job_and_it_ends_without_open_groups():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    status, output = outcome([*torchrun, "--max-restarts", "1", SCRIPT, "recovers", "alone"], DISTDL_TIMEOUT="20")
+    command = torchrun(2, SCRIPT, "recovers", "alone", options=["--max-restarts", "1"])
+    status, output = outcome(command, DISTDL_TIMEOUT="20")
     assert status == 0 and "KeyError: 'the reason'" in output, output
     assert "groups open at exit: 0" in output, output
 
@@ -326,7 +331,8 @@ def test_all_workers_save_at_the_same_step_when_one_gets_sigterm(backend, tmp_pa
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("scenario", ["saves_when_asked", "saves_when_its_parent_is_asked"])
 def test_all_mpi_workers_save_at_the_same_step_when_one_or_mpirun_gets_a_signal(scenario, tmp_path):
-    saves_and_ends(mpirun(2, SCRIPT, scenario, "alone"), tmp_path)
+    python = [sys.executable] if "parent" in scenario else imported()  # (whose parent is not mpirun)
+    saves_and_ends(mpirun(2, SCRIPT, scenario, "alone", python=python), tmp_path)
 
 
 def saves_and_ends(command, folder):

@@ -13,10 +13,11 @@ import threading
 import time
 from pathlib import Path
 
+import launchers
 import numpy as np
 import pytest
 import torch
-from launchers import FOLDER, ended
+from launchers import FOLDER, ended, forked
 
 import distdl
 from distdl import backends
@@ -346,30 +347,22 @@ def here(monkeypatch):
     return main
 
 
-@pytest.fixture(scope="module")
-def expected():
-    text = (EXAMPLES / "broadcast.py").read_text()
-    return text[text.index("# It prints:") :].replace("# It prints:\n", "").replace("# ", "")
-
-
-@pytest.mark.timeout(120)
-def test_a_script_runs_unchanged_under_every_launcher(expected):
+def test_a_script_runs_unchanged_on_threads(here, capsys):
     """Alone, with MPI and under torchrun, too: tests/examples runs this script and the others."""
-    script = str(EXAMPLES / "broadcast.py")
-    assert output_of([sys.executable, "-m", "distdl", "run", "-n", "4", "--backend", "gloo", script]) == expected
-
-
-def test_a_script_runs_unchanged_on_threads(here, expected, capsys):
+    text = (EXAMPLES / "broadcast.py").read_text()
+    expected = text[text.index("# It prints:") :].replace("# It prints:\n", "").replace("# ", "")
     assert here(["run", "-n", "4", "--backend", "threads", str(EXAMPLES / "broadcast.py")]) == 0
     assert capsys.readouterr().out == expected
 
 
-def test_run_passes_arguments_and_a_plain_script_needs_no_run_workers(tmp_path):
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("options", [[], ["--backend", "gloo"]], ids=["threads", "gloo"])
+def test_run_passes_arguments_and_a_plain_script_needs_no_run_workers(options, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text(
         "import sys, distdl\nP = distdl.world()\nP.print_sequential(f'{P.rank} {sys.argv[1:]} {__name__}')\n"
     )
-    got = output_of([sys.executable, "-m", "distdl", "run", "-n", "2", str(script), "--flag", "3"])
+    got = output_of([*launchers.imported(), "-m", "distdl", "run", "-n", "2", *options, str(script), "--flag", "3"])
     assert got.splitlines() == ["0 ['--flag', '3'] __main__", "1 ['--flag', '3'] __main__"]
 
 
@@ -447,12 +440,12 @@ def test_a_script_that_wants_more_workers_than_its_own_says_how_to_start_them(tm
         f"try:\n    distdl.world().{wanted}\nexcept ValueError as error:\n    print(error)\n" for wanted in WANTED
     ]
     script.write_text("".join(["import distdl\n", *attempts, f"distdl.world().{list(WANTED)[-1]}\n"]))
-    plain = ended([sys.executable, script], 60)
+    plain = ended([*launchers.imported(), str(script)], 60)
     printed = plain.stdout.splitlines()
     assert len(printed) == len(WANTED), plain.stdout + plain.stderr
     assert all(ALONE.format(n) in line for line, n in zip(printed, WANTED.values(), strict=True))
     assert plain.returncode == 1 and printed[-1] in plain.stderr
-    run = [sys.executable, "-m", "distdl", "run", "-n", "2", script]
+    run = [*launchers.imported(), "-m", "distdl", "run", "-n", "2", str(script)]
     launched = ended(run, 60)
     assert "ValueError" in launched.stderr and launched.stdout and "started" not in launched.stdout + launched.stderr
 
@@ -530,9 +523,8 @@ def _watches():
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.filterwarnings("ignore")
 def test_nothing_is_left_of_worlds_over_process_groups_that_have_ended():
-    for found in distdl.run_workers(users_torch_groups_that_end, 2, "gloo"):
+    for found in forked(users_torch_groups_that_end, 2):
         assert {watches for watches, _ in found} == {1}
         assert max(files for _, files in found) - min(files for _, files in found) < 4
 
@@ -560,9 +552,8 @@ def saves_of_two_worlds(folder):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.filterwarnings("ignore")
 def test_a_checkpoint_of_two_worlds_has_equal_copies_only(tmp_path):
-    assert distdl.run_workers(functools.partial(saves_of_two_worlds, str(tmp_path)), 4, "gloo") == [True] * 4
+    assert forked(functools.partial(saves_of_two_worlds, str(tmp_path)), 4) == [True] * 4
 
 
 def _free_port():
@@ -574,9 +565,8 @@ def _free_port():
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.filterwarnings("ignore")
 def test_a_world_over_process_groups_that_the_user_made():
-    assert distdl.run_workers(users_torch_group, 3, "gloo") == [True] * 3
+    assert forked(users_torch_group, 3) == [True] * 3
 
 
 def test_messages_are_never_unpickled():

@@ -3,22 +3,20 @@
 import functools
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
 from cases import MAKERS
-from launchers import ended, imported, mpirun
+from launchers import ended, imported, mpirun, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 SCRIPT = Path(__file__).parent / "run_examples.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 JOBS = {  # the examples that each runs, in one launch
     "threads": (lambda: [*imported(), str(SCRIPT)], LARGE),
     "mpirun": (lambda: mpirun(4, SCRIPT, python=imported()), (*SMALL, *LARGE)),
-    "torchrun": (lambda: [*TORCHRUN, "--no-python", *imported(), str(SCRIPT)], (*SMALL, "lenet_digits")),
+    "torchrun": (lambda: torchrun(4, SCRIPT), (*SMALL, "lenet_digits")),
 }
 LIMIT = 400  # seconds for a job
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import zarr
+from launchers import forked
 
 import distdl
 from distdl.data import BlockDataset, Blocks, DataLoader, collate
@@ -223,7 +224,7 @@ def drawn_by_torchs_generator() -> list[torch.Tensor]:
 
 def test_a_sampler_without_a_generator():
     """It draws from that of torch, of which each process has one."""
-    for one in zip(*distdl.run_workers(drawn_by_torchs_generator, 2, "gloo"), strict=True):
+    for one in zip(*forked(drawn_by_torchs_generator, 2), strict=True):
         assert torch.equal(*one)
 
 
@@ -366,7 +367,7 @@ def loads_by_a_process() -> bool:
 
 
 def test_worker_processes_of_workers_that_are_processes():
-    assert distdl.run_workers(loads_by_a_process, 2, "gloo") == [True, True]
+    assert forked(loads_by_a_process, 2) == [True, True]
 
 
 def test_blocks_of_another_partition_are_refused():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from launched import assert_close, on_workers, split
+from launchers import forked
 from same import noise
 
 import distdl
@@ -519,9 +520,9 @@ def with_another_default_device():
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("backend", ["threads", "gloo"])
-def test_workers_with_another_default_device(backend):
-    first, second = distdl.run_workers(with_another_default_device, 2, backend)
+@pytest.mark.parametrize("run", [distdl.run_workers, forked], ids=["threads", "gloo"])
+def test_workers_with_another_default_device(run):
+    first, second = run(with_another_default_device, 2)
     assert first == second and "workers make different calls together" in first
 
 

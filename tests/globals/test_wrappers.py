@@ -4,6 +4,7 @@ import copy
 import socket
 
 import torch
+from launchers import forked
 from torch import nn
 
 import distdl
@@ -54,4 +55,4 @@ def all_wrappers():
 
 def test_wrappers_refuse_shares_and_change_nothing_of_replicas():
     """(They average gradients, which are the same on all workers.)"""
-    assert distdl.run_workers(all_wrappers, 2, "gloo") == [True, True]
+    assert forked(all_wrappers, 2) == [True, True]
