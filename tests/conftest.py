@@ -68,6 +68,21 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: first.index(turn) if (turn := turn_of(item.nodeid)) in first else len(first))
 
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pytest_runtest_setup(item):
+    """Of several processes that run the tests, each takes one core for the threads of tests that compare values.
+
+    Workers that are threads hand the interpreter to each other, thousands of times in a test, and one that is woken on
+    another core comes later. In tests of how workers wait and move tensors they go on to use all cores.
+    """
+    process = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if process and CORES:
+        alone = item.nodeid.startswith("tests/globals/") and "processes" not in turn_of(item.nodeid)
+        os.sched_setaffinity(0, {CORES[int(process) % len(CORES)]} if alone else CORES)
+
+
 def pytest_collection_finish():
     gc.freeze()  # (else every full collection looks at all modules and tests)
 
