@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import in_pairs
 from same import GRIDS, WORKERS, Global, assert_raises_the_same, assert_same, noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -177,19 +178,21 @@ def test_other_dtypes_are_torchs_errors(name):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype", "ignore:Casting complex")
-@pytest.mark.parametrize("own", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128, None])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128])
-def test_rms_norm_of_any_dtypes(dtype, own):
+@pytest.mark.parametrize(("dtype", "own", "shape", "eps"), list(in_pairs(
+    (torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128),
+    (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128, None),
+    ((6,), (3, 6)),
+    (None, 1e-6),
+)))  # fmt: skip
+def test_rms_norm_of_any_dtypes(dtype, own, shape, eps):
     x, grids = noise(5, 3, 6, dtype=torch.complex128) / 4096, [(2, 1, 2), (1, 1, 4), (1, 3, 1)]
     tolerance = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.complex64: 1e-5}.get(dtype, 1e-12)
     given, weight = (x if dtype.is_complex else x.real).to(dtype), None if own is None else torch.arange(6).to(own)
-    for shape in ((6,), (3, 6)):
-        scale = None if weight is None else weight.expand(shape).clone()
-        for eps in (None, 1e-6):
-            assert_same(
-                lambda x, w=scale, n=shape, e=eps: F.rms_norm(x, n, w, e), Global(given), grids=grids,
-                tolerance=tolerance, curved=dtype.is_floating_point,
-            )  # fmt: skip
+    scale = None if weight is None else weight.expand(shape).clone()
+    assert_same(
+        lambda x: F.rms_norm(x, shape, scale, eps), Global(given), grids=grids,
+        tolerance=tolerance, curved=dtype.is_floating_point,
+    )  # fmt: skip
 
 
 def test_rms_norm_that_torch_refuses():

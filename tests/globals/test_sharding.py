@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from covering import in_pairs
 from nets import (
     GRIDS,
     OPTIMISERS,
@@ -933,9 +934,10 @@ _BY_HOOKS = [{}, *({"respect_saved_tensors_hooks": by} for by in (False, True) i
 
 
 @pytest.mark.parametrize("by_hooks", _BY_HOOKS)
-@pytest.mark.parametrize("weights", ["replicated", "sharded", "plain"])
-@pytest.mark.parametrize("kept", ["addmm", "addmm gelu", "mm copy_ slice"])
-def test_selective_checkpoints(kept, weights, by_hooks):
+@pytest.mark.parametrize(("kept", "weights", "grid"), list(in_pairs(
+    ("addmm", "addmm gelu", "mm copy_ slice"), ("replicated", "sharded", "plain"), ((2, 1), (1, 3)),
+)))  # fmt: skip
+def test_selective_checkpoints(kept, weights, grid, by_hooks):
     """They count the operators of a forward, and hand out what some gave: set-ups and messages are none of them."""
 
     class Layer(torch.nn.Module):
@@ -955,14 +957,13 @@ def test_selective_checkpoints(kept, weights, by_hooks):
     theirs = _gradients(torch.nn.Sequential(Layer(), Layer()), noise(6, 5))
 
     def work():
-        for grid in ((2, 1), (1, 3)):
-            P = distdl.world().create_partition_inclusive(range(max(grid))).reshape(*grid)
-            model = torch.nn.Sequential(Layer(), Layer())
-            model = model if weights == "plain" else distdl.distribute(model, P, weights=weights)
-            ours = _gradients(model, distdl.distribute_tensor(noise(6, 5), P))
-            for one, other in zip(ours, theirs, strict=True):
-                whole = one.full_tensor() if type(one) is GlobalTensor else one
-                torch.testing.assert_close(whole, other, rtol=1e-9, atol=1e-9)
+        P = distdl.world().create_partition_inclusive(range(max(grid))).reshape(*grid)
+        model = torch.nn.Sequential(Layer(), Layer())
+        model = model if weights == "plain" else distdl.distribute(model, P, weights=weights)
+        ours = _gradients(model, distdl.distribute_tensor(noise(6, 5), P))
+        for one, other in zip(ours, theirs, strict=True):
+            whole = one.full_tensor() if type(one) is GlobalTensor else one
+            torch.testing.assert_close(whole, other, rtol=1e-9, atol=1e-9)
 
     distdl.run_workers(work, 4)
 
@@ -1017,11 +1018,12 @@ SAVING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 2, 1), (2, 1, 1, 1)])
-@pytest.mark.parametrize("saves", SAVING.values(), ids=SAVING)
-@pytest.mark.parametrize("mixes", MIXED.values(), ids=MIXED)
-def test_selective_checkpoints_that_save_nearly_all(mixes, saves, grid):
+@pytest.mark.parametrize(
+    ("mix", "saving", "grid"), list(in_pairs(list(MIXED), list(SAVING), [(1, 1, 2, 1), (2, 1, 1, 1)]))
+)
+def test_selective_checkpoints_that_save_nearly_all(mix, saving, grid):
     """Of what our own functions consist of, nothing is counted: workers without cells compute it otherwise."""
+    mixes, saves = MIXED[mix], SAVING[saving]
 
     def policy(context, operator, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if saves(operator.__name__.split(".")[0]) else CheckpointPolicy.MUST_RECOMPUTE
