@@ -22,6 +22,7 @@ from distdl import CommunicationError
 from distdl.backends.torch_distributed import TorchCommunicator, threads
 from distdl.backends.torch_distributed.threads import in_their_turn, receiving_threads
 from distdl.nn import Broadcast, Repartition, SumReduce
+from distdl.transport import watch
 from distdl.transport.stores import LOOPBACK, connect, local_store
 
 SCRIPT = FOLDER / "run_openings.py"
@@ -272,6 +273,7 @@ def copies(P):
 def test_backwards_in_another_order_end_long_before_the_limit(results_of, store, monkeypatch):
     """Worker 1 takes another order. All are told by one of them what differs, and since when."""
     monkeypatch.setenv("DISTDL_TIMEOUT", "300")
+    monkeypatch.setattr(watch, "_PATIENCE", 0.3)
     comms = [comm for comm, _ in each(3, lambda worker: link(store, worker, 3))]
 
     def work(worker):
