@@ -215,6 +215,28 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(differe
         assert_close(ours, theirs)
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * ctx.saved_tensors[0] * dy
+
+
+@pytest.mark.parametrize(("follow", "text"), [
+    (lambda s: s * torch.ones(1).double().requires_grad_(), "or from what a primitive of distdl.nn gives and"),
+    (Square.apply, "Square was applied to weights .* or to what a primitive of distdl.nn gives"),
+])  # fmt: skip
+@on_workers
+def test_what_primitives_give_is_not_taken_for_a_variable(follow, text):
+    total = nn.AllSumReduce(distdl.world(), (0,))(split(noise(6), 2).requires_grad_().to_local().sum().reshape(1))
+    with pytest.raises(RuntimeError, match=text):
+        split(noise(6), 2) * follow(total)
+
+
 @pytest.mark.parametrize("follow", [lambda s: s, lambda s: s.sin() * 2])
 @on_workers
 def test_sums_of_blocks_by_primitives_stand_beside_global_tensors(follow):

@@ -19,9 +19,10 @@ from distdl.tensors.function import BlockFunction, Function
 _KEY = "distdl: follows from"
 OLD_REFERENCE = (
     "the autograd function {0} was applied to weights of a distributed model by a reference to {0}.apply that is older "
-    "than the import of distdl, or to a view of them that was taken before they were written there; its backward would "
-    "get a worker's part of the gradient. Import distdl before the module that takes this reference, and take views "
-    "after the write"
+    "than the import of distdl, or to a view of them that was taken before they were written there, or to what a "
+    "primitive of distdl.nn gives; its backward would get a worker's part of the gradient. Import distdl before the "
+    "module that takes this reference, take views after the write, and apply functions to what primitives give in "
+    "distdl.local_map"
 )
 """Said of a function that has not been given variables (see :func:`distdl.globals.parts.apply_to_variables`)."""
 
@@ -43,9 +44,9 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     if len(found) > 1:
         raise RuntimeError(
             "a plain tensor follows both from a parameter of the model and from a tensor that has not entered the "
-            "model, and its type does not say so: it was computed from a view that had been taken before the parameter "
-            "was written into the same memory. Take views after the write, and give other tensors to the model beside "
-            "its input"
+            "model, and its type does not say so; or from what a primitive of distdl.nn gives and from another one. "
+            "Let each meet a global tensor by itself, as in x * a * b for x * (a * b). Take views of a parameter after "
+            "it has been written, and give other tensors to the model beside its input"
         )
     return next(iter(found), None)
 
