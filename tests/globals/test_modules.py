@@ -5,6 +5,7 @@ import torch
 from launched import assert_close, on_workers, split
 from same import noise
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import nn
@@ -180,6 +181,8 @@ LAYERS = [
     (lambda P: nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1), lambda x: F.max_pool2d(x, 3, 1, 1)),
     (lambda P: nn.DistributedAvgPool2d(P, kernel_size=3, stride=1, padding=1), lambda x: F.avg_pool2d(x, 3, 1, 1)),
     (lambda P: nn.DistributedGroupNorm(P, 3, 3).double(), lambda x: F.group_norm(x, 3)),
+    (lambda P: nn.DistributedAdaptiveMaxPool2d(P, (4, 3)), lambda x: F.adaptive_max_pool2d(x, (4, 3))),
+    (lambda P: nn.DistributedDropout(P, 1.0), lambda x: x * 0),
     (lambda P: nn.Repartition(P, P), lambda x: x),
 ]  # fmt: skip
 
@@ -187,8 +190,11 @@ LAYERS = [
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize(("make", "function"), LAYERS)
 @pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("checkpointed", [False, True])
 @on_workers
-def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(differentiable, make, function, weights):
+def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
+    checkpointed, differentiable, make, function, weights
+):
     """Each worker has the gradient of its own block, and a part of that of a weight."""
     P = grid(1, 1, 2, 1)
 
@@ -197,9 +203,13 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(differe
             super().__init__()
             self.layer, self.scale = layer, torch.nn.Parameter(noise(3, 1, 1))
 
+        def scaled(self, h):
+            h = self.layer(h)
+            return h * (self.scale if h.numel() else self.scale[:0].sum()) + h  # (one of the workers is idle)
+
         def forward(self, x):
-            h = self.layer(x.to_local() if type(x) is distdl.GlobalTensor else x)
-            y = h * (self.scale if h.numel() else self.scale[:0].sum()) + h  # (one of the workers is idle)
+            h = x.to_local() if type(x) is distdl.GlobalTensor else x
+            y = checkpoint(self.scaled, h, use_reentrant=False) if checkpointed else self.scaled(h)
             return distdl.GlobalTensor.from_local(y, P) if type(x) is distdl.GlobalTensor else y
 
     layer = make(P)

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
-from distdl.tensors.function import BlockFunction, Function
+from distdl.tensors.function import BlockFunction
 from distdl.tensors.modes import unobserved
 from distdl.transport import Communicator
 from distdl.transport.calls import Calls
@@ -179,7 +179,7 @@ class _ApplyTogether(BlockFunction):
         return tuple(ys)
 
 
-class Stay(Function):
+class Stay(BlockFunction):
     """The identity, which saves a tensor."""
 
     @staticmethod

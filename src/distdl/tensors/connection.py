@@ -13,7 +13,7 @@ import torch
 
 from distdl.environment.types import Count
 from distdl.tensors.derivatives import is_checkpointed, is_differentiated_forward
-from distdl.tensors.function import BlockFunction, Function
+from distdl.tensors.function import BlockFunction
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -97,7 +97,7 @@ _ORDINARY = torch._C._autograd.CreationMeta.DEFAULT
 _REPLAYED = "_is_replayed"
 
 
-class _Whole(Function):
+class _Whole(BlockFunction):
     """A view as a tensor by itself, in the same memory: its graph does not change where it is written in place."""
 
     @staticmethod
@@ -152,7 +152,7 @@ def saving(y: torch.Tensor) -> torch.Tensor:
     return recorded
 
 
-class _Saving(Function):
+class _Saving(BlockFunction):
     """A copy, which saves a tensor."""
 
     @staticmethod
@@ -189,7 +189,7 @@ class _Absent(NamedTuple):
     weight: torch.Tensor
 
 
-class _Tied(Function):
+class _Tied(BlockFunction):
     """x itself. This backward comes after that of the sum, for it is that of an older node."""
 
     @staticmethod
