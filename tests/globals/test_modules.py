@@ -191,12 +191,13 @@ LAYERS = [
 @pytest.mark.parametrize(("make", "function"), LAYERS)
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("active", [1, 2])
 @on_workers
 def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
-    checkpointed, differentiable, make, function, weights
+    active, checkpointed, differentiable, make, function, weights
 ):
     """Each worker has the gradient of its own block, and a part of that of a weight."""
-    P = grid(1, 1, 2, 1)
+    P = grid(1, 1, active, 1)
 
     class Scaled(torch.nn.Module):
         def __init__(self, layer):
@@ -216,7 +217,10 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
     if hasattr(layer, "kernel_size") and hasattr(layer, "weight") and distdl.world().rank == 0:
         layer.load_state_dict({"weight": noise(3, 3, 3, 3)})
     found = []
-    for model, given in ((distdl.distribute(Scaled(layer), P, weights), split(x, 1, 1, 2, 1)), (Scaled(function), x)):
+    for model, given in (
+        (distdl.distribute(Scaled(layer), P, weights), split(x, 1, 1, active, 1)),
+        (Scaled(function), x),
+    ):
         given = (given * 1).detach().requires_grad_(differentiable)
         y = model(given)
         y.square().sum().backward()
@@ -247,6 +251,16 @@ def test_what_primitives_give_is_not_taken_for_a_variable(follow, text):
         split(noise(6), 2) * follow(total)
 
 
+def test_what_primitives_give_one_worker_alone_is_a_variable():
+    def work():
+        given, w = noise(6).requires_grad_(), noise(1).requires_grad_()
+        total = nn.AllSumReduce(distdl.world(), (0,))(split(given, 1).to_local().sum().reshape(1))
+        (split(given, 1) * Square.apply(total * w)).sum().backward()
+        assert_close(given.grad, torch.autograd.functional.jacobian(lambda x: x.sum() ** 3 * w**2, noise(6))[0])
+
+    distdl.run_workers(work, 1)
+
+
 @pytest.mark.parametrize("follow", [lambda s: s, lambda s: s.sin() * 2])
 @on_workers
 def test_sums_of_blocks_by_primitives_stand_beside_global_tensors(follow):
@@ -261,6 +275,30 @@ def test_sums_of_blocks_by_primitives_stand_beside_global_tensors(follow):
         found.append((y, given.grad))
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+BESIDE = [
+    (lambda P, x, w: nn.DistributedMSELoss(P)(x, x.detach() * 0), lambda x, w: x.square().mean()),
+    (lambda P, x, w: nn.DistributedL1Loss(P, "sum")(x, x.detach() * 0) * w.sin(), lambda x, w: x.abs().sum() * w.sin()),
+    (lambda P, x, w: nn.AllSumReduce(P, (0,))(x.sum().reshape(1)).sin().sum(), lambda x, w: x.sum().sin()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("active", [1, 2])
+@pytest.mark.parametrize(("ours", "theirs"), BESIDE)
+@on_workers
+def test_what_losses_and_sums_of_blocks_give_stands_beside_a_global_loss(ours, theirs, active):
+    """Workers outside, of which there is one at least, take the same part in its gradient."""
+    P, found = grid(active, 1), []
+    for given in (split(noise(6, 5), active, 1).requires_grad_(), noise(6, 5).requires_grad_()):
+        w = noise(1)[0].requires_grad_()
+        beside = ours(P, given.to_local(), w) if type(given) is distdl.GlobalTensor else theirs(given, w)
+        y = given.square().sum() + beside
+        y.backward()
+        found.append([y, given.grad, torch.zeros_like(w) if w.grad is None else w.grad])
+    found[0][-1] = distdl.world().allreduce_data(found[0][-1])  # (each worker has a part, as of what meets blocks)
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
+from distdl.plan.plan import Pattern
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import BlockFunction
 from distdl.tensors.modes import unobserved
-from distdl.transport import Communicator
 from distdl.transport.calls import Calls
 
 if TYPE_CHECKING:  # (an operator records these nodes)
@@ -62,8 +62,8 @@ class Apply(BlockFunction):
     """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
 
     @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        return node.op.comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
+    def adds_parts(node: Any) -> bool:
+        return _adds_parts(node.op)
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -95,8 +95,8 @@ class ApplyPacked(BlockFunction):
     """The same for several tensors, which move as one."""
 
     @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        return node.op.comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
+    def adds_parts(node: Any) -> bool:
+        return _adds_parts(node.op)
 
     @staticmethod
     def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -127,8 +127,8 @@ class _ApplyTogether(BlockFunction):
     """The same for several operators. Those of which nothing is recorded move, too."""
 
     @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        return node.ops[0].comm  # type: ignore[no-any-return]  # (nodes of autograd have no types)
+    def adds_parts(node: Any) -> bool:
+        return any(map(_adds_parts, node.ops))
 
     @staticmethod
     def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -217,6 +217,10 @@ class _Source(NamedTuple):
     def tangent(self, given: torch.Tensor | None) -> torch.Tensor:
         """The tangent of the source; zeros if it has none."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if given is None else given
+
+
+def _adds_parts(op: Operator) -> bool:
+    return op.plan.pattern is not Pattern.SUM and op.comm.size > 1  # (one worker has the whole sum, and its gradient)
 
 
 def _derive(began: dict[Calls, int], operators: Sequence[Operator]) -> None:

@@ -7,6 +7,7 @@ of a plain tensor before a copy was written into this does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from distdl.globals.context import Context
 from distdl.globals.running import any_noted, is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
-from distdl.tensors.function import BlockFunction, Function
+from distdl.tensors.function import Function, gives_block
 
 _KEY = "distdl: follows from"
 OLD_REFERENCE = (
@@ -30,6 +31,8 @@ OLD_REFERENCE = (
 def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     """The context into which what a plain tensor has been computed from has entered; None for one that has not.
 
+    Of what layers and primitives give, each worker has its own gradient, as if it had entered: :class:`Given`.
+
     Args:
         strict: whether an autograd function of a user's that has computed it from what has entered is an error.
     Raises: RuntimeError if some of it has, and some has not: of the gradient of the one each worker has a part, and of
@@ -39,6 +42,10 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     if node is None:
         return None
     found = _sources(node, strict)
+    if len(found) > 1:
+        found -= {Given.BLOCK}
+    if None not in found and len(found) > 1:
+        found -= {Given.PART}
     if len(found) > 1 and is_on_blocks():
         return next(one for one in found if one is not None)  # (a block)
     if len(found) > 1:
@@ -49,6 +56,12 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
             "it has been written, and give other tensors to the model beside its input"
         )
     return next(iter(found), None)
+
+
+class Given(Enum):
+    """What layers and primitives give: blocks, and what may be copies that stand for parts of a sum."""
+
+    BLOCK, PART = range(2)
 
 
 def note_entered(tensor: torch.Tensor, context: Any) -> None:
@@ -86,7 +99,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
             if after is not None:
                 note_node(after, False)
             continue
-        noted = _gives_block(one) or is_noted(one)
+        noted = gives_block(one) or is_noted(one)
         if noted:
             for each, _ in path[1:]:
                 note_node(each, True)
@@ -95,12 +108,6 @@ def may_differ(tensor: torch.Tensor) -> bool:
         if noted is None and one.next_functions and not _is_ours(one):
             path.append((one, (before for before, _ in one.next_functions if before is not None)))
     return False
-
-
-def _gives_block(node: Any) -> bool:
-    """Whether a layer or an operator of ours has made it: of what is no global tensor, these are given blocks."""
-    kind = getattr(type(node), "_forward_cls", None)
-    return isinstance(kind, type) and issubclass(kind, BlockFunction)
 
 
 def _is_ours(node: Any) -> bool:
@@ -124,7 +131,7 @@ def ours_before(tensor: torch.Tensor) -> set[type]:
 
 
 def _sources(node: Any, strict: bool) -> frozenset[Any]:
-    """What a node follows from: contexts, and None for what has not entered.
+    """What a node follows from: contexts, what has been given, and None for what has not entered.
 
     It is noted, so that each node of a long history is looked at once: what a node follows from that follows from one
     source, follows from this, too.
@@ -138,6 +145,9 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         kind: Any = getattr(type(one), "_forward_cls", None)
         if noted is not None:
             found |= noted
+        elif gives_block(one):
+            adds_parts = getattr(kind, "adds_parts", None)
+            found.add(Given.PART if adds_parts is not None and adds_parts(one) else Given.BLOCK)
         elif _is_ours(one):
             comm = kind.entered_into(one)
             found.add(None if comm is None else Context.of(comm))
@@ -150,7 +160,7 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         else:
             found.add(None)  # (a leaf)
     result = frozenset(found)
-    if strict and functions and result != {None}:
+    if strict and functions and not result <= {None, Given.BLOCK}:
         raise RuntimeError(OLD_REFERENCE.format(functions[0]))
     for one in seen if len(result) == 1 else {node}:
         one.metadata[_KEY] = result

@@ -438,5 +438,5 @@ def context_of(value: torch.Tensor) -> Context | None:
         return value._context
     if type(value) is not torch.Tensor or may_differ(value):
         return None
-    context: Context | None = entered_into(value)
-    return context
+    context = entered_into(value)
+    return context if isinstance(context, Context) else None

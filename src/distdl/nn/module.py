@@ -8,6 +8,7 @@ import torch
 
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
+from distdl.tensors.function import note_given
 
 Value = TypeVar("Value")
 
@@ -30,7 +31,10 @@ class Module(torch.nn.Module):
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
                     return take_over(self, self._wrapped_call_impl, args, kwargs)
-        return self._wrapped_call_impl(*args, **kwargs)
+        y = self._wrapped_call_impl(*args, **kwargs)
+        if not hasattr(self, "P_x"):  # (nobody knows of others, that have some of ours)
+            return y
+        return note_given(y, (*args, *kwargs.values()) if kwargs else args)
 
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""

@@ -53,7 +53,36 @@ class Function(torch.autograd.Function):
 
 
 class BlockFunction(Function):
-    """A function of a layer, or of an operator: what it gives are blocks, or copies that may be parts of sums."""
+    """A function of a layer, or of an operator: what it gives are blocks, or copies of which each has its gradient."""
+
+    @staticmethod
+    def adds_parts(node: Any) -> bool:
+        """Of a node of the graph: whether its results may be copies of one tensor, of whose gradient it adds up the
+        parts that the workers have. (That of what one worker alone has may be the whole one.)
+        """
+        return False
+
+
+_GIVEN = "distdl: given by a layer"
+
+
+def note_given(y: Any, args: Sequence[Any]) -> Any:
+    """y, what a layer or a primitive gives: its graph knows that, also where torch's functions alone have made it.
+
+    Args:
+        args: that it takes. What it gives as it is stays what it was.
+    """
+    for one in y if isinstance(y, tuple) else (y,):
+        node: Any = one.grad_fn if isinstance(one, torch.Tensor) and not any(one is x for x in args) else None
+        if node is not None:
+            node.metadata[_GIVEN] = True
+    return y
+
+
+def gives_block(node: Any) -> bool:
+    """Whether a layer or an operator has given what a node of the graph gives: a block, but of global tensors."""
+    kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
+    return (isinstance(kind, type) and issubclass(kind, BlockFunction)) or _GIVEN in node.metadata
 
 
 def gradients_of(
