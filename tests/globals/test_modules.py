@@ -183,6 +183,7 @@ LAYERS = [
     (lambda P: nn.DistributedGroupNorm(P, 3, 3).double(), lambda x: F.group_norm(x, 3)),
     (lambda P: nn.DistributedAdaptiveMaxPool2d(P, (4, 3)), lambda x: F.adaptive_max_pool2d(x, (4, 3))),
     (lambda P: nn.DistributedDropout(P, 1.0), lambda x: x * 0),
+    (lambda P: nn.DistributedDropout(P, 0.0), lambda x: x),
     (lambda P: nn.Repartition(P, P), lambda x: x),
 ]  # fmt: skip
 
@@ -299,6 +300,22 @@ def test_what_losses_and_sums_of_blocks_give_stands_beside_a_global_loss(ours, t
     found[0][-1] = distdl.world().allreduce_data(found[0][-1])  # (each worker has a part, as of what meets blocks)
     for one, other in zip(*found, strict=True):
         assert_close(one, other)
+
+
+@pytest.mark.parametrize("call", [lambda layer, x: layer(x.to_local())])
+@pytest.mark.parametrize(("make", "function"), LAYERS)
+@on_workers
+def test_a_block_that_a_layer_gives_one_of_several_workers_stands_beside_a_global_loss(make, function, call):
+    layer, found = make(grid(1, 1, 1, 1)), []
+    if hasattr(layer, "kernel_size") and hasattr(layer, "weight") and distdl.world().rank == 0:
+        layer.load_state_dict({"weight": noise(3, 3, 3, 3)})
+    for given in (split(x, 1, 1, 1, 1).requires_grad_(), x.clone().requires_grad_()):
+        h = call(layer, given) if type(given) is distdl.GlobalTensor else function(given)
+        y = given.square().sum() + h.square().sum()
+        y.backward()
+        found.append([y, given.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -49,7 +49,7 @@ class _DropoutLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> Any:
         if not self.training or self.p == 0:
-            return x if self._member else x.clone()
+            return x  # (outside, too: of a clone, the graph says that a layer has given it, and of x it does not)
         setup = self.agree(x, extra=self._marks)
         moved = setup.move_in(x)
         return setup.move_out(setup.local(*moved, self.calls))
@@ -73,7 +73,7 @@ class DistributedDropout(_DropoutLayer):
     on the first worker when the layer was made, from how many random layers were made before in this world, from how
     many calls this layer has had, and from the global index c. It depends on nothing else: neither on the back-end nor
     on the partition, nor on torch's generators, which are not used. The agreement is the only message.
-    Adjoint: the same product. In evaluation mode, or with p = 0, y is x, and nothing is agreed on.
+    Adjoint: the same product. In evaluation mode, or with p = 0, y is x on every worker, and nothing is agreed on.
 
     Args:
         P_x: partition of input and output, with one axis for each dim; any of them may be split.
@@ -82,7 +82,8 @@ class DistributedDropout(_DropoutLayer):
     Attributes:
         calls.number: how many calls have had a mask. Set it to resume an earlier training run.
         random_state: integers from which the next mask follows; to be set alike on all workers (checkpoints do).
-    Shapes: x local, in elements, any split that is a grid; y as x. Workers outside P_x return a clone of their input.
+    Shapes: x local, in elements, any split that is a grid; y as x. In training mode, workers outside P_x return a
+        clone of their input.
     Raises: ValueError, on every worker, for options that do not fit; in forward, on every member, for an input of the
         wrong rank or of integers. RuntimeError in the backward of a checkpoint with ``use_reentrant=True``.
     """
