@@ -302,7 +302,7 @@ def test_what_losses_and_sums_of_blocks_give_stands_beside_a_global_loss(ours, t
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("call", [lambda layer, x: layer(x.to_local())])
+@pytest.mark.parametrize("call", [lambda layer, x: layer(x).to_local(), lambda layer, x: layer(x.to_local())])
 @pytest.mark.parametrize(("make", "function"), LAYERS)
 @on_workers
 def test_a_block_that_a_layer_gives_one_of_several_workers_stands_beside_a_global_loss(make, function, call):

@@ -30,7 +30,11 @@ class Module(torch.nn.Module):
             if type(one) is not torch.Tensor:  # (at a glance: to look for what is not there takes longer)
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
-                    return take_over(self, self._wrapped_call_impl, args, kwargs)
+                    return take_over(self, self._call_plain, args, kwargs)
+        return self._call_plain(*args, **kwargs)
+
+    def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it with plain tensors, and note in the graph of what it gives that it has given that."""
         y = self._wrapped_call_impl(*args, **kwargs)
         if not hasattr(self, "P_x"):  # (nobody knows of others, that have some of ours)
             return y
