@@ -178,7 +178,7 @@ _KINDS = {
     "function": "alone local move_in move_out opener operator",
     "function or None": "check command configure finish start",
     "string": "host name unit what",
-    "flag": "adds gradient keeps_format lends meta preserve_batch reuses still tangent tangent_gradient whole",
+    "flag": "adds copies gradient keeps_format lends meta preserve_batch reuses still tangent tangent_gradient whole",
     "number": "offset",
     "place": "dims initial_capacity local_rank number rank size source target tensors",
     "default": "default",

@@ -245,11 +245,21 @@ class Square(torch.autograd.Function):
     (lambda s: s * torch.ones(1).double().requires_grad_(), "or from what a primitive of distdl.nn gives and"),
     (Square.apply, "Square was applied to weights .* or to what a primitive of distdl.nn gives"),
 ])  # fmt: skip
+@pytest.mark.parametrize("active", [1, 2, 3])
 @on_workers
-def test_what_primitives_give_is_not_taken_for_a_variable(follow, text):
-    total = nn.AllSumReduce(distdl.world(), (0,))(split(noise(6), 2).requires_grad_().to_local().sum().reshape(1))
+def test_what_primitives_give_is_not_taken_for_a_variable(active, follow, text):
+    """Workers outside raise the same error."""
+    total = nn.AllSumReduce(grid(active), (0,))(split(noise(6), 2).requires_grad_().to_local().sum().reshape(1))
     with pytest.raises(RuntimeError, match=text):
         split(noise(6), 2) * follow(total)
+
+
+@on_workers
+def test_blocks_whose_last_step_moves_on_some_workers_only_are_the_same_to_all():
+    given, w = split(x, 1, 1, 3, 1).requires_grad_(), noise(1).requires_grad_()
+    h = nn.DistributedAdaptiveMaxPool2d(grid(1, 1, 3, 1), (4, 3))(given.to_local())
+    (given.square().sum() + h.sum() * w).sum().backward()
+    assert w.grad is not None
 
 
 def test_what_primitives_give_one_worker_alone_is_a_variable():

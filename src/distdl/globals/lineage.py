@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from distdl.globals.context import Context
 from distdl.globals.running import any_noted, is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
-from distdl.tensors.function import Function, gives_block
+from distdl.tensors.function import Function, adds_parts, gives_block
 
 _KEY = "distdl: follows from"
 OLD_REFERENCE = (
@@ -146,8 +146,7 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         if noted is not None:
             found |= noted
         elif gives_block(one):
-            adds_parts = getattr(kind, "adds_parts", None)
-            found.add(Given.PART if adds_parts is not None and adds_parts(one) else Given.BLOCK)
+            found.add(Given.PART if adds_parts(one) else Given.BLOCK)
         elif _is_ours(one):
             comm = kind.entered_into(one)
             found.add(None if comm is None else Context.of(comm))

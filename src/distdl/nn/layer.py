@@ -142,6 +142,7 @@ class Layer(Module):
         self.label = Label(name, everyone.comm.calls(tuple(everyone.workers.ravel().tolist())).built())
         self._derive = derive
         self._member = everyone.comm.rank in everyone
+        self._gives_parts = getattr(derive, "copies", False) and everyone.comm.size > 1
         self._agreement: Agreement[Setup] = Agreement.among(
             everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
         )

@@ -19,6 +19,8 @@ class Module(torch.nn.Module):
     For ``torch.compile`` it is a graph break: only what lies between such modules is compiled.
     """
 
+    _gives_parts = False  # whether results may be copies that stand for parts of a sum: the same on every worker
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "forward" in cls.__dict__:
@@ -38,7 +40,7 @@ class Module(torch.nn.Module):
         y = self._wrapped_call_impl(*args, **kwargs)
         if not hasattr(self, "P_x"):  # (nobody knows of others, that have some of ours)
             return y
-        return note_given(y, (*args, *kwargs.values()) if kwargs else args)
+        return note_given(y, (*args, *kwargs.values()) if kwargs else args, self._gives_parts)
 
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""

@@ -38,6 +38,8 @@ class Movement:
         plan: gives the plan for one worker, from what the members reported. A pure function: if it raises an error, all
             members raise it.
         adds: whether the forward adds tensors up.
+        copies: whether results may be copies of one tensor, of whose gradient the backward adds up the parts that the
+            workers have. (That of what one worker alone has may be the whole one.)
     """
 
     P_x: Partition
@@ -45,6 +47,7 @@ class Movement:
     plan: Callable[[Headers, int], Plan]
     preserve_batch: bool = True
     adds: bool = False
+    copies: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)

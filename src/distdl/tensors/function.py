@@ -66,16 +66,17 @@ class BlockFunction(Function):
 _GIVEN = "distdl: given by a layer"
 
 
-def note_given(y: Any, args: Sequence[Any]) -> Any:
+def note_given(y: Any, args: Sequence[Any], parts: bool) -> Any:
     """y, what a layer or a primitive gives: its graph knows that, also where torch's functions alone have made it.
 
     Args:
         args: that it takes. What it gives as it is stays what it was.
+        parts: whether results may be copies that stand for parts of a sum. (Of a module in it, what that has said.)
     """
     for one in y if isinstance(y, tuple) else (y,):
         node: Any = one.grad_fn if isinstance(one, torch.Tensor) and not any(one is x for x in args) else None
         if node is not None:
-            node.metadata[_GIVEN] = True
+            node.metadata.setdefault(_GIVEN, parts)
     return y
 
 
@@ -83,6 +84,12 @@ def gives_block(node: Any) -> bool:
     """Whether a layer or an operator has given what a node of the graph gives: a block, but of global tensors."""
     kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
     return (isinstance(kind, type) and issubclass(kind, BlockFunction)) or _GIVEN in node.metadata
+
+
+def adds_parts(node: Any) -> bool:
+    """Of what such a node gives: whether it may be copies that stand for parts of a sum."""
+    noted: bool | None = node.metadata.get(_GIVEN)
+    return type(node)._forward_cls.adds_parts(node) if noted is None else noted
 
 
 def gradients_of(
