@@ -254,6 +254,24 @@ def test_what_primitives_give_is_not_taken_for_a_variable(active, follow, text):
         split(noise(6), 2) * follow(total)
 
 
+@pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize("follow", [lambda h: h, lambda h: h * torch.ones(1).double().requires_grad_()])
+@pytest.mark.parametrize(("make", "function"), [(lambda P: lambda x: x, lambda x: x), LAYERS[1], LAYERS[-1]])
+@on_workers
+def test_blocks_beside_a_global_tensor_get_their_own_gradients_in_local_map(make, function, follow, active):
+    P, x, found = grid(1, 1, active, 1), noise(2, 3, 6, 5), []
+    for given in (split(x, 1, 1, active, 1).requires_grad_(), x.clone().requires_grad_()):
+        if type(given) is distdl.GlobalTensor:
+            times = distdl.local_map(lambda x, h: x * h if x.numel() else x * h.sum())
+            y = times(given, follow(make(P)(given.to_local())))
+        else:
+            y = given * function(given)
+        y.square().sum().backward()
+        found.append([y, given.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 @on_workers
 def test_blocks_whose_last_step_moves_on_some_workers_only_are_the_same_to_all():
     given, w = split(x, 1, 1, 3, 1).requires_grad_(), noise(1).requires_grad_()

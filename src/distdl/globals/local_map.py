@@ -13,6 +13,7 @@ from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import KnownLayout
 from distdl.globals.failed import meet_in
+from distdl.globals.lineage import may_differ
 from distdl.globals.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
@@ -29,14 +30,14 @@ from distdl.tensors.memory import without_memory
 def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., Any]:
     """The function of global tensors that applies a function to each worker's blocks. Differentiable.
 
-    Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds
-    no cells, and other tensors as they are. Nothing moves. An argument that is the same everywhere gets a gradient that
-    is added up over all workers, and so does a weight of a distributed model. What else the function takes from around
-    it, as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what
-    the function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
-    arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
-    depend on fewer, but in a checkpoint, and for second derivatives.) If the function raises on some workers only, all
-    of them raise a CommunicationError that says so, sooner or later.
+    Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds no
+    cells, and other tensors as they are. Nothing moves. An argument that is the same everywhere gets a gradient that is
+    added up over all workers, and so does a weight of a distributed model; a block, and what follows from one, gets its
+    own. What else the function takes from around it, as a weight in a closure, gets this worker's part of the gradient:
+    make it an argument. Whether blocks are what the function needs (no neighbours, no sums over split dims), the caller
+    knows; and that a result depends on the same arguments in every call with given layouts, or a backward ends in an
+    error. (On a worker without cells, it may depend on fewer, but in a checkpoint, and for second derivatives.) If the
+    function raises on some workers only, all of them raise a CommunicationError that says so, sooner or later.
 
     Args:
         function: of the arguments.
@@ -73,8 +74,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                 one = blocks[-1].given
                 if one.requires_grad:
                     note_given(one)
-            elif context is not None:
-                one = entered(current(one), context)
+            elif context is not None and not (type(one) is torch.Tensor and may_differ(one)):
+                one = entered(current(one), context)  # (of a block, each worker has its own gradient)
             curved.append(one.requires_grad and torch.is_grad_enabled())
             if curved[-1]:
                 inputs.append(one)
