@@ -4,12 +4,13 @@ import warnings
 
 import pytest
 import torch
-from launched import assert_close, on_workers, split
+from launched import Calling, assert_close, on_workers, split
 from launchers import forked
 from same import noise
 
 import distdl
 from distdl import GlobalTensor
+from distdl.globals import running
 from distdl.nn import DistributedConv2d
 from distdl.partition import Layout
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
@@ -565,3 +566,24 @@ def test_what_is_written_into_a_whole_tensor_reaches_no_block():
     x = distdl.distribute_tensor(torch.arange(12.0).reshape(4, 3), distdl.world()[:1].reshape(1, 1))
     x.full_tensor(on=0).zero_()
     assert torch.equal(x.full_tensor(), torch.arange(12.0).reshape(4, 3))
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_what_one_worker_alone_has_meets_weights(worker, monkeypatch):
+    monkeypatch.setattr(running._Here, "noted", False)  # (as in a process of its own)
+
+    def forward(model, x):
+        x = x.full_tensor(on=worker) if type(x) is GlobalTensor else x
+        return (x * (model.w if x.numel() else model.w[:0].sum())).square().sum()
+
+    def work():
+        found = []
+        for given in (split(x35).requires_grad_(), x35.clone().requires_grad_()):
+            model = Calling(forward)
+            model = distdl.distribute(model, grid(2, 1)) if type(given) is GlobalTensor else model
+            model(given).backward()
+            found.append([given.grad, model.w.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 3)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import nn
+from distdl.globals import running
 from distdl.utilities.torch import zero_volume_tensor
 
 x = noise(4, 3, 7, 5)
@@ -228,6 +229,35 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
         found.append([y, model.scale.grad, *([given.grad] if differentiable else [])])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("active", [1, 2, 3])
+def test_blocks_are_told_where_nobody_has_asked_a_global_tensor_for_one(active, weights, monkeypatch):
+    """Each worker's loss of its block counts, as in a program with ``to_local()``."""
+    monkeypatch.setattr(running._Here, "noted", False)  # (as in a process of its own)
+
+    class Pooled(torch.nn.Module):
+        def __init__(self, pool, data):
+            super().__init__()
+            self.pool, self.data, self.scale = pool, data, torch.nn.Parameter(noise(3, 1, 1))
+
+        def forward(self):
+            h = self.pool(self.data)
+            return (h * (self.scale if h.numel() else self.scale[:0].sum())).square().sum()
+
+    def work():
+        P, me, found = grid(1, 1, active, 1), distdl.world().rank, []
+        own = x.tensor_split(active, 2)[me] if me < active else zero_volume_tensor(dtype=x.dtype)
+        own = own.clone().requires_grad_()
+        pool = nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1)
+        theirs = Pooled(lambda x: F.max_pool2d(x, 3, 1, 1), x)
+        for model in (distdl.distribute(Pooled(pool, own), P, weights), theirs):
+            model().backward()
+            found.append(model.scale.grad)
+        assert_close(*found)
+
+    distdl.run_workers(work, 3)
 
 
 class Square(torch.autograd.Function):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distdl.tensors.function import any_given
+
 
 class _Here(threading.local):
     noted = False  # whether there has been a block of a user's, on any worker of this process
@@ -83,8 +85,8 @@ def note_node(node: Any, gives_block: bool) -> None:
 
 
 def any_noted() -> bool:
-    """Whether any worker of this process has taken note of a block."""
-    return _Here.noted
+    """Whether any worker of this process has taken note of a block, or has called a layer, which may have given one."""
+    return _Here.noted or any_given()
 
 
 def is_noted(node: Any) -> bool | None:

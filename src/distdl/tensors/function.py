@@ -64,6 +64,7 @@ class BlockFunction(Function):
 
 
 _GIVEN = "distdl: given by a layer"
+_any_given = False
 
 
 def note_given(y: Any, args: Sequence[Any], parts: bool) -> Any:
@@ -73,11 +74,18 @@ def note_given(y: Any, args: Sequence[Any], parts: bool) -> Any:
         args: that it takes. What it gives as it is stays what it was.
         parts: whether results may be copies that stand for parts of a sum. (Of a module in it, what that has said.)
     """
+    global _any_given
+    _any_given = True
     for one in y if isinstance(y, tuple) else (y,):
         node: Any = one.grad_fn if isinstance(one, torch.Tensor) and not any(one is x for x in args) else None
         if node is not None:
             node.metadata.setdefault(_GIVEN, parts)
     return y
+
+
+def any_given() -> bool:
+    """Whether a layer or a primitive has given something, on any worker of this process."""
+    return _any_given
 
 
 def gives_block(node: Any) -> bool:
