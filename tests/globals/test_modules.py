@@ -260,6 +260,55 @@ def test_blocks_are_told_where_nobody_has_asked_a_global_tensor_for_one(active, 
     distdl.run_workers(work, 3)
 
 
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, w):
+        ctx.save_for_backward(h, w)
+        return h * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, w = ctx.saved_tensors
+        return (dy * w).sum_to_size(h.shape), (dy * h).sum_to_size(w.shape)
+
+
+@torch.library.custom_op("distdl_tests::times", mutates_args=())
+def times(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return h * w
+
+
+times.register_autograd(Times.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+@pytest.mark.parametrize("active", [2, 3])
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("function", [Times.apply, times])
+@on_workers
+def test_functions_of_a_users_take_blocks_and_weights(function, asked, active):
+    """Each worker's backward gets the gradient of its block, whether that comes by ``to_local()`` or by a layer."""
+    P, me, found = grid(1, 1, active, 1), distdl.world().rank, []
+    own = x.tensor_split(active, 2)[me] if me < active else zero_volume_tensor(dtype=x.dtype)
+    pool = nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(noise(3, 1, 1))
+
+        def forward(self, given):
+            if type(given) is not distdl.GlobalTensor:
+                return F.max_pool2d(given, 3, 1, 1) * self.scale
+            h = pool(given.to_local() if asked else own.clone().requires_grad_())
+            return distdl.GlobalTensor.from_local(function(h, self.scale if h.numel() else self.scale[:0].sum()), P)
+
+    for given, model in ((split(x, 1, 1, active, 1), distdl.distribute(Scaled(), P)), (x, Scaled())):
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y, model.scale.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

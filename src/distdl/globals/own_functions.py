@@ -420,7 +420,8 @@ def install() -> None:
             return apply_whole(cls, args, kwargs)
         applied = torch_apply.__get__(None, cls)
         if Replica in kinds and torch.is_grad_enabled():
-            if is_on_blocks() or any(map(may_be_block, args)) or is_of_copies(cls, args):
+            may_be_blocks = any(map(may_be_block, args)) or may_have_parts(cls, args)
+            if is_on_blocks() or may_be_blocks or is_of_copies(cls, args):
                 y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
                 _note_backward(cls, args, y)
                 is_split = is_of_copies(cls, args) and GlobalTensor in _types(y)

@@ -17,7 +17,7 @@ from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.running import is_on_blocks, note_graph
+from distdl.globals.running import is_on_blocks, may_be_block, note_graph
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
@@ -138,7 +138,8 @@ class Replica(torch.Tensor):
             return func(*args, **kwargs)
         handler = REPLICATED.get(func)
         if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not is_on_blocks():
-            handler = REPLICATED[OPERATOR] if _is_own(func) else None
+            of_blocks = any(type(one) is torch.Tensor and (may_be_block(one) or may_differ(one)) for one in every)
+            handler = REPLICATED[OPERATOR] if _is_own(func) and not of_blocks else None
         if handler is not None:
             return handler(func, args, kwargs or {})
         for value in every:
