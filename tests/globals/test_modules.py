@@ -389,6 +389,7 @@ BESIDE = [
     (lambda P, x, w: nn.DistributedMSELoss(P)(x, x.detach() * 0), lambda x, w: x.square().mean()),
     (lambda P, x, w: nn.DistributedL1Loss(P, "sum")(x, x.detach() * 0) * w.sin(), lambda x, w: x.abs().sum() * w.sin()),
     (lambda P, x, w: nn.AllSumReduce(P, (0,))(x.sum().reshape(1)).sin().sum(), lambda x, w: x.sum().sin()),
+    (lambda P, x, w: nn.Repartition(P, P[:1])(x).square().sum() * w.sin(), lambda x, w: x.square().sum() * w.sin()),
 ]  # fmt: skip
 
 

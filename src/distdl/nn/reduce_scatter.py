@@ -65,7 +65,8 @@ class ReduceScatter(Layer):
             owned = _scattered(P_x, scattered, given, headers)
             return copy(owned, owned.gathered(scattered), me).T
 
-        movement, options = Movement(P_x, P_x, plan, adds=True), (scattered, sorted(given.items()))
+        movement = Movement(P_x, P_x, plan, adds=True, copies=False)
+        options = scattered, sorted(given.items())
         super().__init__(movement.name("ReduceScatter"), movement.everyone, movement, options, (P_x,))
         self.P_x, self.axes, self.sizes = P_x, scattered, given
 

@@ -61,7 +61,7 @@ class Repartition(Layer):
                     )
             return copy(owned, Layout.balanced(P_y, owned.extents), me)
 
-        movement = Movement(P_x, P_y, plan, preserve_batch)
+        movement = Movement(P_x, P_y, plan, preserve_batch, copies=False)
         super().__init__(movement.name("Repartition"), movement.everyone, movement, (), (P_x, P_y))
         self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
         self._last: Setup | None = None  # that of the latest forward
