@@ -351,6 +351,19 @@ def test_blocks_beside_a_global_tensor_get_their_own_gradients_in_local_map(make
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("active", [2, 3])
+@pytest.mark.parametrize("call", [
+    lambda x, s: Times.apply(x, s), lambda x, s: Times.apply(x, s * s),
+    lambda x, s: checkpoint(lambda x, s: x * s, x, s, use_reentrant=True),
+])  # fmt: skip
+@on_workers
+def test_what_primitives_give_is_no_variable_of_functions_of_global_tensors(call, active):
+    given = split(noise(6), active).requires_grad_()
+    total = nn.AllSumReduce(grid(active), (0,))(given.to_local().sum().reshape(1))
+    with pytest.raises(RuntimeError, match=r"or to what a primitive of distdl\.nn gives"):
+        call(given, total)
+
+
 @on_workers
 def test_blocks_whose_last_step_moves_on_some_workers_only_are_the_same_to_all():
     given, w = split(x, 1, 1, 3, 1).requires_grad_(), noise(1).requires_grad_()

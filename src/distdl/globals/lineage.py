@@ -58,6 +58,11 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     return next(iter(found), None)
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor follows from what may be copies that stand for parts of a sum."""
+    return tensor.grad_fn is not None and Given.PART in _sources(tensor.grad_fn, False)
+
+
 class Given(Enum):
     """What layers and primitives give: blocks, and what may be copies that stand for parts of a sum."""
 

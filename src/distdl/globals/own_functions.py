@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from distdl.globals.adopting import UnwrittenError, adopt, split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
-from distdl.globals.lineage import may_differ
+from distdl.globals.lineage import OLD_REFERENCE, is_part, may_differ
 from distdl.globals.operands import block_of, part_of, whole
 from distdl.globals.own_results import given_blocks
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
@@ -102,6 +102,8 @@ class _Call:
 
     def inputs(self) -> list[torch.Tensor]:
         tensors = [self.args[place] for place in self.places]
+        if any(type(one) is torch.Tensor and is_part(one) for one in tensors) and not is_on_blocks():
+            raise RuntimeError(OLD_REFERENCE.format(self.function.__name__))
         return [block_of(one) if type(one) is GlobalTensor else variable_of(one) for one in tensors]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
