@@ -128,6 +128,26 @@ def test_a_module_of_nn_in_a_distributed_model():
         assert_close(conv.bias.grad, b.grad)
 
 
+@pytest.mark.parametrize(("make", "function"), [
+    (lambda P: nn.DistributedMaxPool2d(P, 3, stride=2, return_indices=True),
+     lambda x: F.max_pool2d(x, 3, 2, return_indices=True)),
+    (lambda P: nn.DistributedAdaptiveMaxPool2d(P, (4, 3), return_indices=True),
+     lambda x: F.adaptive_max_pool2d(x, (4, 3), return_indices=True)),
+])  # fmt: skip
+@on_workers
+def test_several_results(make, function):
+    found = []
+    for given, call in (
+        (split(x, 1, 1, 2, 1).requires_grad_(), make(grid(1, 1, 2, 1))),
+        (x.clone().requires_grad_(), function),
+    ):
+        y, indices = call(given)
+        y.square().sum().backward()
+        found.append([y, indices, given.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 @on_workers
 def test_arguments_by_name():
     P = grid(1, 1, 2, 1)

@@ -91,8 +91,10 @@ def _place(module: torch.nn.Module, one: torch.Tensor, first: KnownLayout) -> Kn
     return context.layout(workers[:, :1], [batch, ((0, first.extents[1]),), *space])
 
 
-def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: torch.Tensor) -> Any:
+def _global(context: Context, module: torch.nn.Module, places: tuple[Any, ...], y: Any) -> Any:
     """The result. Where its blocks lie, the workers tell each other once for each way in which the arguments lay."""
+    if isinstance(y, tuple):  # (values and their indices)
+        return tuple(_global(context, module, (*places, number), one) for number, one in enumerate(y))
     kept: WeakKeyDictionary[torch.nn.Module, dict[Any, Any]] = context.keep_told(("modules",), WeakKeyDictionary)
     known = kept.setdefault(module, {})
     if places not in known:
