@@ -49,10 +49,10 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 raise ValueError("CausalBias should not be used with causal=True")
             attn_mask, is_causal = _triangle(attn_mask, query.device)
         options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
-        checked(_checking(options), [*given, attn_mask] if attn_mask is not None else given)
+        operands = given if attn_mask is None else [*given, attn_mask]
+        checked(_checking(options), operands, compares=not enable_gqa)
         if dropout_p > 0:
             return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        operands = given if attn_mask is None else [*given, attn_mask]
         batch = max((batch_labels(one, 2) for one in operands), key=len)
         theirs = _batches(key, enable_gqa), _batches(value, enable_gqa)
         labels = [

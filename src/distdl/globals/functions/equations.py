@@ -22,7 +22,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = _from_lists(args)
     equation, operands = args[0], one_by_one(args[1:])
     labels, out = _labelled(equation, tuple(one.dim() for one in operands))
-    checked(_einsum(equation), operands)
+    checked(_einsum(equation), operands, compares=True)
     if any(len(set(own)) < len(own) for own in labels):
         diagonals = [_without_repeats(one, own) for one, own in zip(operands, labels, strict=True)]
         operands, labels = [one for one, _ in diagonals], tuple(own for _, own in diagonals)

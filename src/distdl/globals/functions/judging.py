@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,24 +29,44 @@ def judge(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return True
 
 
-def judged(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The same, asked once for each combination."""
+def judged(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    input: torch.Tensor | None = None,
+    sized: Collection[int] = (),
+) -> None:
+    """The same, asked once for each combination.
+
+    Args:
+        input, sized: an argument, and those of its dims whose sizes torch looks at.
+    """
     found: list[Context] = []
-    key = ("judged", func, _described(args, found), _described(kwargs, found) if kwargs else ())
+
+    def described(value: Any) -> Hashable:
+        """A value of arguments as a key: of a tensor, what torch sees without its memory."""
+        if isinstance(value, torch.Tensor):
+            if type(value) is GlobalTensor:
+                found.append(value._context)
+            if value is input:
+                return rough(value.shape, sized), value.dtype
+            return value.shape, value.dtype
+        if isinstance(value, (tuple, list)):
+            return tuple([described(one) for one in value])
+        if isinstance(value, dict):
+            return tuple([(name, described(one)) for name, one in value.items()])
+        return type(value), value  # (1, 1.0 and True are equal)
+
+    key = ("judged", func, described(args), described(kwargs) if kwargs else (), *sized)
     found[0].keep(key, lambda: judge(func, args, kwargs))
 
 
-def _described(value: Any, found: list[Context]) -> Hashable:
-    """A value of arguments as a key: of a tensor, what torch sees without its memory."""
-    if isinstance(value, torch.Tensor):
-        if type(value) is GlobalTensor:
-            found.append(value._context)
-        return value.shape, value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple([_described(one, found) for one in value])
-    if isinstance(value, dict):
-        return tuple([(name, _described(one, found)) for name, one in value.items()])
-    return type(value), value  # (1, 1.0 and True are equal)
+def rough(shape: Shape, sized: Collection[int] = ()) -> Shape:
+    """Of some dims their sizes, of the others whether they have no cells, one or more.
+
+    (A part of torch's judgement is written in Python and takes milliseconds, and pictures may all be of other sizes.)
+    """
+    return tuple([n if dim in sized else min(n, 2) for dim, n in enumerate(shape)])
 
 
 def judge_dtype(func: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from distdl.globals.entry import full_tensor
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
-from distdl.globals.functions.judging import judge, judge_dtypes, judged
+from distdl.globals.functions.judging import judge_dtypes, judged
 from distdl.globals.operands import block_of
 from distdl.globals.strides import copied_if_apart
 from distdl.globals.table import handles
@@ -209,7 +209,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _check_by(norm: Any, own: bool, call: tuple[Any, tuple[Any, ...], dict[str, Any]], *tensors: Any) -> None:
     """Let torch check sizes and dtypes. (Its kernels read as many cells of a weight as there are channels.)"""
-    judge(*call)
+    judged(*call, tensors[0], (1,))
     judge_dtypes(lambda x, w, b, mean, var: norm(x, w, b, mean, var, own, 0.1, 1e-5, False), *tensors)
 
 
@@ -230,7 +230,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         channels = input.shape[1]
 
         def op() -> GroupNorm:
-            judge(func, args, kwargs)
+            judged(func, args, kwargs, input, (1,))
             judge_dtypes(lambda x, *weights: torch.group_norm(x, 1, *weights), input, weight, bias)
             made = GroupNorm(num_groups, channels, eps)
             made.check("group_norm")

@@ -76,7 +76,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 and (bias is None or bias.shape == weight.shape[:1])
             )
             if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
-                checked(func, [input, weight] if bias is None else [input, weight, bias])
+                checked(func, [input, weight] if bias is None else [input, weight, bias], compares=True)
                 target = context.keep(
                     ("linear", layout, weight.shape[0]),
                     lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
@@ -87,7 +87,7 @@ def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 w, b = entered(weight, context), None if bias is None else entered(bias, context)
                 y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
                 return GlobalTensor._of(y, target)
-        checked(func, [one for one in (input, weight, bias) if one is not None])
+        checked(func, [one for one in (input, weight, bias) if one is not None], compares=True)
         if bias is not None and bias.dtype is not weight.dtype:
             judge_dtypes(func, input, weight, bias)
         if _are_plain(input, weight):
@@ -138,7 +138,7 @@ def matmul(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_on(_OF_BLOCKS.get(name, func), a, b)
 
     def run_on(operator: Any, a: Any, b: Any) -> Any:
-        checked(operator, [a, b])
+        checked(operator, [a, b], compares=True)
         if operator is torch.inner and a.dim() and b.dim():
             i, j = batch_labels(a, 1, "i"), batch_labels(b, 1, "j")
             return contract(operator, [a, b], [(*i, "k"), (*j, "k")], (*i, *j), "inner")
@@ -235,7 +235,7 @@ def add_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             product = torch.bmm(one, other)
             product = product.sum(0, dtype=product.dtype)
         elif name == "addbmm":
-            checked(torch.bmm, [one, other])
+            checked(torch.bmm, [one, other], compares=True)
             product = contract(
                 lambda a, b: torch.einsum("bik,bkj->ij", a, b), [one, other], [("b", "i", "k"), ("b", "k", "j")],
                 ("i", "j"), name,
@@ -303,14 +303,14 @@ _FACTORS = {
 @handles("outer ger", "torch Tensor")
 def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
     operands = [*args, *kwargs.values()]
-    checked(torch.outer, operands)
+    checked(torch.outer, operands, compares=True)
     return contract(torch.outer, operands, [("i",), ("j",)], ("i", "j"), "outer")
 
 
 @handles("bilinear", "functional torch")
 def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
-        checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None])
+        checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
         if bias is not None and bias.dtype is not weight.dtype:
             judge_dtypes(func, input1, input2, weight, bias)
         if _are_plain(input1, input2, weight):
@@ -343,7 +343,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first = [first] if isinstance(first, int) else list(first)
         second = [second] if isinstance(second, int) else list(second)
         pairs = (tuple(first), tuple(second))
-        checked(torch.tensordot, [a, b], pairs)
+        checked(torch.tensordot, [a, b], pairs, compares=True)
         left: list[tuple[str, int]] = [("a", dim) for dim in range(a.dim())]
         right: list[tuple[str, int]] = [("b", dim) for dim in range(b.dim())]
         for place, (one, other) in enumerate(zip(first, second, strict=True)):
@@ -357,7 +357,7 @@ def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles("cdist", "torch functional")
 def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def run(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary") -> Any:
-        checked(torch.cdist, [x1, x2])
+        checked(torch.cdist, [x1, x2], compares=True)
         both = max(batch_labels(x1, 2), batch_labels(x2, 2), key=len)
         work = work_on(
             [x1, x2],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from distdl.geometry.windows import PoolSliding
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, hashable, single, widened
-from distdl.globals.functions.judging import frozen, judge, judged
+from distdl.globals.functions.judging import frozen, judge, judged, rough
 from distdl.globals.nested import map_tensors
 from distdl.globals.table import composite, handles
 from distdl.globals.tensor import GlobalTensor
@@ -198,12 +199,13 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     ) -> Any:
         options = (size, scale_factor, mode, align_corners, recompute_scale_factor)
 
-        def check() -> bool:
-            """Let torch check the options."""
-            return judge(lambda x: torch.nn.functional.interpolate(x, *options), (input,), {})
+        def check() -> None:
+            """Let torch check the options. (That cells come out is checked apart.)"""
+            asked = partial(judge, lambda x: torch.nn.functional.interpolate(x, *options), (input,), {})
+            input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), asked)
 
         if mode == "area" and not antialias:
-            input._context.keep(("area", input.shape, input.dtype, frozen(options)), check)
+            check()
             return _area(input, size, scale_factor)
         input = widened(input, ("cuda",))
         is_rounded = input.dtype is torch.uint8 and mode in ("bilinear", "bicubic")  # (after each dim, by integers)
@@ -220,7 +222,7 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if size is not None:
             size = (size,) * space if isinstance(size, int) else tuple(map(int, size))
         elif recompute_scale_factor:
-            input._context.keep(("recomputed", input.shape, input.dtype, frozen(options)), check)
+            check()
             size, factors = _scaled(input, factors), None
         if size is not None:
             _check_cells(input, size)  # (of tensors without memory, torch divides by it)

@@ -267,13 +267,28 @@ def work_on(
     return context.keep(key, lambda: Work(context, described, labels, out, adds, lead, whole))
 
 
-def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any) -> None:
-    """Let torch check the shapes of whole operands. Raises on every worker what torch raises."""
+def checked(func: Callable[..., Any], operands: Sequence[Any], *rest: Any, compares: bool = False) -> None:
+    """Let torch check the shapes of whole operands.
+
+    Args:
+        compares: whether torch looks only which sizes are equal, none and one. Then it is asked once for all shapes in
+            which the same are. (It answers in Python, in milliseconds, and texts may grow by a word at a time.)
+    Raises: on every worker what torch raises.
+    """
     shapes = tuple(tuple(one.shape) for one in operands)
+    context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
 
     def check() -> bool:
         func(*(torch.empty(shape, device="meta") for shape in shapes), *rest)
         return True
 
-    context: Context = next(one._context for one in operands if type(one) is GlobalTensor)
-    context.keep(("checked", func, shapes, rest), check)
+    def ask() -> bool:
+        return context.keep(("compared", func, _numbered(shapes), rest), check) if compares else check()
+
+    context.keep(("checked", func, shapes, rest), ask)
+
+
+def _numbered(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Shapes in which the same sizes are equal, none and one, whatever the sizes are."""
+    numbers = {0: 0, 1: 1}
+    return tuple(tuple(numbers.setdefault(n, len(numbers)) for n in shape) for shape in shapes)
