@@ -106,6 +106,26 @@ def test_a_worker_needs_its_share_of_a_unet(shape, grid):
     distdl.run_workers(work, 5)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_model_is_distributed_without_a_second_copy_of_its_weights(weights, equal):
+    def work():
+        root = distdl.world()
+        model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(12)])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1 if equal else root.rank)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        with Footprint() as footprint:
+            footprint.count(*model.parameters())
+            distdl.distribute(model, root.reshape(1, root.size), weights=weights)
+        # (a share is made before the weight is freed)
+        assert footprint.peak <= 1.25 * whole, f"{footprint.peak} bytes for weights of {whole}"
+        assert all(float(value.sum()) == value.numel() * equal for value in model.state_dict().values())
+
+    distdl.run_workers(work, 3)
+
+
 @pytest.mark.parametrize("pool", [
     lambda x: F.avg_pool2d(x, 3, 2, 1), lambda x: F.avg_pool2d(x, 3, 1, 1, False, False),
     lambda x: F.adaptive_avg_pool2d(x, 48),

@@ -68,10 +68,9 @@ def make_equal(
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
     parts = (*options, *_parts(module)) if only is None else ()
     blank = next((name for name, one in found if one.is_meta), "")
-    cells = [] if blank else [bytes_of(one) for _, one in found]
     checksum = 0
-    for one in cells:
-        checksum = crc32(one.numpy().data, checksum)
+    for _, one in () if blank else found:  # (one by one: all of them may not fit twice)
+        checksum = crc32(bytes_of(one).numpy().data, checksum)
     mine = _Report(described, checksum, crc32("\n".join(parts).encode()), blank)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
@@ -89,10 +88,11 @@ def make_equal(
     if all(one.checksum == told[0].checksum for one in told):
         return
     with torch.no_grad():
-        for (_, one), own in zip(found, cells, strict=True):
-            if own.numel():
-                context.comm.through.broadcast(context.everyone, own).wait()
-                one.copy_(own.view(one.dtype).reshape(one.shape))
+        for _, one in found:
+            if one.numel():
+                cells = bytes_of(one)
+                context.comm.through.broadcast(context.everyone, cells).wait()
+                one.copy_(cells.view(one.dtype).reshape(one.shape))
 
 
 def _parts(module: torch.nn.Module) -> list[str]:
