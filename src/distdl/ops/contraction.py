@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from operator import or_
 from typing import Any
@@ -114,7 +114,7 @@ class Contraction:
             return local(function, result, (filling.fill(x), least_x), (w, least_w), (b, least_b))
 
         return Setup(
-            self._move_in(*self._fetch_and_spread()), compute, self._move_out(result, dtype), (self._computed,)
+            self._move_in(*self._fetch_and_spread), compute, self._move_out(result, dtype), (self._computed,)
         )
 
     def as_one(self, lines: Lines, groups: int, by_windows: Setup, kernel: Kernel | None = None) -> Setup:
@@ -130,7 +130,7 @@ class Contraction:
         if not stays(site, [one for one in (x, weight, self.bias) if one is not None], outputs):
             return by_windows
         windows = Layout.along(x.layout.partition, [*x.layout.intervals[:2], *self.reads[2:]])
-        fetch, _ = self._fetch_and_spread()
+        fetch, _ = self._fetch_and_spread
         everywhere = weight.layout.is_everywhere
         parameters = None if everywhere else self._parameters()
         moves = not fetch.still or not (parameters is None or parameters.still)
@@ -169,6 +169,7 @@ class Contraction:
             steps.insert(0, Beside(self.x.dtype))
         return steps[0] if len(steps) == 1 else Chain(*steps)
 
+    @cached_property
     def _fetch_and_spread(self) -> tuple[Operator, Operator]:
         """x to the windows, and along out."""
         x, site, me, border, owned = self.x, self.site, self.site.me, self.border, self.x.layout
@@ -220,28 +221,28 @@ class Contraction:
         plan = broadcast(self._target_along_in, self.work, self._computed.shapes, self.site.me).T
         return self.site.operator(plan, dtype, derivatives, [result], [self._blank])
 
-    @property
+    @cached_property
     def _computed(self) -> Layout:
         return Layout.along(self.target, self.computes)
 
-    @property
+    @cached_property
     def _in_place(self) -> bool:
         """Whether y is where it is computed."""
         return bool(self._target_along_in == self.work)
 
-    @property
+    @cached_property
     def _target_along_in(self) -> Partition:
         batch, _, space = self._axes
         along: Partition = self.target.reshape(*batch, -1, 1, *space)
         return along
 
-    @property
+    @cached_property
     def _axes(self) -> tuple[Shape, Shape, Shape]:
         """Extents of the work partition: of the batch; out and in; of space."""
         axes, channel = self.work.workers.shape, self.channel
         return axes[:channel], axes[channel : channel + 2], axes[channel + 2 :]
 
-    @property
+    @cached_property
     def _blank(self) -> Shape:
         return blank_shape(self.x.local)
 
