@@ -113,9 +113,7 @@ class Contraction:
                 b = zeros_on(b, (result[channel],))  # of the workers along in, only the first adds the bias
             return local(function, result, (filling.fill(x), least_x), (w, least_w), (b, least_b))
 
-        return Setup(
-            self._move_in(*self._fetch_and_spread), compute, self._move_out(result, dtype), (self._computed,)
-        )
+        return Setup(self._move_in(*self._fetch_and_spread), compute, self._move_out(result, dtype), (self._computed,))
 
     def as_one(self, lines: Lines, groups: int, by_windows: Setup, kernel: Kernel | None = None) -> Setup:
         """The same as one autograd node, if blocks lie where they are computed: of blocks in place, or of windows.
