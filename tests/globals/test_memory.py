@@ -156,6 +156,34 @@ def test_averages_save_no_cells(pool):
     distdl.run_workers(work, 3)
 
 
+@pytest.mark.parametrize(
+    ("function", "cells", "most"),
+    [
+        (lambda x: F.group_norm(x, 4), 2, 1.05), (F.instance_norm, 2, 1.05),
+        (lambda x: F.layer_norm(x, x.shape[2:]), 2, 1.05),
+        # (the window of x, and what is between two steps of some channels)
+        (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 5, 1.45),
+        (lambda x: F.interpolate(x, size=(512, 512), mode="bicubic"), 5, 1.45),
+    ],
+)  # fmt: skip
+def test_forwards_without_gradients_need_their_share(function, cells, most):
+    """Of x and y, which together are so many times as large as x."""
+    x = _noise(1, 32, 256, 256)
+
+    def work():
+        P = distdl.world().reshape(1, 1, 2, 1)
+        given = distdl.distribute_tensor(x, P)
+        block = given.to_local()
+        with torch.inference_mode(), Footprint() as footprint:
+            footprint.count(block)
+            y = function(given)
+        torch.testing.assert_close(y.full_tensor(), function(x), rtol=1e-4, atol=1e-5)
+        share = cells * block.nbytes
+        assert footprint.peak <= most * share, f"{footprint.peak / share:.2f} of the share"
+
+    distdl.run_workers(work, 2)
+
+
 class _Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from distdl.geometry.boxes import Box, shape
 from distdl.ops.weighing import FloatArray, IntArray, Tap, Weighing
 from distdl.tensors.connection import local
 from distdl.tensors.function import BlockFunction
+from distdl.tensors.memory import empty
 
 _MODES = {
     "nearest": ("nearest", (1, 2, 3)),
@@ -28,6 +30,7 @@ _MODES = {
     "bicubic": ("cubic", (2,)),
 }
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PIECE = 1 << 20  # cells of channels that are interpolated together: of a few, each operator takes longer to call
 _SMALL = 128  # the largest height plus width of a result for which torch takes another kernel
 
 
@@ -243,15 +246,33 @@ class Resampler:
 
 
 class _Weighed(BlockFunction):
-    """Weighted sums along some dims, one after the other, or their adjoint: each is the derivative of the other."""
+    """Weighted sums along some dims, one after the other, or their adjoint: each is the derivative of the other.
+
+    Of large blocks some channels are computed at a time: what is between two steps is large, and leaves the cache.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, steps: Sequence[Weighing], adjoint: bool) -> torch.Tensor:
         ctx.steps, ctx.adjoint = steps, adjoint
-        y = x
-        for step in reversed(steps) if adjoint else steps:
-            y = step.adjoint(y) if adjoint else step(y)
-        return y.to(x.dtype)
+        order = [*reversed(steps)] if adjoint else steps
+
+        def weigh(x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+            for step in order:
+                out = y if step is order[-1] else None
+                x = step.adjoint(x, out) if adjoint else step(x, out)
+            return x
+
+        extents = list(x.shape)
+        for step in order:
+            extents[step.dim] = step.inputs if adjoint else step.outputs
+        number = _together(x, extents, order)
+        if not number:
+            return weigh(x).to(x.dtype)
+        y = empty(extents, x.dtype, x)
+        pieces = (one.view(1, -1, *one.shape[2:]).split(number, 1) for one in (x, y))
+        for source, target in zip(*pieces, strict=True):
+            weigh(source, target)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -261,3 +282,13 @@ class _Weighed(BlockFunction):
     def jvp(ctx: Any, dx: torch.Tensor, *_: None) -> torch.Tensor:
         dy: torch.Tensor = _Weighed.apply(dx, ctx.steps, ctx.adjoint)
         return dy
+
+
+def _together(x: torch.Tensor, extents: Sequence[int], steps: Sequence[Weighing]) -> int:
+    """How many channels of a large block are interpolated together; 0 for all of them."""
+    cells = max(prod(x.shape[2:]), prod(extents[2:]))
+    if prod(x.shape[:2]) * cells <= _PIECE or len(steps) < 2 or not (x.is_cpu and x.is_contiguous()):
+        return 0
+    if any(step.dim < 2 or step.dtype not in (None, x.dtype) for step in steps):
+        return 0
+    return max(_PIECE // cells, 1)

@@ -108,10 +108,10 @@ class Weighing:
         """The same for tensors on a device."""
         return replace(self, runs=tuple(run.to(device) for run in self.runs))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """y from x."""
+    def __call__(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        """y from x; made, if it is not given."""
         x = x if self.dtype is None else x.to(self.dtype)
-        y = self._empty(x, self.outputs)
+        y = self._empty(x, self.outputs) if y is None else y
         for run in self.runs:
             target = y[run.outputs]
             (inputs, weights), *others = run.taps
@@ -129,10 +129,10 @@ class Weighing:
                 target.copy_(total)
         return y
 
-    def adjoint(self, dy: torch.Tensor) -> torch.Tensor:
-        """The gradient of x from that of y."""
+    def adjoint(self, dy: torch.Tensor, dx: torch.Tensor | None = None) -> torch.Tensor:
+        """The gradient of x from that of y; made, if it is not given."""
         dy = dy if self.dtype is None else dy.to(self.dtype)
-        dx = self._empty(dy, self.inputs)
+        dx = self._empty(dy, self.inputs) if dx is None else dx
         written = False
         for run in self.runs:
             source = dy[run.outputs]
