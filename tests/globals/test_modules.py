@@ -382,6 +382,8 @@ def test_what_primitives_give_is_no_variable_of_functions_of_global_tensors(call
     total = nn.AllSumReduce(grid(active), (0,))(given.to_local().sum().reshape(1))
     with pytest.raises(RuntimeError, match=r"or to what a primitive of distdl\.nn gives"):
         call(given, total)
+    with torch.no_grad():
+        assert_close(call(given, total), call(noise(6).requires_grad_(), noise(6).sum().reshape(1)))
 
 
 @on_workers

@@ -102,7 +102,8 @@ class _Call:
 
     def inputs(self) -> list[torch.Tensor]:
         tensors = [self.args[place] for place in self.places]
-        if any(type(one) is torch.Tensor and is_part(one) for one in tensors) and not is_on_blocks():
+        graph = torch.is_grad_enabled() and not is_on_blocks()
+        if graph and any(type(one) is torch.Tensor and is_part(one) for one in tensors):
             raise RuntimeError(OLD_REFERENCE.format(self.function.__name__))
         return [block_of(one) if type(one) is GlobalTensor else variable_of(one) for one in tensors]
 
