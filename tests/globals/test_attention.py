@@ -64,6 +64,15 @@ def test_heads_that_share_keys():
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [(2, 4), (4, 2), (1, 2), (4, 1)])
+def test_keys_and_values_of_other_heads_each(heads):
+    queries, keys, values = noise(2, 4, 5, 4), noise(2, heads[0], 7, 4, seed=1), noise(2, heads[1], 7, 3, seed=2)
+    assert_same(
+        lambda q, k, v: attend(q, k, v, enable_gqa=True), Global(queries), Global(keys), Global(values),
+        grids=[(1, 4, 1, 1), (2, 1, 2, 1)],
+    )  # fmt: skip
+
+
 def test_queries_that_every_worker_has():
     assert_same(lambda k, q: attend(q, k, k), Global(k), q, grids=GRIDS)
     assert_same(lambda k, q: attend(q, k, k), Global(k), noise(2, 3, 1, 4), grids=GRIDS)

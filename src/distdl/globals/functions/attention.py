@@ -64,8 +64,7 @@ def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
         work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
         if enable_gqa:
-            at = work.context.keep(("groups", work, query.shape[-3], key.shape[-3]), lambda: _groups(work, query, key))
-            k, v = (one.index_select(-3, at.on(one.device)) if one.numel() else one for one in (k, v))
+            k, v = _grouped(work, query, key, k), _grouped(work, query, value, v)
         rows = work.mine("l")
         split = is_causal and rows != (0, query.shape[-2])
         if split:
@@ -103,10 +102,17 @@ def _of_mask(mask: Any) -> tuple[Hashable, ...]:
     return (*batch_labels(mask, 2), "l", "s")[-mask.dim() :] if mask.dim() else ()
 
 
-def _groups(work: Work, query: Any, key: Any) -> Constant:
-    """Which head of the keys each of this worker's heads of the queries reads."""
-    start, stop = work.mine(batch_labels(query, 2)[-1])
-    return Constant(torch.arange(start, stop, device="cpu") // (query.shape[-3] // key.shape[-3]))
+def _grouped(work: Work, query: Any, whole: Any, part: torch.Tensor) -> torch.Tensor:
+    """Of keys or values, which may be of other heads each: the head that each of this worker's queries reads."""
+    if not part.numel():
+        return part
+    heads, shared = query.shape[-3], whole.shape[-3]
+
+    def find() -> Constant:
+        start, stop = work.mine(batch_labels(query, 2)[-1])
+        return Constant(torch.arange(start, stop, device="cpu") // (heads // shared))
+
+    return part.index_select(-3, work.context.keep(("groups", work, heads, shared), find).on(part.device))
 
 
 def _causal(rows: Interval, keys: int, device: torch.device) -> torch.Tensor:
