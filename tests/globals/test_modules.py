@@ -461,6 +461,22 @@ def test_a_block_that_a_layer_gives_one_of_several_workers_stands_beside_a_globa
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("function", [
+    lambda x: x, lambda x: x * 2, lambda x: F.conv2d(x, noise(3, 3, 3, 3), padding=1), lambda x: F.max_pool2d(x, 2),
+    lambda x: x.softmax(2), lambda x: torch.cat([x, x], 2), lambda x: x.transpose(2, 3) @ x,
+])  # fmt: skip
+@pytest.mark.parametrize("active", [2, 3])
+@on_workers
+def test_losses_of_blocks_count_beside_a_global_loss_however_these_were_moved(active, function):
+    found = []
+    for given in (split(x, 1, 1, active, 1).requires_grad_(), x.clone().requires_grad_()):
+        y = function(given)
+        h = y.to_local() if type(y) is distdl.GlobalTensor else y
+        (given.square().sum() + h.sin().sum()).backward()
+        found.append(given.grad)
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_workers

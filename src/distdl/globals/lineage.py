@@ -14,7 +14,15 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from distdl.globals.context import Context
-from distdl.globals.running import any_noted, is_asked_for, is_noted, is_on_blocks, note_node, was_asked_for
+from distdl.globals.running import (
+    any_noted,
+    gives_asked,
+    is_asked_for,
+    is_noted,
+    is_on_blocks,
+    note_node,
+    was_asked_for,
+)
 from distdl.tensors.function import Function, adds_parts, gives_block
 
 _KEY = "distdl: follows from"
@@ -150,6 +158,8 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         kind: Any = getattr(type(one), "_forward_cls", None)
         if noted is not None:
             found |= noted
+        elif gives_asked(one):
+            found.add(None)  # (of a block of a global tensor, whatever has moved it)
         elif gives_block(one):
             found.add(Given.PART if adds_parts(one) else Given.BLOCK)
         elif _is_ours(one):

@@ -25,6 +25,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _BLOCK = "distdl: gives what may be a block"
+_ASKED = "distdl: gives a block of a global tensor, for which a user has asked"
 
 
 @contextmanager
@@ -63,6 +64,9 @@ def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
     _here.asked = True
     note_given(block)
+    node: Any = block.grad_fn
+    if node is not None:
+        node.metadata[_ASKED] = True
 
 
 def note_given(block: torch.Tensor) -> None:
@@ -87,6 +91,11 @@ def note_node(node: Any, gives_block: bool) -> None:
 def any_noted() -> bool:
     """Whether any worker of this process has taken note of a block, or has called a layer, which may have given one."""
     return _Here.noted or any_given()
+
+
+def gives_asked(node: Any) -> bool:
+    """Whether a node of the autograd graph has given a block of a global tensor, for which a user has asked."""
+    return _ASKED in node.metadata
 
 
 def is_noted(node: Any) -> bool | None:
