@@ -180,6 +180,19 @@ def test_other_partitions_are_named_without_it_too():
         assert text in told[0]
 
 
+def test_what_a_layer_gives_as_it_is_requires_a_gradient_on_every_worker(monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        layer = distdl.nn.DistributedDropout(distdl.world()[:2].reshape(2, 1)).eval()
+        x = split(x35).requires_grad_()
+        with torch.no_grad():
+            assert layer(x).requires_grad
+            assert torch.equal((layer(x) * 2).full_tensor(), x35 * 2)
+
+    distdl.run_workers(work, 3)
+
+
 def test_workers_that_do_the_same_compute_the_same(monkeypatch):
     monkeypatch.setenv("DISTDL_DEBUG", "1")
 
