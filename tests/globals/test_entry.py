@@ -587,3 +587,14 @@ def test_what_one_worker_alone_has_meets_weights(worker, monkeypatch):
             assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+@on_workers
+def test_a_loss_of_what_one_worker_alone_has_counts_beside_a_global_loss(worker):
+    found = []
+    for given in (split(x35).requires_grad_(), x35.clone().requires_grad_()):
+        whole = given.full_tensor(on=worker) if type(given) is GlobalTensor else given
+        (given.square().sum() + whole.sin().sum()).backward()
+        found.append(given.grad)
+    assert_close(*found)

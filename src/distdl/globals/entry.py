@@ -18,7 +18,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.lineage import may_differ, ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.running import note_graph
+from distdl.globals.running import note_asked
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
@@ -227,7 +227,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
 
     y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
     if on is not None:
-        note_graph(y)  # (the others have another one, of no cells)
+        note_asked(y)  # (the others have another one, of no cells)
     return y
 
 

@@ -25,7 +25,7 @@ class _Here(threading.local):
 
 _here = _Here()
 _BLOCK = "distdl: gives what may be a block"
-_ASKED = "distdl: gives a block of a global tensor, for which a user has asked"
+_ASKED = "distdl: gives a block that was asked for"
 
 
 @contextmanager
@@ -64,9 +64,7 @@ def note_block(block: torch.Tensor) -> None:
     """Take note of a block that code of a user's gets."""
     _here.asked = True
     note_given(block)
-    node: Any = block.grad_fn
-    if node is not None:
-        node.metadata[_ASKED] = True
+    note_asked(block)
 
 
 def note_given(block: torch.Tensor) -> None:
@@ -74,6 +72,14 @@ def note_given(block: torch.Tensor) -> None:
     _Here.noted = True
     _here.blocks[block] = True
     note_graph(block)
+
+
+def note_asked(block: torch.Tensor) -> None:
+    """Let the autograd graph know that it has given a block for which a user has asked."""
+    note_graph(block)
+    node: Any = block.grad_fn
+    if node is not None:
+        node.metadata[_ASKED] = True
 
 
 def note_graph(block: torch.Tensor) -> None:
