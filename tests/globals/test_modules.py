@@ -477,6 +477,28 @@ def test_losses_of_blocks_count_beside_a_global_loss_however_these_were_moved(ac
     assert_close(*found)
 
 
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [
+        (lambda P: nn.DistributedMaxPool2d(P, 3, stride=1, padding=1), lambda x: F.max_pool2d(x, 3, 1, 1)),
+        (
+            lambda P: nn.DistributedUpsample(P, scale_factor=2, mode="nearest"),
+            lambda x: F.interpolate(x, scale_factor=2),
+        ),
+        (lambda P: nn.Repartition(P, P), lambda x: x),
+    ],
+)
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_losses_of_blocks_that_layers_give_count_beside_a_global_loss(active, make, function):
+    found, layer = [], make(grid(1, 1, active, 1))
+    for given in (split(x, 1, 1, active, 1).requires_grad_(), x.clone().requires_grad_()):
+        h = layer(given.to_local()) if type(given) is distdl.GlobalTensor else function(given)
+        (given.square().sum() + h.sin().sum()).backward()
+        found.append(given.grad)
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_workers

@@ -39,7 +39,8 @@ OLD_REFERENCE = (
 def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     """The context into which what a plain tensor has been computed from has entered; None for one that has not.
 
-    Of what layers and primitives give, each worker has its own gradient, as if it had entered: :class:`Given`.
+    Of what primitives give that may be parts of a sum, each worker has its own gradient, as if it had entered:
+    :class:`Given`. Blocks have not entered: of a loss that each worker computes of its own, all count.
 
     Args:
         strict: whether an autograd function of a user's that has computed it from what has entered is an error.
@@ -63,7 +64,7 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
             "Let each meet a global tensor by itself, as in x * a * b for x * (a * b). Take views of a parameter after "
             "it has been written, and give other tensors to the model beside its input"
         )
-    return next(iter(found), None)
+    return next(iter(found - {Given.BLOCK}), None)
 
 
 def is_part(tensor: torch.Tensor) -> bool:
