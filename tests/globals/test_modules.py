@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launched import assert_close, on_workers, split
+from launched import Calling, assert_close, on_workers, split
 from same import noise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -497,6 +497,25 @@ def test_losses_of_blocks_that_layers_give_count_beside_a_global_loss(active, ma
         (given.square().sum() + h.sin().sum()).backward()
         found.append(given.grad)
     assert_close(*found)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_what_blocks_of_layers_and_weights_make_is_refused_beside_a_global_loss(active, weights):
+    """Of the weight each worker has a part of the gradient there, and of the block its own: as of x.to_local()."""
+    layer, told = nn.DistributedMaxPool2d(grid(1, 1, active, 1), 3, stride=1, padding=1), []
+
+    def forward(model, x):
+        y = (layer(x.to_local()) * model.v[0]).sin().sum()
+        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
+            y + x.square().sum()
+        told.append(y)
+        return x.sum()
+
+    model = distdl.distribute(Calling(forward), grid(1, 1, active, 1), weights=weights)
+    model(split(x, 1, 1, active, 1).requires_grad_())
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -7,7 +7,6 @@ of a plain tensor before a copy was written into this does not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import Enum
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from distdl.globals.running import (
 from distdl.tensors.function import Function, adds_parts, gives_block
 
 _KEY = "distdl: follows from"
+_PART = "what may be a copy that stands for a part of a sum"
 OLD_REFERENCE = (
     "the autograd function {0} was applied to weights of a distributed model by a reference to {0}.apply that is older "
     "than the import of distdl, or to a view of them that was taken before they were written there, or to what a "
@@ -39,8 +39,8 @@ OLD_REFERENCE = (
 def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     """The context into which what a plain tensor has been computed from has entered; None for one that has not.
 
-    Of what primitives give that may be parts of a sum, each worker has its own gradient, as if it had entered:
-    :class:`Given`. Blocks have not entered: of a loss that each worker computes of its own, all count.
+    Of what primitives give that may be copies that stand for parts of a sum, each worker has its own gradient, as if it
+    had entered. Blocks have not entered: of a loss that each worker computes of its own, all count.
 
     Args:
         strict: whether an autograd function of a user's that has computed it from what has entered is an error.
@@ -51,10 +51,8 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
     if node is None:
         return None
     found = _sources(node, strict)
-    if len(found) > 1:
-        found -= {Given.BLOCK}
     if None not in found and len(found) > 1:
-        found -= {Given.PART}
+        found -= {_PART}
     if len(found) > 1 and is_on_blocks():
         return next(one for one in found if one is not None)  # (a block)
     if len(found) > 1:
@@ -64,18 +62,12 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
             "Let each meet a global tensor by itself, as in x * a * b for x * (a * b). Take views of a parameter after "
             "it has been written, and give other tensors to the model beside its input"
         )
-    return next(iter(found - {Given.BLOCK}), None)
+    return next(iter(found), None)
 
 
 def is_part(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor follows from what may be copies that stand for parts of a sum."""
-    return tensor.grad_fn is not None and Given.PART in _sources(tensor.grad_fn, False)
-
-
-class Given(Enum):
-    """What layers and primitives give: blocks, and what may be copies that stand for parts of a sum."""
-
-    BLOCK, PART = range(2)
+    return tensor.grad_fn is not None and _PART in _sources(tensor.grad_fn, False)
 
 
 def note_entered(tensor: torch.Tensor, context: Any) -> None:
@@ -145,7 +137,7 @@ def ours_before(tensor: torch.Tensor) -> set[type]:
 
 
 def _sources(node: Any, strict: bool) -> frozenset[Any]:
-    """What a node follows from: contexts, what has been given, and None for what has not entered.
+    """What a node follows from: contexts, parts of sums, and None for what has not entered.
 
     It is noted, so that each node of a long history is looked at once: what a node follows from that follows from one
     source, follows from this, too.
@@ -162,7 +154,7 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         elif gives_asked(one):
             found.add(None)  # (of a block of a global tensor, whatever has moved it)
         elif gives_block(one):
-            found.add(Given.PART if adds_parts(one) else Given.BLOCK)
+            found.add(_PART if adds_parts(one) else None)
         elif _is_ours(one):
             comm = kind.entered_into(one)
             found.add(None if comm is None else Context.of(comm))
@@ -175,7 +167,7 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
         else:
             found.add(None)  # (a leaf)
     result = frozenset(found)
-    if strict and functions and not result <= {None, Given.BLOCK}:
+    if strict and functions and not result <= {None}:
         raise RuntimeError(OLD_REFERENCE.format(functions[0]))
     for one in seen if len(result) == 1 else {node}:
         one.metadata[_KEY] = result
