@@ -42,23 +42,26 @@ def judged(
         input, sized: an argument, and those of its dims whose sizes torch looks at.
     """
     found: list[Context] = []
-
-    def described(value: Any) -> Hashable:
-        """A value of arguments as a key: of a tensor, what torch sees without its memory."""
-        if isinstance(value, torch.Tensor):
-            if type(value) is GlobalTensor:
-                found.append(value._context)
-            if value is input:
-                return rough(value.shape, sized), value.dtype
-            return value.shape, value.dtype
-        if isinstance(value, (tuple, list)):
-            return tuple([described(one) for one in value])
-        if isinstance(value, dict):
-            return tuple([(name, described(one)) for name, one in value.items()])
-        return type(value), value  # (1, 1.0 and True are equal)
-
-    key = ("judged", func, described(args), described(kwargs) if kwargs else (), *sized)
+    own = (input, sized)
+    key = ("judged", func, _described(args, found, own), _described(kwargs, found, own) if kwargs else (), *sized)
     found[0].keep(key, lambda: judge(func, args, kwargs))
+
+
+def _described(value: Any, found: list[Context], own: tuple[torch.Tensor | None, Collection[int]]) -> Hashable:
+    """A value of arguments as a key: of a tensor, what torch sees without its memory.
+
+    Args:
+        own: an argument, and those of its dims whose sizes torch looks at.
+    """
+    if isinstance(value, torch.Tensor):
+        if type(value) is GlobalTensor:
+            found.append(value._context)
+        return rough(value.shape, own[1]) if value is own[0] else value.shape, value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple([_described(one, found, own) for one in value])
+    if isinstance(value, dict):
+        return tuple([(name, _described(one, found, own)) for name, one in value.items()])
+    return type(value), value  # (1, 1.0 and True are equal)
 
 
 def rough(shape: Shape, sized: Collection[int] = ()) -> Shape:
