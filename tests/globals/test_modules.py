@@ -519,6 +519,30 @@ def test_what_blocks_of_layers_and_weights_make_is_refused_beside_a_global_loss(
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", [lambda x, y, p: x * y, lambda x, y, p: x * (y * p), lambda x, y, p: x + y.sin().sum()])
+@pytest.mark.parametrize("make", [
+    lambda P: nn.DistributedMaxPool1d(P, 1), lambda P: nn.DistributedUpsample(P, scale_factor=1.0, mode="nearest"),
+    lambda P: nn.Repartition(P, P), lambda P: nn.DistributedDropout(P, 0.0),
+    lambda P: nn.Interpolate(*[[0, 0, 0], [1, 1, 5], [1, 1, 5]] * 2),
+])  # fmt: skip
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_what_layers_make_of_weights_is_a_copy_beside_a_global_tensor(active, make, use, weights):
+    """Each worker has a part of its gradient, as of a weight's; also one outside of the layer, which has a clone."""
+    layer, found = make(distdl.world()[:active].reshape(active, 1, 1)), []
+
+    def forward(model, x):
+        h = model.v.view(1, 1, 5)
+        return use(x, layer(h) if type(x) is distdl.GlobalTensor else h, noise(5).requires_grad_())
+
+    model = distdl.distribute(Calling(forward), grid(2, 1, 1), weights=weights)
+    for given, one in ((split(noise(2, 4, 5), 2, 1, 1), model), (noise(2, 4, 5), Calling(forward))):
+        one(given).square().sum().backward()
+        found.append(one.v.grad)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_workers
 def test_gradients_of_a_mixed_network_are_clipped_as_those_of_the_sequential_one(order, weights):

@@ -115,12 +115,24 @@ class Replica(torch.Tensor):
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
 
-        Of the gradient of what comes out each worker has a part, as of that of a copy.
+        What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside. But
+        what has moved is a block, or stands for a part of a sum, and so is what follows from a block.
         """
-        for one in (*args, *kwargs.values()):
+        every = (*args, *kwargs.values())
+        for one in every:
             if type(one).__name__ == "GlobalTensor":
                 return type(one)._call_module(module, call, args, kwargs)
-        return call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
+        y = call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
+        of_blocks = any(type(one) is torch.Tensor and may_differ(one) for one in every)
+        if module._gives_moved or of_blocks:
+            return y
+        found = [one for one in every if type(one) is Replica]
+
+        def wrap(value: torch.Tensor) -> torch.Tensor:
+            same = next((one for one in found if plain_of(one) is value), None)
+            return view_of(found, value, found[0]._context) if same is None else same
+
+        return map_tensors(y, wrap)
 
     @classmethod
     def __torch_function__(

@@ -143,6 +143,7 @@ class Layer(Module):
         self._derive = derive
         self._member = everyone.comm.rank in everyone
         self._gives_parts = getattr(derive, "copies", False) and everyone.comm.size > 1
+        self._gives_moved = getattr(derive, "moves", False)
         self._agreement: Agreement[Setup] = Agreement.among(
             everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
         )

@@ -20,6 +20,7 @@ class Module(torch.nn.Module):
     """
 
     _gives_parts = False  # whether results may be copies that stand for parts of a sum: the same on every worker
+    _gives_moved = False  # whether results may lie on other workers than arguments do, or be sums over these
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -63,6 +63,11 @@ class Movement:
         return everyone
 
     @property
+    def moves(self) -> bool:
+        """Whether a worker's result is more than its own tensor."""
+        return self.adds or self.copies or self.P_x.workers.tolist() != self.P_y.workers.tolist()
+
+    @property
     def read(self) -> Sequence[Partition]:
         return (self.P_x,)
 
