@@ -499,8 +499,44 @@ def test_losses_of_blocks_that_layers_give_count_beside_a_global_loss(active, ma
     assert_close(*found)
 
 
+ALONE = [
+    (
+        lambda P, x, w: nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0) * w.exp() + w,
+        lambda x, w: x.square().mean() * w.exp() + w,
+    ),
+    (lambda P, x, w: nn.Repartition(P, P[:1])(x.to_local()).square().sum() * w, lambda x, w: x.square().sum() * w),
+    (
+        lambda P, x, w: nn.SumReduce(P, P[:1])(x.to_local().sum().reshape(1, 1)).sum().sin() * w,
+        lambda x, w: x.sum().sin() * w,
+    ),
+    (lambda P, x, w: x.full_tensor(on=0).square().sum() * w, lambda x, w: x.square().sum() * w),
+]
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize(("ours", "theirs"), ALONE)
+@on_workers
+def test_what_worker_0_alone_has_and_weights_make_stands_beside_a_global_loss(ours, theirs, active, weights):
+    """It is noted of each of these by itself, whatever it has met before."""
+    P, found = grid(active, 1), []
+
+    def forward(model, x):
+        p = noise(1)[0].requires_grad_()
+        if type(x) is not distdl.GlobalTensor:
+            return x.square().sum() + theirs(x, model.v[0]) + theirs(x, p)
+        return x.square().sum() + ours(P, x, model.v[0]) + ours(P, x, p)
+
+    model = distdl.distribute(Calling(forward), P, weights=weights)
+    for given, one in ((split(noise(6, 5), active, 1), model), (noise(6, 5), Calling(forward))):
+        one(given.requires_grad_()).backward()
+        found += [[given.grad, one.v.grad]]
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("active", [2, 3])
 @on_workers
 def test_what_blocks_of_layers_and_weights_make_is_refused_beside_a_global_loss(active, weights):
     """Of the weight each worker has a part of the gradient there, and of the block its own: as of x.to_local()."""

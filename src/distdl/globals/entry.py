@@ -18,7 +18,6 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.lineage import may_differ, ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.running import note_asked
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition, Layout, Partition, dims
 from distdl.partition.sharing import broadcast_value, gather_values
@@ -26,7 +25,7 @@ from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
 from distdl.tensors.draws import seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
-from distdl.tensors.function import Function
+from distdl.tensors.function import Function, Given, note_given
 
 _AXES, _WHOLE = judge(Sequence[int | None]), judge(int)
 
@@ -227,7 +226,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
 
     y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
     if on is not None:
-        note_asked(y)  # (the others have another one, of no cells)
+        note_given(y, (), Given.BLOCKS if on else Given.ALONE)  # (the others have another one, of no cells)
     return y
 
 

@@ -22,10 +22,13 @@ from distdl.globals.running import (
     note_node,
     was_asked_for,
 )
-from distdl.tensors.function import Function, adds_parts, gives_block
+from distdl.tensors.function import Function, Given, given_by
 
 _KEY = "distdl: follows from"
 _PART = "what may be a copy that stands for a part of a sum"
+_OF_GIVEN: dict[Given, frozenset[Any]] = {
+    Given.BLOCKS: frozenset((None,)), Given.PARTS: frozenset((_PART,)), Given.ALONE: frozenset(),
+}  # fmt: skip
 OLD_REFERENCE = (
     "the autograd function {0} was applied to weights of a distributed model by a reference to {0}.apply that is older "
     "than the import of distdl, or to a view of them that was taken before they were written there, or to what a "
@@ -105,7 +108,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
             if after is not None:
                 note_node(after, False)
             continue
-        noted = gives_block(one) or is_noted(one)
+        noted = given_by(one) is not None or is_noted(one)
         if noted:
             for each, _ in path[1:]:
                 note_node(each, True)
@@ -139,22 +142,28 @@ def ours_before(tensor: torch.Tensor) -> set[type]:
 def _sources(node: Any, strict: bool) -> frozenset[Any]:
     """What a node follows from: contexts, parts of sums, and None for what has not entered.
 
+    What worker 0 alone has is none of them: whether the gradients of all workers count or that of worker 0, its own are
+    the same, so it may meet what has entered, and what has not.
+
     It is noted, so that each node of a long history is looked at once: what a node follows from that follows from one
     source, follows from this, too.
     """
     found: set[Any] = set()
     functions: list[str] = []
+    alone = False
     seen, rest = {node}, [node]
     while rest:
         one: Any = rest.pop()
         noted: frozenset[Any] | None = one.metadata.get(_KEY)
         kind: Any = getattr(type(one), "_forward_cls", None)
         if noted is not None:
+            alone = alone or not noted
             found |= noted
         elif gives_asked(one):
             found.add(None)  # (of a block of a global tensor, whatever has moved it)
-        elif gives_block(one):
-            found.add(_PART if adds_parts(one) else None)
+        elif (given := given_by(one)) is not None:
+            alone = alone or given is Given.ALONE
+            found |= _OF_GIVEN[given]
         elif _is_ours(one):
             comm = kind.entered_into(one)
             found.add(None if comm is None else Context.of(comm))
@@ -169,6 +178,6 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
     result = frozenset(found)
     if strict and functions and not result <= {None}:
         raise RuntimeError(OLD_REFERENCE.format(functions[0]))
-    for one in seen if len(result) == 1 else {node}:
+    for one in seen if len(result) == 1 and not alone else {node}:
         one.metadata[_KEY] = result
     return result

@@ -8,7 +8,7 @@ import torch
 
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
-from distdl.tensors.function import note_given
+from distdl.tensors.function import Given, note_given
 
 Value = TypeVar("Value")
 
@@ -19,7 +19,7 @@ class Module(torch.nn.Module):
     For ``torch.compile`` it is a graph break: only what lies between such modules is compiled.
     """
 
-    _gives_parts = False  # whether results may be copies that stand for parts of a sum: the same on every worker
+    _gives = Given.BLOCKS  # what results are: the same on every worker
     _gives_moved = False  # whether results may lie on other workers than arguments do, or be sums over these
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -41,7 +41,7 @@ class Module(torch.nn.Module):
         y = self._wrapped_call_impl(*args, **kwargs)
         if not hasattr(self, "P_x"):  # (nobody knows of others, that have some of ours)
             return y
-        return note_given(y, (*args, *kwargs.values()) if kwargs else args, self._gives_parts)
+        return note_given(y, (*args, *kwargs.values()) if kwargs else args, self._gives)
 
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -63,23 +64,31 @@ class BlockFunction(Function):
         return False
 
 
+class Given(Enum):
+    """What layers and primitives give: blocks; what may be copies that stand for parts of a sum; or what worker 0 alone
+    has, as the value of a loss, where the others have zeros or nothing.
+    """
+
+    BLOCKS, PARTS, ALONE = range(3)
+
+
 _GIVEN = "distdl: given by a layer"
 _any_given = False
 
 
-def note_given(y: Any, args: Sequence[Any], parts: bool) -> Any:
+def note_given(y: Any, args: Sequence[Any], kind: Given) -> Any:
     """y, what a layer or a primitive gives: its graph knows that, also where torch's functions alone have made it.
 
     Args:
         args: that it takes. What it gives as it is stays what it was.
-        parts: whether results may be copies that stand for parts of a sum. (Of a module in it, what that has said.)
+        kind: what it gives, the same on every worker. (Of a module in it, what that has said.)
     """
     global _any_given
     _any_given = True
     for one in y if isinstance(y, tuple) else (y,):
         node: Any = one.grad_fn if isinstance(one, torch.Tensor) and not any(one is x for x in args) else None
         if node is not None:
-            node.metadata.setdefault(_GIVEN, parts)
+            node.metadata.setdefault(_GIVEN, kind)
     return y
 
 
@@ -88,16 +97,13 @@ def any_given() -> bool:
     return _any_given
 
 
-def gives_block(node: Any) -> bool:
-    """Whether a layer or an operator has given what a node of the graph gives: a block, but of global tensors."""
+def given_by(node: Any) -> Given | None:
+    """What a node of the graph gives, if a layer or an operator has given that, but of global tensors."""
+    noted: Given | None = node.metadata.get(_GIVEN)
     kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
-    return (isinstance(kind, type) and issubclass(kind, BlockFunction)) or _GIVEN in node.metadata
-
-
-def adds_parts(node: Any) -> bool:
-    """Of what such a node gives: whether it may be copies that stand for parts of a sum."""
-    noted: bool | None = node.metadata.get(_GIVEN)
-    return type(node)._forward_cls.adds_parts(node) if noted is None else noted
+    if noted is None and isinstance(kind, type) and issubclass(kind, BlockFunction):
+        return Given.PARTS if kind.adds_parts(node) else Given.BLOCKS
+    return noted
 
 
 def gradients_of(
