@@ -578,6 +578,22 @@ def test_what_layers_make_of_weights_is_a_copy_beside_a_global_tensor(active, ma
     assert_close(*found)
 
 
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_what_blocks_and_layers_of_weights_make_is_refused_beside_a_global_loss(active):
+    layer, told = nn.Repartition(grid(active), grid(active)), []
+
+    def forward(model, x):
+        y = layer(model.v).sum() + x.to_local().sum()
+        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
+            y + x.square().sum()
+        told.append(y)
+        return x.sum()
+
+    distdl.distribute(Calling(forward), grid(2))(split(noise(5), 2).requires_grad_())
+    assert len(told) == 1
+
+
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
 @on_workers

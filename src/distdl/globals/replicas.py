@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from distdl.globals.comparing import bits_of_all, differ, farthest
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
-from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ
+from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ, note_entered
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks, may_be_block, note_graph
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
@@ -130,7 +130,10 @@ class Replica(torch.Tensor):
 
         def wrap(value: torch.Tensor) -> torch.Tensor:
             same = next((one for one in found if plain_of(one) is value), None)
-            return view_of(found, value, found[0]._context) if same is None else same
+            if same is not None:
+                return same
+            note_entered(value, found[0]._context)
+            return view_of(found, value, found[0]._context)
 
         return map_tensors(y, wrap)
 
