@@ -578,6 +578,44 @@ def test_what_layers_make_of_weights_is_a_copy_beside_a_global_tensor(active, ma
     assert_close(*found)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("make", [
+    lambda model, x: (x.to_local() * model.v[0]).sin().sum(),
+    lambda model, x: (x.to_local() - model.v[0]).square().sum() * model.w[0],
+])  # fmt: skip
+@pytest.mark.parametrize("active", [2, 3])
+@on_workers
+def test_what_blocks_without_gradients_and_weights_make_is_refused_beside_a_global_loss(active, make, weights):
+    """As of blocks that have some: only worker 0's part of the gradient would count."""
+    told = []
+
+    def forward(model, x):
+        y = make(model, x)
+        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
+            y + x.square().sum()
+        told.append(y)
+        return x.sum()
+
+    distdl.distribute(Calling(forward), grid(active, 1), weights=weights)(split(noise(6, 5), active, 1))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@on_workers
+def test_a_block_without_gradients_of_worker_0_alone_meets_weights_beside_a_global_loss(weights):
+    found = []
+
+    def forward(model, x):
+        h = x.to_local() if type(x) is distdl.GlobalTensor else x
+        return x.square().sum() + (h * model.v[0]).sin().sum()
+
+    model = distdl.distribute(Calling(forward), grid(1, 1), weights=weights)
+    for given, one in ((split(noise(6, 5), 1, 1), model), (noise(6, 5), Calling(forward))):
+        one(given).backward()
+        found.append(one.v.grad)
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("active", [1, 2, 3])
 @on_workers
 def test_what_blocks_and_layers_of_weights_make_is_refused_beside_a_global_loss(active):

@@ -18,6 +18,7 @@ from distdl.globals.running import (
     gives_asked,
     is_asked_for,
     is_noted,
+    is_of_split,
     is_on_blocks,
     note_node,
     was_asked_for,
@@ -168,6 +169,8 @@ def _sources(node: Any, strict: bool) -> frozenset[Any]:
             comm = kind.entered_into(one)
             found.add(None if comm is None else Context.of(comm))
         elif one.next_functions:
+            if is_of_split(one):
+                found.add(None)
             if kind is not None:
                 functions.append(type(one).__name__.removesuffix("Backward"))
             new = {before for before, _ in one.next_functions if before is not None} - seen

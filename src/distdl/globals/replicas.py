@@ -17,7 +17,7 @@ from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ, note_entered
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.running import is_on_blocks, may_be_block, note_graph
+from distdl.globals.running import is_on_blocks, may_be_block, note_made_of
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
@@ -186,7 +186,7 @@ class Replica(torch.Tensor):
         result = func(*given, **named)
         if blocks:
             for value in tensors_in(result):
-                note_graph(value)
+                note_made_of(value, blocks)
             written = copies.get(id(result))
             # (blocks, too, but for a copy that is written without gradients, as by self.w += 1)
             return result if written is None or torch.is_grad_enabled() else assigned(written)

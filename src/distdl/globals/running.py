@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,14 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.models = 0  # how many run, one in another
         self.on_blocks = 0  # how many such functions do
-        self.blocks = WeakIdKeyDictionary()  # those that a user has asked for
+        self.blocks = WeakIdKeyDictionary()  # asked for by a user; and whether others than worker 0 have some
         self.asked = False  # whether for one in the latest forward
 
 
 _here = _Here()
 _BLOCK = "distdl: gives what may be a block"
 _ASKED = "distdl: gives a block that was asked for"
+_OF_SPLIT = "distdl: follows from a block without gradients, too"
 
 
 @contextmanager
@@ -60,17 +61,21 @@ def is_on_blocks() -> bool:
     return _here.on_blocks > 0
 
 
-def note_block(block: torch.Tensor) -> None:
-    """Take note of a block that code of a user's gets."""
+def note_block(block: torch.Tensor, split: bool) -> None:
+    """Take note of a block that code of a user's gets.
+
+    Args:
+        split: whether others than worker 0 have blocks with cells.
+    """
     _here.asked = True
-    note_given(block)
+    note_given(block, split)
     note_asked(block)
 
 
-def note_given(block: torch.Tensor) -> None:
+def note_given(block: torch.Tensor, split: bool = False) -> None:
     """Take note of a block that a function on blocks gets, or of a leaf in its place: a backward runs outside."""
     _Here.noted = True
-    _here.blocks[block] = True
+    _here.blocks[block] = split
     note_graph(block)
 
 
@@ -80,6 +85,19 @@ def note_asked(block: torch.Tensor) -> None:
     node: Any = block.grad_fn
     if node is not None:
         node.metadata[_ASKED] = True
+
+
+def note_made_of(y: torch.Tensor, blocks: Iterable[torch.Tensor]) -> None:
+    """Let the autograd graph know of what it gives that it was made of blocks, also of such without gradients."""
+    note_graph(y)
+    node: Any = y.grad_fn
+    if node is not None and any(not one.requires_grad and _here.blocks.get(one) for one in blocks):
+        node.metadata[_OF_SPLIT] = True
+
+
+def is_of_split(node: Any) -> bool:
+    """Whether a node gives what was made of a block without gradients, of which others than worker 0 have some, too."""
+    return _OF_SPLIT in node.metadata
 
 
 def note_graph(block: torch.Tensor) -> None:

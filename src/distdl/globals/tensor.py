@@ -240,7 +240,7 @@ class GlobalTensor(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
         check_usable(self)
-        note_block(self._block)
+        note_block(self._block, self._layout.partition.workers.ravel().tolist() != [0])
         return self._block
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
