@@ -51,6 +51,12 @@ def test_in_a_volume(function):
     assert_same(function, Global(x5))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "area"])
+@pytest.mark.parametrize("x", [x3, x4, x5])
+def test_no_samples(x, mode):
+    assert_same(lambda x: F.interpolate(x, scale_factor=2, mode=mode), Global(x[:0]))
+
+
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_images_of_whole_numbers(mode):
     """Torch rounds them after each dim."""

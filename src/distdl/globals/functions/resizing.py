@@ -201,7 +201,10 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
         def check() -> None:
             """Let torch check the options. (That cells come out is checked apart.)"""
-            asked = partial(judge, lambda x: torch.nn.functional.interpolate(x, *options), (input,), {})
+            # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
+            shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
+            one = torch.empty(shape, dtype=input.dtype, device="meta")
+            asked = partial(judge, lambda x: torch.nn.functional.interpolate(x, *options), (one,), {})
             input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), asked)
 
         if mode == "area" and not antialias:
