@@ -371,6 +371,25 @@ def test_blocks_beside_a_global_tensor_get_their_own_gradients_in_local_map(make
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize("follow", [lambda h, w: h, lambda h, w: h * 2, lambda h, w: h * w])
+@on_workers
+def test_blocks_get_their_own_gradients_in_local_map_in_local_map(follow, active):
+    """And a plain tensor that is an argument of both has its gradient added up once."""
+    found, times = [], distdl.local_map(lambda z, h, w: z * h * w)
+    for given in (split(noise(6, 5), active, 1).requires_grad_(), noise(6, 5).requires_grad_()):
+        other, w = noise(6, 5, seed=1).requires_grad_(), noise(5).requires_grad_()
+        if type(given) is distdl.GlobalTensor:
+            other = split(noise(6, 5, seed=1), active, 1).requires_grad_()
+            y = distdl.local_map(lambda h, w, z=other: times(z, follow(h, w), w).to_local())(given, w)
+        else:
+            y = other * follow(given, w) * w
+        y.square().sum().backward()
+        found.append((y, given.grad, other.grad, w.grad))
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("active", [2, 3])
 @pytest.mark.parametrize("call", [
     lambda x, s: Times.apply(x, s), lambda x, s: Times.apply(x, s * s),

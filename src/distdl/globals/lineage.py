@@ -87,8 +87,11 @@ def may_differ(tensor: torch.Tensor) -> bool:
     In a function on blocks each may. Elsewhere, blocks that a user has asked for do, and what follows from them. (What
     follows from one without gradients does not say so.)
     """
-    if is_on_blocks():
-        return True
+    return is_on_blocks() or is_of_block(tensor)
+
+
+def is_of_block(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is a block, or follows from one: the same also in a function on blocks."""
     if not any_noted():  # (as in programs of plain tensors, whose checkpoints ask, too)
         return False
     if not tensor.requires_grad:
@@ -96,7 +99,7 @@ def may_differ(tensor: torch.Tensor) -> bool:
     if tensor.is_leaf and (torch.is_inference_mode_enabled() or tensor.is_inference()):
         return is_asked_for(tensor)
     if tensor.is_leaf and tensor._base is not None and tensor._base.requires_grad:
-        return may_differ(tensor._base)  # (a view that was made without gradients has no node of its own)
+        return is_of_block(tensor._base)  # (a view that was made without gradients has no node of its own)
     # (of a leaf, the node knows the tensor itself, where hooks of saved tensors or a checkpoint give another one)
     node: Any = tensor.grad_fn or get_gradient_edge(tensor).node
     # depth first, and noted on the way: each node of a long history is looked at once

@@ -13,12 +13,12 @@ from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import KnownLayout
 from distdl.globals.failed import meet_in
-from distdl.globals.lineage import may_differ
+from distdl.globals.lineage import is_of_block
 from distdl.globals.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import current, entered, plain_of, tied_of
-from distdl.globals.running import is_on_blocks, note_given, on_blocks
+from distdl.globals.running import note_given, on_blocks
 from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor, check_one_world
 from distdl.partition.arguments import checks_arguments
@@ -74,7 +74,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                 one = blocks[-1].given
                 if one.requires_grad:
                     note_given(one)
-            elif context is not None and (is_on_blocks() or type(one) is not torch.Tensor or not may_differ(one)):
+            elif context is not None and not (type(one) is torch.Tensor and is_of_block(one)):
                 one = entered(current(one), context)  # (of a block, each worker has its own gradient)
             curved.append(one.requires_grad and torch.is_grad_enabled())
             if curved[-1]:
