@@ -81,6 +81,8 @@ def test_sizes_of_other_dims_are_refused():
      (x4, {"scale_factor": "2", "mode": "bilinear"}), (x3, {"scale_factor": None, "size": 0, "mode": "linear"}),
      (x4, {"scale_factor": None, "size": (3, 0)}), (x4, {"scale_factor": None, "size": -1, "mode": "bicubic"}),
      (x4, {"scale_factor": 0.1}), (x4, {"scale_factor": (1, 0.1), "mode": "bilinear"}),
+     (x4, {"scale_factor": 0.1, "mode": "bicubic", "recompute_scale_factor": True}),
+     (x3, {"scale_factor": 0.0, "mode": "linear"}), (x5, {"scale_factor": (0.1, 2, 2), "mode": "trilinear"}),
      (x4, {"scale_factor": None, "size": (3, 3), "recompute_scale_factor": True}),
      (x4, {"scale_factor": None, "size": (3, 3), "recompute_scale_factor": True, "mode": "area"})],
 )  # fmt: skip

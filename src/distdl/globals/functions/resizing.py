@@ -205,7 +205,11 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
             one = torch.empty(shape, dtype=input.dtype, device="meta")
             asked = partial(judge, lambda x: torch.nn.functional.interpolate(x, *options), (one,), {})
-            input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), asked)
+            try:
+                input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), asked)
+            except ZeroDivisionError:  # (of tensors without memory, torch divides by what factors give)
+                _check_cells(input, _scaled(input, scale_factor))
+                raise
 
         if mode == "area" and not antialias:
             check()
