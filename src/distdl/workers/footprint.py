@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from distdl.environment.arguments import checks_arguments
 
@@ -44,7 +44,8 @@ class Footprint(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are held now."""
-        freed = [key for key, (reference, _) in self._alive.items() if reference.expired()]
+        expired = torch.UntypedStorage._expired  # (which the references ask, too, through two functions)
+        freed = [key for key, (reference, _) in self._alive.items() if expired(reference.cdata)]
         for key in freed:
             self._noted -= self._alive.pop(key)[1]
         return self._noted
@@ -59,8 +60,16 @@ class Footprint(TorchDispatchMode):
         if self._noted > self.peak:  # (else there is no new peak, whatever has been freed)
             self.peak = max(self.peak, self.now)
 
-    def _note(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor) or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    def _note_all(self, value: Any) -> None:
+        """Note the tensors in what an operator takes or gives."""
+        if isinstance(value, torch.Tensor):
+            self._note(value)
+        elif isinstance(value, (tuple, list, dict)):
+            for one in value.values() if isinstance(value, dict) else value:
+                self._note_all(one)
+
+    def _note(self, value: torch.Tensor) -> None:
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return  # (one that is made of others has no memory of its own)
         if value.is_meta is not self._meta:
             return
@@ -83,8 +92,11 @@ class Footprint(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # (functions have been asked before, and these are operators)
-            result = func(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, result)):
-            self._note(value)
+            result = self._compute(func, args, kwargs or {})
+        self._note_all((args, kwargs, result))
         self._look()
         return result
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The results of an operator."""
+        return func(*args, **kwargs)
