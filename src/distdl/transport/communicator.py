@@ -274,7 +274,7 @@ class Communicator(ABC):
         return self._sum_into(y, [] if x is None else [x], group[1:], tag)
 
     def _sum_into(self, y: torch.Tensor, own: Sequence[torch.Tensor], sources: Sequence[int], tag: int) -> Pending:
-        buffers = [empty(y.shape, y.dtype, y) for _ in sources]
+        buffers = _buffers(len(sources), y)
         pending = self.through.exchange([], list(zip(sources, buffers, strict=True)), tag)
 
         def finish() -> None:
@@ -306,7 +306,8 @@ class Communicator(ABC):
         slices = {w: slice(*part) for w, part in zip(group, parts, strict=True) if part[0] < part[1]}
         others = [worker for worker in slices if worker != self.rank]
         mine = y[slices.get(self.rank, slice(0, 0))]
-        buffers = {w: empty(mine.shape, y.dtype, y) for w in group if w != self.rank and mine.numel()}
+        sources = [worker for worker in group if worker != self.rank] if mine.numel() else []
+        buffers = dict(zip(sources, _buffers(len(sources), mine), strict=True))
         adding = self.through.exchange([(worker, x[slices[worker]]) for worker in others], list(buffers.items()), tag)
 
         def finish() -> None:
@@ -369,6 +370,14 @@ class Communicator(ABC):
             "partitions and layers, and what else has a communicator, belong to their process and cannot be pickled: "
             "make a partition where it is used, and of a network, call distdl.save"
         )
+
+
+def _buffers(n: int, like: torch.Tensor) -> list[torch.Tensor]:
+    """n tensors like a contiguous one, in one memory."""
+    if not n:
+        return []
+    every = empty((n, *like.shape), like.dtype, like)
+    return [every[place] for place in range(n)]
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
