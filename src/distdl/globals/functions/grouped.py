@@ -15,29 +15,29 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import saving, zeros_on
 
 
-@handles("grouped_mm _grouped_mm", "functional torch")
+@handles("_grouped_mm grouped_mm", "torch functional")  # (torch asks for the first; the second is the published name)
 def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Rows that are sorted by groups, each times the matrix of its group: workers know where groups end, and keep rows.
 
     Other forms, in which a group is a part of what is summed over, fall back.
     """
 
-    def run(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        whole = offs is not None and type(a) is GlobalTensor and type(b) is not GlobalTensor and bias is None
-        if not whole or (a.dim(), b.dim()) != (2, 3):
+    def run(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        whole = offs is not None and type(input) is GlobalTensor and type(mat2) is not GlobalTensor and bias is None
+        if not whole or (input.dim(), mat2.dim()) != (2, 3):
             return fall_back(func, args, kwargs)
-        layout = pencils(a._layout, [1])
+        layout = pencils(input._layout, [1])
         rows, context = layout.intervals[0], layout.context
 
         def check() -> bool:  # (without memory, torch knows bfloat16 alone)
-            few = (torch.zeros(one.shape, dtype=one.dtype, device=a.device) for one in (a[:0], b, offs))
+            few = (torch.zeros(one.shape, dtype=one.dtype, device=input.device) for one in (input[:0], mat2, offs))
             func(next(few), next(few), offs=next(few), out_dtype=out_dtype)
             return True
 
-        shapes = [None if one is None else (one.shape, one.dtype) for one in (a, b, offs)]
+        shapes = [(one.shape, one.dtype) for one in (input, mat2, offs)]
         context.keep((func, *shapes, out_dtype), check)
-        target = context.layout(layout.partition.workers, [rows, ((0, b.shape[2]),)])
-        block, weight = moved(a, layout, "grouped_mm"), entered(b, context)
+        target = context.layout(layout.partition.workers, [rows, ((0, mat2.shape[2]),)])
+        block, weight = moved(input, layout, "grouped_mm"), entered(mat2, context)
         ends = plain_of(entire(offs))
         if 0 in target.local:
             y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
@@ -49,7 +49,4 @@ def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             y.register_hook(torch.Tensor.contiguous)
         return GlobalTensor._of(y, target)
 
-    return run(*args, **{_FORMER.get(name, name): value for name, value in kwargs.items()})
-
-
-_FORMER = {"mat_a": "a", "mat_b": "b", "input": "a", "mat2": "b"}
+    return run(*args, **kwargs)

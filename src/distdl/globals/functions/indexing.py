@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -295,10 +295,3 @@ def unbind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     dim = kwargs.get("dim", rest[0] if rest else 0)
     n = x.shape[dim]
     return tuple(_pieces(x, dim % x.dim(), range(n)))
-
-
-@handles("__iter__", "Tensor")
-def iterate(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[GlobalTensor]:
-    if not args[0].dim():
-        raise TypeError("iteration over a 0-d tensor")
-    return iter(args[0].unbind(0))

@@ -39,12 +39,12 @@ _ONE: dict[str, tuple[int, ...]] = {"A": (2,)}
 
 
 @handles(
-    "det logdet slogdet inv inverse cholesky eigh eigvalsh eig eigvals svd svdvals qr pinv pinverse matrix_exp "
-    "matrix_power matrix_rank cond inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor "
-    "ldl_factor_ex geqrf orgqr ormqr lu_unpack lu_solve",
+    "det logdet slogdet inv inverse cholesky eigh eigvalsh eigvals svd svdvals qr pinv pinverse matrix_exp "
+    "matrix_power inv_ex cholesky_ex cholesky_inverse lu lu_factor lu_factor_ex ldl_factor ldl_factor_ex geqrf orgqr "
+    "ormqr lu_unpack lu_solve",
     "torch Tensor linalg",
 )
-@handles("lstsq ldl_solve householder_product solve_ex", "linalg")
+@handles("eig matrix_rank cond lstsq ldl_solve householder_product solve_ex", "linalg")
 def of_each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of each matrix, and of what belongs to it, by itself: these are whole, and the dims in front of them are split.
 

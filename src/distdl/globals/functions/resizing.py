@@ -184,7 +184,7 @@ def _extents(space: int, output_size: Any) -> tuple[int | None, ...]:
     return sizes
 
 
-@handles("interpolate upsample upsample_nearest upsample_bilinear", "functional")
+@handles("interpolate", "functional")
 def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each worker completes its block by the cells that its outputs read."""
 
@@ -244,8 +244,6 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         key = (size, hashable(factors), mode, align_corners, recompute_scale_factor)
         return apply(op, (key, tuple(input.shape[:2])), input, "interpolate")
 
-    if func.__name__ == "upsample_bilinear":
-        return run(*args, **{"mode": "bilinear", "align_corners": True, **kwargs})
     return run(*args, **kwargs)
 
 

@@ -81,7 +81,7 @@ def show(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 @handles(
-    "data_ptr const_data_ptr untyped_storage storage _typed_storage storage_type set_ share_memory_ __dlpack__ "
+    "data_ptr const_data_ptr untyped_storage storage storage_type set_ share_memory_ __dlpack__ "
     "__cuda_array_interface__",
     "Tensor",
 )
