@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from inspect import signature
 from types import FunctionType
 from typing import Any
@@ -53,6 +54,20 @@ def handles(names: str, spaces: str = "torch Tensor functional special") -> Call
         return handler
 
     return enter
+
+
+def by_name(handler: Callable[..., Any]) -> Handler:
+    """A handler that gets the function, and its arguments one by one: ``def histc(func, input, bins=100)``.
+
+    Where it returns NotImplemented, the function falls back.
+    """
+
+    @wraps(handler)
+    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        y = handler(func, *args, **kwargs)
+        return TABLE[None](func, args, kwargs) if y is NotImplemented else y
+
+    return run
 
 
 def handles_property(*names: str) -> Callable[[Handler], Handler]:

@@ -18,7 +18,7 @@ from distdl.globals.functions.products import batch_labels
 from distdl.globals.functions.work import Work, checked, work_on
 from distdl.globals.operands import block_of, part_of, sample, taken
 from distdl.globals.replicas import entered, plain_of
-from distdl.globals.table import composite, handles
+from distdl.globals.table import by_name, composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, no_view, zeros_on
@@ -26,60 +26,58 @@ from distdl.tensors.constants import Constant
 
 
 @handles("scaled_dot_product_attention", "functional")
-def attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def attention(
+    func: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     """Split over batch, heads and query positions, as queries are; keys and their features are whole.
 
     Where the features of queries are split, queries are split further along another dim instead.
     """
+    given = [query, key, value]
+    if type(attn_mask).__name__ == "CausalBias":  # (of a module of torch that takes a second to import)
+        if is_causal:
+            raise ValueError("CausalBias should not be used with causal=True")
+        attn_mask, is_causal = _triangle(attn_mask, query.device)
+    options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
+    operands = given if attn_mask is None else [*given, attn_mask]
+    checked(_checking(options), operands, compares=not enable_gqa)
+    if dropout_p > 0:
+        return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    batch = max((batch_labels(one, 2) for one in operands), key=len)
+    theirs = _batches(key, enable_gqa), _batches(value, enable_gqa)
+    labels = [
+        (*batch_labels(query, 2), "l", "e"), (*theirs[0], "s", "e"), (*theirs[1], "s", "f"),
+        *([_of_mask(attn_mask)] if attn_mask is not None else []),
+    ]  # fmt: skip
+    lead = next((at for at, one in enumerate(operands) if type(one) is GlobalTensor and one.dim()), 0)
+    work = work_on(operands, labels, (*batch, "l", "f"), adds=False, lead=lead, whole=("f",))
+    q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
+    work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
+    if enable_gqa:
+        k, v = _grouped(work, query, key, k), _grouped(work, query, value, v)
+    rows = work.mine("l")
+    split = is_causal and rows != (0, query.shape[-2])
+    if split:
+        masks = [_causal(rows, key.shape[-2], q.device)]
 
-    def run(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        given = [query, key, value]
-        if type(attn_mask).__name__ == "CausalBias":  # (of a module of torch that takes a second to import)
-            if is_causal:
-                raise ValueError("CausalBias should not be used with causal=True")
-            attn_mask, is_causal = _triangle(attn_mask, query.device)
-        options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
-        operands = given if attn_mask is None else [*given, attn_mask]
-        checked(_checking(options), operands, compares=not enable_gqa)
-        if dropout_p > 0:
-            return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        batch = max((batch_labels(one, 2) for one in operands), key=len)
-        theirs = _batches(key, enable_gqa), _batches(value, enable_gqa)
-        labels = [
-            (*batch_labels(query, 2), "l", "e"), (*theirs[0], "s", "e"), (*theirs[1], "s", "f"),
-            *([_of_mask(attn_mask)] if attn_mask is not None else []),
-        ]  # fmt: skip
-        lead = next((at for at, one in enumerate(operands) if type(one) is GlobalTensor and one.dim()), 0)
-        work = work_on(operands, labels, (*batch, "l", "f"), adds=False, lead=lead, whole=("f",))
-        q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
-        work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
-        if enable_gqa:
-            k, v = _grouped(work, query, key, k), _grouped(work, query, value, v)
-        rows = work.mine("l")
-        split = is_causal and rows != (0, query.shape[-2])
-        if split:
-            masks = [_causal(rows, key.shape[-2], q.device)]
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        y: torch.Tensor = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal and not split, scale=scale
+        )
+        return y
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
-            y: torch.Tensor = functional.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=is_causal and not split, scale=scale
-            )
-            return y
-
-        y = local(attend, work.partial, *((one, (1,) * one.dim()) for one in (q, k, v, *masks)))
-        return work.finish(y, "scaled_dot_product_attention")
-
-    return run(*args, **kwargs)
+    y = local(attend, work.partial, *((one, (1,) * one.dim()) for one in (q, k, v, *masks)))
+    return work.finish(y, "scaled_dot_product_attention")
 
 
 def _checking(options: tuple[tuple[str, Any], ...]) -> Any:

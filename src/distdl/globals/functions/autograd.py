@@ -17,7 +17,7 @@ from distdl.globals.operands import block_of, entire, own_of, part_of
 from distdl.globals.parts import summed, variable_of
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
-from distdl.globals.table import REPLICATED, TABLE, Handler, composite, handles, handles_property
+from distdl.globals.table import REPLICATED, TABLE, Handler, by_name, composite, handles, handles_property
 from distdl.globals.tensor import GlobalTensor, note_requires
 from distdl.globals.ties import base_of
 from distdl.tensors.failures import forgetting
@@ -27,87 +27,82 @@ _backward, _grad = composite(torch.autograd.backward), composite(torch.autograd.
 
 
 @handles("backward", "Tensor")
-def backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@by_name
+def backward(
+    func: Any,
+    self: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     """Every worker goes through its part of the graph; gradients end in ``.grad`` of leaves, as blocks."""
-
-    def run(
-        self: Any,
-        gradient: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        backward_of_all(torch.autograd.backward, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
-
-    run(*args, **kwargs)
+    backward_of_all(torch.autograd.backward, (self, gradient, retain_graph, create_graph), {"inputs": inputs})
 
 
 @handles("backward", "autograd")
-def backward_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+@by_name
+def backward_of_all(
+    func: Any,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
     """The same for several tensors, global ones and plain ones."""
-
-    def run(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        outputs = _listed(tensors)
-        seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
-        wanted = None if inputs is None else _listed(inputs)
-        try:
-            with redrawing(outputs), forgetting():
-                _backward(
-                    [_output(y) for y in outputs],
-                    [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                    True if wanted is not None and _leaves_out(outputs, wanted) else retain_graph,
-                    create_graph,
-                    inputs=None if wanted is None else [_plain(one) for one in wanted],
-                )
-        except Exception as error:
-            _meet_in(error, outputs)
-            raise
-
-    run(*args, **kwargs)
+    outputs = _listed(tensors)
+    seeds = [None] * len(outputs) if grad_tensors is None else _listed(grad_tensors)
+    wanted = None if inputs is None else _listed(inputs)
+    try:
+        with redrawing(outputs), forgetting():
+            _backward(
+                [_output(y) for y in outputs],
+                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                True if wanted is not None and _leaves_out(outputs, wanted) else retain_graph,
+                create_graph,
+                inputs=None if wanted is None else [_plain(one) for one in wanted],
+            )
+    except Exception as error:
+        _meet_in(error, outputs)
+        raise
 
 
 @handles("grad", "autograd")
-def grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    def run(
-        outputs: Any,
-        inputs: Any,
-        grad_outputs: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        only_inputs: bool = True,
-        allow_unused: bool | None = None,
-        is_grads_batched: bool = False,
-        materialize_grads: bool = False,
-    ) -> tuple[Any, ...]:
-        outputs = _listed(outputs)
-        inputs = _listed(inputs)
-        seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
-        if is_grads_batched:  # (torch takes all of them at once, by vmap)
-            options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
-            return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
-        try:
-            with redrawing(outputs), forgetting():
-                found = _grad(
-                    [_output(y) for y in outputs],
-                    [_plain(x) for x in inputs],
-                    [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
-                    True if _leaves_out(outputs, inputs) else retain_graph,
-                    create_graph,
-                    allow_unused=allow_unused,
-                    materialize_grads=materialize_grads,
-                )
-        except Exception as error:
-            _meet_in(error, outputs)
-            raise
-        return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
-
-    return run(*args, **kwargs)
+@by_name
+def grad(
+    func: Any,
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    outputs = _listed(outputs)
+    inputs = _listed(inputs)
+    seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+    if is_grads_batched:  # (torch takes all of them at once, by vmap)
+        options = {"allow_unused": allow_unused, "materialize_grads": materialize_grads}
+        return _one_by_one(func, outputs, inputs, seeds, retain_graph, create_graph, options)
+    try:
+        with redrawing(outputs), forgetting():
+            found = _grad(
+                [_output(y) for y in outputs],
+                [_plain(x) for x in inputs],
+                [_seed(y, dy) for y, dy in zip(outputs, seeds, strict=True)],
+                True if _leaves_out(outputs, inputs) else retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                materialize_grads=materialize_grads,
+            )
+    except Exception as error:
+        _meet_in(error, outputs)
+        raise
+    return tuple(_gradient_of(x, dx) for x, dx in zip(inputs, summed(inputs, found), strict=True))
 
 
 def _leaves_out(outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:

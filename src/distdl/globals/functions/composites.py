@@ -12,14 +12,13 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.adopting import write
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import one_by_one, widened
 from distdl.globals.functions.judging import judged, shape_of
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.nested import map_tensors
-from distdl.globals.table import TABLE, Handler, composite, handles
+from distdl.globals.table import TABLE, Handler, by_name, composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
 from distdl.tensors.dtypes import HALVES
@@ -51,22 +50,19 @@ def in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("put", "torch Tensor")
-def put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def put(func: Any, input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
     """Other elements at places in the flat tensor."""
-
-    def run(input: Any, index: Any, source: Any, accumulate: bool = False) -> Any:
-        judged(func, args, kwargs)
-        if index.dtype is not torch.int64:
-            raise RuntimeError(f"put_(): Expected a long tensor for index, but got {index.dtype}")
-        if source.numel() != index.numel():
-            raise IndexError(
-                f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
-                f"{source.numel()}, index.numel() = {index.numel()}"
-            )
-        y = torch.index_put(input.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
-        return y.reshape(input.shape)
-
-    return run(*args, **kwargs)
+    judged(func, (input, index, source, accumulate), {})
+    if index.dtype is not torch.int64:
+        raise RuntimeError(f"put_(): Expected a long tensor for index, but got {index.dtype}")
+    if source.numel() != index.numel():
+        raise IndexError(
+            f"put_(): Expected source and index to have the same number of elements, but got source.numel() = "
+            f"{source.numel()}, index.numel() = {index.numel()}"
+        )
+    y = torch.index_put(input.reshape(-1), (index.reshape(-1),), source.reshape(-1), accumulate)
+    return y.reshape(input.shape)
 
 
 @handles("sum_to_size", "Tensor")
@@ -93,18 +89,15 @@ def between_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 @handles("kron", "torch Tensor")
-def kron(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def kron(func: Any, input: Any, other: Any) -> Any:
     """Each element of a tensor times all of another."""
-
-    def run(input: Any, other: Any) -> Any:
-        judged(func, args, kwargs)
-        dims = max(input.dim(), other.dim())
-        outer, inner = ([1] * (dims - one.dim()) + list(one.shape) for one in (input, other))
-        first = input.reshape([n for pair in zip(outer, [1] * dims, strict=True) for n in pair])
-        second = other.reshape([n for pair in zip([1] * dims, inner, strict=True) for n in pair])
-        return (first * second).reshape([n * m for n, m in zip(outer, inner, strict=True)])
-
-    return run(*args, **kwargs)
+    judged(func, (input, other), {})
+    dims = max(input.dim(), other.dim())
+    outer, inner = ([1] * (dims - one.dim()) + list(one.shape) for one in (input, other))
+    first = input.reshape([n for pair in zip(outer, [1] * dims, strict=True) for n in pair])
+    second = other.reshape([n for pair in zip([1] * dims, inner, strict=True) for n in pair])
+    return (first * second).reshape([n * m for n, m in zip(outer, inner, strict=True)])
 
 
 @handles("block_diag", "torch")
@@ -152,48 +145,39 @@ def _cheapest(sizes: tuple[int, ...]) -> tuple[int, int]:
 
 
 @handles("vander", "linalg")
-def powers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def powers(func: Any, x: Any, N: int | None = None) -> Any:
     """Rows of powers of each element, from the zeroth on."""
-
-    def run(x: Any, N: int | None = None) -> Any:
-        judged(func, args, kwargs)
-        x = x if x.dim() else x.reshape(1)  # (as torch does)
-        count = x.shape[-1] if N is None else N
-        x = (x if x.is_floating_point() or x.is_complex() else x.long()).unsqueeze(-1)
-        others = x.expand(*x.shape[:-1], count - 1).cumprod(-1)
-        return torch.cat([torch.ones_like(x), others], -1)
-
-    return run(*args, **kwargs)
+    judged(func, (x,), {"N": N})
+    x = x if x.dim() else x.reshape(1)  # (as torch does)
+    count = x.shape[-1] if N is None else N
+    x = (x if x.is_floating_point() or x.is_complex() else x.long()).unsqueeze(-1)
+    others = x.expand(*x.shape[:-1], count - 1).cumprod(-1)
+    return torch.cat([torch.ones_like(x), others], -1)
 
 
 @handles("vander", "torch")
-def powers_from_the_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def powers_from_the_last(func: Any, x: Any, N: int | None = None, increasing: bool = False) -> Any:
     """The same of a vector, down to the zeroth, or up as an option says."""
-
-    def run(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-        judged(func, (x, N, increasing), {})
-        count = x.shape[0] if N is None else N
-        x = x.long() if x.dtype is torch.bool else x
-        y = torch.linalg.vander(x, N=max(count, 2))[:, :count]
-        return y.clone() if increasing else y.flip(1)
-
-    return run(*args, **kwargs)
+    judged(func, (x, N, increasing), {})
+    count = x.shape[0] if N is None else N
+    x = x.long() if x.dtype is torch.bool else x
+    y = torch.linalg.vander(x, N=max(count, 2))[:, :count]
+    return y.clone() if increasing else y.flip(1)
 
 
 @handles("pdist", "torch functional")
-def pdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def pdist(func: Any, input: Any, p: float = 2.0) -> Any:
     """The distances of rows from the rows behind them."""
-
-    def run(input: Any, p: float = 2.0) -> Any:
-        judged(func, args, kwargs)
-        if input._context.comm.imagined:  # (where nobody knows how many elements a mask chooses)
-            return fall_back(func, args, kwargs)
-        if input.dtype in HALVES:
-            func(torch.zeros(min(len(input), 2), 1, dtype=input.dtype, device=input.device))  # (for torch's error)
-        distances = torch.cdist(input, input, p, "donot_use_mm_for_euclid_dist")
-        return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)].to(input.dtype)
-
-    return run(*args, **kwargs)
+    judged(func, (input, p), {})
+    if input._context.comm.imagined:  # (where nobody knows how many elements a mask chooses)
+        return NotImplemented
+    if input.dtype in HALVES:
+        func(torch.zeros(min(len(input), 2), 1, dtype=input.dtype, device=input.device))  # (for torch's error)
+    distances = torch.cdist(input, input, p, "donot_use_mm_for_euclid_dist")
+    return distances[torch.ones_like(distances, dtype=torch.bool).triu(1)].to(input.dtype)
 
 
 def linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,21 +197,20 @@ def broadcast_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @handles("local_response_norm", "functional")
-def local_response_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def local_response_norm(
+    func: Any, input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Any:
     """Divide by a power of the mean square over neighbouring channels."""
-
-    def run(input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> Any:
-        if input.dim() < 3:
-            raise ValueError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
-        channels, margins = input.shape[1], (size // 2, (size - 1) // 2)
-        squares = input * input
-        if input.dim() > 3:  # (which torch averages by its pooling of volumes)
-            squares = widened(squares, ("cpu",))
-        squares = functional.pad(squares, (*[0, 0] * (input.dim() - 2), *margins))
-        mean: Any = sum(squares.narrow(1, first, channels) for first in range(size)) / size
-        return input / (mean * alpha + k).pow(beta)
-
-    return run(*args, **kwargs)
+    if input.dim() < 3:
+        raise ValueError(f"Expected 3D or higher dimensionality input (got {input.dim()} dimensions)")
+    channels, margins = input.shape[1], (size // 2, (size - 1) // 2)
+    squares = input * input
+    if input.dim() > 3:  # (which torch averages by its pooling of volumes)
+        squares = widened(squares, ("cpu",))
+    squares = functional.pad(squares, (*[0, 0] * (input.dim() - 2), *margins))
+    mean: Any = sum(squares.narrow(1, first, channels) for first in range(size)) / size
+    return input / (mean * alpha + k).pow(beta)
 
 
 def _unpooling(dims: int) -> Any:
@@ -271,73 +254,68 @@ def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:
 
 
 @handles("triplet_margin_loss", "functional")
-def triplet_margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(
-        anchor: Any,
-        positive: Any,
-        negative: Any,
-        margin: float = 1.0,
-        p: float = 2,
-        eps: float = 1e-6,
-        swap: bool = False,
-        size_average: Any = None,
-        reduce: Any = None,
-        reduction: str = "mean",
-    ) -> Any:
-        if margin <= 0:
-            raise ValueError(f"margin must be greater than 0, got {margin}")
-        if not anchor.dim() == positive.dim() == negative.dim():
-            raise RuntimeError(
-                f"The anchor, positive, and negative tensors are expected to have the same number of dimensions, but "
-                f"got: anchor {anchor.dim()}D, positive {positive.dim()}D, and negative {negative.dim()}D inputs"
-            )
-        near = functional.pairwise_distance(anchor, positive, p, eps)
-        far = functional.pairwise_distance(anchor, negative, p, eps)
-        if swap:
-            far = torch.minimum(far, functional.pairwise_distance(positive, negative, p, eps))
-        return _reduced((near - far + margin).clamp_min(0), reduction, size_average, reduce)
-
-    return run(*args, **kwargs)
+@by_name
+def triplet_margin_loss(
+    func: Any,
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    margin: float = 1.0,
+    p: float = 2,
+    eps: float = 1e-6,
+    swap: bool = False,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    if not anchor.dim() == positive.dim() == negative.dim():
+        raise RuntimeError(
+            f"The anchor, positive, and negative tensors are expected to have the same number of dimensions, but "
+            f"got: anchor {anchor.dim()}D, positive {positive.dim()}D, and negative {negative.dim()}D inputs"
+        )
+    near = functional.pairwise_distance(anchor, positive, p, eps)
+    far = functional.pairwise_distance(anchor, negative, p, eps)
+    if swap:
+        far = torch.minimum(far, functional.pairwise_distance(positive, negative, p, eps))
+    return _reduced((near - far + margin).clamp_min(0), reduction, size_average, reduce)
 
 
 @handles("cosine_embedding_loss", "functional")
-def cosine_embedding_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(
-        input1: Any,
-        input2: Any,
-        target: Any,
-        margin: float = 0,
-        size_average: Any = None,
-        reduce: Any = None,
-        reduction: str = "mean",
-    ) -> Any:
-        if target.dim() + 1 != input1.dim() or target.dim() + 1 != input2.dim():
-            raise RuntimeError(
-                f"{target.dim()}D target tensor expects {target.dim() + 1}D input tensors, but found inputs with sizes "
-                f"{list(input1.shape)} and {list(input2.shape)}."
-            )
-        dot, first, second = ((a * b).sum(-1) for a, b in ((input1, input2), (input1, input1), (input2, input2)))
-        cosine = dot / ((first + 1e-12) * (second + 1e-12)).sqrt()
-        alike, unlike = (target == 1).to(cosine.dtype), (target == -1).to(cosine.dtype)
-        losses = alike * (1 - cosine) + unlike * (cosine - margin).clamp_min(0)
-        return _reduced(losses, reduction, size_average, reduce)
-
-    return run(*args, **kwargs)
+@by_name
+def cosine_embedding_loss(
+    func: Any,
+    input1: Any,
+    input2: Any,
+    target: Any,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if target.dim() + 1 != input1.dim() or target.dim() + 1 != input2.dim():
+        raise RuntimeError(
+            f"{target.dim()}D target tensor expects {target.dim() + 1}D input tensors, but found inputs with sizes "
+            f"{list(input1.shape)} and {list(input2.shape)}."
+        )
+    dot, first, second = ((a * b).sum(-1) for a, b in ((input1, input2), (input1, input1), (input2, input2)))
+    cosine = dot / ((first + 1e-12) * (second + 1e-12)).sqrt()
+    alike, unlike = (target == 1).to(cosine.dtype), (target == -1).to(cosine.dtype)
+    losses = alike * (1 - cosine) + unlike * (cosine - margin).clamp_min(0)
+    return _reduced(losses, reduction, size_average, reduce)
 
 
 @handles("affine_grid", "functional")
-def affine_grid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def affine_grid(func: Any, theta: Any, size: Any, align_corners: bool | None = None) -> Any:
     """The points of an affine map: the cells of a grid that every worker has, times its matrices."""
-
-    def run(theta: Any, size: Any, align_corners: bool | None = None) -> Any:
-        judged(func, (theta, list(size), bool(align_corners)), {})
-        space = [int(n) for n in size[2:]]
-        lines = [_cells(n, bool(align_corners), theta) for n in space]
-        places = torch.stack([*reversed(torch.meshgrid(lines, indexing="ij")), lines[0].new_ones(space)], -1)
-        points: Any = torch.matmul(places.flatten(0, -2), theta.transpose(1, 2))
-        return points.unflatten(1, space)
-
-    return run(*args, **kwargs)
+    judged(func, (theta, list(size), bool(align_corners)), {})
+    space = [int(n) for n in size[2:]]
+    lines = [_cells(n, bool(align_corners), theta) for n in space]
+    places = torch.stack([*reversed(torch.meshgrid(lines, indexing="ij")), lines[0].new_ones(space)], -1)
+    points: Any = torch.matmul(places.flatten(0, -2), theta.transpose(1, 2))
+    return points.unflatten(1, space)
 
 
 def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
@@ -349,44 +327,36 @@ def _cells(count: int, align_corners: bool, like: Any) -> torch.Tensor:
 
 
 @handles("cov corrcoef", "torch Tensor")
-def covariance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def covariance(func: Any, input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
     """How rows vary together."""
-
-    def run(input: Any, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> Any:
-        if input.dim() != 2 or input.shape[0] < 2 or input.shape[1] <= correction:
-            return fall_back(func, args, kwargs)
-        if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()):
-            return fall_back(func, args, kwargs)
-        centred = input - input.mean(1, keepdim=True)
-        products = centred @ centred.mH / (input.shape[1] - correction)
-        if func.__name__ == "cov":
-            return products
-        sizes = products.diagonal().real.sqrt()
-        found = products / sizes.unsqueeze(1) / sizes
-        if found.is_complex():
-            return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-        return found.clamp(-1, 1)
-
-    return run(*args, **kwargs)
+    if input.dim() != 2 or input.shape[0] < 2 or input.shape[1] <= correction:
+        return NotImplemented
+    if fweights is not None or aweights is not None or not (input.is_floating_point() or input.is_complex()):
+        return NotImplemented
+    centred = input - input.mean(1, keepdim=True)
+    products = centred @ centred.mH / (input.shape[1] - correction)
+    if func.__name__ == "cov":
+        return products
+    sizes = products.diagonal().real.sqrt()
+    found = products / sizes.unsqueeze(1) / sizes
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
 
 
 @handles("norm_except_dim", "torch")
-def norm_except_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def norm_except_dim(func: Any, v: Any, pow: int = 2, dim: int = 0) -> Any:
     """The norm over all dims but one, or over all of them."""
-
-    def run(v: Any, pow: int = 2, dim: int = 0) -> Any:
-        if dim == -1:
-            return v.norm(pow)
-        judged(func, (v, pow, dim), {})
-        others = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
-        return torch.linalg.vector_norm(v, pow, others, keepdim=True)
-
-    return run(*args, **kwargs)
+    if dim == -1:
+        return v.norm(pow)
+    judged(func, (v, pow, dim), {})
+    others = [axis for axis in range(v.dim()) if axis != dim % v.dim()]
+    return torch.linalg.vector_norm(v, pow, others, keepdim=True)
 
 
 @handles("_weight_norm", "torch")
-def weight_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(v: Any, g: Any, dim: int = 0) -> Any:
-        return v * (g / torch.norm_except_dim(v, 2, dim))
-
-    return run(*args, **kwargs)
+@by_name
+def weight_norm(func: Any, v: Any, g: Any, dim: int = 0) -> Any:
+    return v * (g / torch.norm_except_dim(v, 2, dim))

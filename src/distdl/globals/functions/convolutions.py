@@ -10,9 +10,8 @@ from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
 from distdl.geometry.windows import Sliding
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, autocast_dtype, hashable, single
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.convolution import Convolution
 from distdl.ops.transposed import TransposedConvolution
@@ -39,85 +38,81 @@ def _check_bias(bias: torch.Tensor | None, produced: int, kernel: str) -> None:
 
 
 @handles("conv1d conv2d conv3d", "torch functional")
-def convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def convolution(
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
     """Each worker computes its outputs, of the cells around its block."""
+    space = weight.dim() - 2
+    if type(input) is not GlobalTensor or (input.dim() == space + 2 and not input.shape[1]):
+        return NotImplemented  # (of no channels, torch makes none)
+    if input.dim() == space + 1:
+        return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
+    if input.dim() != space + 2:
+        raise RuntimeError(
+            f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of "
+            f"size: {list(input.shape)}"
+        )
+    produced, taken = weight.shape[0], weight.shape[1] * groups
+    if taken != input.shape[1]:
+        raise RuntimeError(
+            f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
+            f"have {taken} channels, but got {input.shape[1]} channels instead"
+        )
+    key = (*hashable((stride, padding, dilation)), groups, autocast_dtype(input))
 
-    def run(
-        input: Any,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        space = weight.dim() - 2
-        if type(input) is not GlobalTensor or (input.dim() == space + 2 and not input.shape[1]):
-            return fall_back(func, args, kwargs)  # (of no channels, torch makes none)
-        if input.dim() == space + 1:
-            return func(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups).squeeze(0)
-        if input.dim() != space + 2:
-            raise RuntimeError(
-                f"Expected {space + 1}D (unbatched) or {space + 2}D (batched) input to conv{space}d, but got input of "
-                f"size: {list(input.shape)}"
-            )
-        produced, taken = weight.shape[0], weight.shape[1] * groups
-        if taken != input.shape[1]:
-            raise RuntimeError(
-                f"Given groups={groups}, weight of size {list(weight.shape)}, expected input{list(input.shape)} to "
-                f"have {taken} channels, but got {input.shape[1]} channels instead"
-            )
-        key = (*hashable((stride, padding, dilation)), groups, autocast_dtype(input))
+    def op() -> Convolution:
+        name = func.__name__
+        _check_bias(bias, produced, f"weight of size {list(weight.shape)}")
+        sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
+        channels = Channels(taken, produced, groups)
+        made = Convolution(input._layout.partition, channels, sliding, autocast=autocast_dtype(input))
+        made.check(name)
+        return made
 
-        def op() -> Convolution:
-            name = func.__name__
-            _check_bias(bias, produced, f"weight of size {list(weight.shape)}")
-            sliding = Sliding.of_convolution(name, space, tuple(weight.shape[2:]), *map(single, key[:3]))
-            channels = Channels(taken, produced, groups)
-            made = Convolution(input._layout.partition, channels, sliding, autocast=autocast_dtype(input))
-            made.check(name)
-            return made
-
-        return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
-
-    return run(*args, **kwargs)
+    return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
 
 
 @handles("conv_transpose1d conv_transpose2d conv_transpose3d", "torch functional")
-def transposed_convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def transposed_convolution(
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Any:
     """Each worker computes its outputs, of the inputs that add to them."""
+    space = weight.dim() - 2
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    if input.dim() == space + 1:
+        y = func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
+        return y.squeeze(0)
+    if weight.shape[0] != input.shape[1]:
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
+            f"{weight.shape[0]} channels, but got {input.shape[1]} channels instead"
+        )
+    key = (*hashable((stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
 
-    def run(
-        input: Any,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Any:
-        space = weight.dim() - 2
-        if type(input) is not GlobalTensor:
-            return fall_back(func, args, kwargs)
-        if input.dim() == space + 1:
-            y = func(input.unsqueeze(0), weight, bias, stride, padding, output_padding, groups, dilation)
-            return y.squeeze(0)
-        if weight.shape[0] != input.shape[1]:
-            raise RuntimeError(
-                f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
-                f"{weight.shape[0]} channels, but got {input.shape[1]} channels instead"
-            )
-        key = (*hashable((stride, padding, dilation, output_padding)), groups, autocast_dtype(input))
+    def op() -> TransposedConvolution:
+        geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
+        channels = Channels(weight.shape[0], weight.shape[1] * groups, groups)
+        _check_bias(bias, channels.outputs, f"transposed=1, weight of size {list(weight.shape)}")
+        made = TransposedConvolution(input._layout.partition, channels, geometry, autocast=autocast_dtype(input))
+        made.check(func.__name__)
+        return made
 
-        def op() -> TransposedConvolution:
-            geometry = Transposed.of(func.__name__, space, tuple(weight.shape[2:]), *map(single, key[:4]))
-            channels = Channels(weight.shape[0], weight.shape[1] * groups, groups)
-            _check_bias(bias, channels.outputs, f"transposed=1, weight of size {list(weight.shape)}")
-            made = TransposedConvolution(input._layout.partition, channels, geometry, autocast=autocast_dtype(input))
-            made.check(func.__name__)
-            return made
-
-        return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))
-
-    return run(*args, **kwargs)
+    return apply(op, key, input, func.__name__, lambda: work_of(input._layout), (weight, bias))

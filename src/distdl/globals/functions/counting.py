@@ -11,7 +11,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back, split_like
 from distdl.globals.functions.shapes import reshaped
 from distdl.globals.operands import aligned, block_of, own_box
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import refuses
@@ -21,70 +21,63 @@ _FRACTIONS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @handles("bincount")
-def bincount(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def bincount(func: Any, input: Any, weights: Any = None, minlength: int = 0) -> Any:
     """How often each whole number occurs."""
-
-    def run(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-        if input.dim() != 1 or not input.numel() or minlength < 0 or input.dtype.to_real() in _FRACTIONS:
-            return fall_back(func, args, kwargs)
-        if int(input.min()) < 0 or (weights is not None and weights.shape != input.shape):
-            return fall_back(func, args, kwargs)  # (for torch's error)
-        count = max(int(input.max()) + 1, minlength)
-        context = next(one for one in (input, weights) if type(one) is GlobalTensor)._context
-        layout, (cells, sizes) = aligned(context, (input, weights), None, "bincount")
-        own = None if sizes is None else sizes.detach().reshape(-1)
-        found = torch.bincount(cells.detach().reshape(-1), own, count)
-        # (of no cells, torch gives whole numbers, whatever the weights)
-        wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
-        return added_up(layout, _without_derivative(found.to(wanted), "bincount", sizes))
-
-    return run(*args, **kwargs)
+    if input.dim() != 1 or not input.numel() or minlength < 0 or input.dtype.to_real() in _FRACTIONS:
+        return NotImplemented
+    if int(input.min()) < 0 or (weights is not None and weights.shape != input.shape):
+        return NotImplemented  # (for torch's error)
+    count = max(int(input.max()) + 1, minlength)
+    context = next(one for one in (input, weights) if type(one) is GlobalTensor)._context
+    layout, (cells, sizes) = aligned(context, (input, weights), None, "bincount")
+    own = None if sizes is None else sizes.detach().reshape(-1)
+    found = torch.bincount(cells.detach().reshape(-1), own, count)
+    # (of no cells, torch gives whole numbers, whatever the weights)
+    wanted = torch.int64 if own is None else own.dtype if own.dtype is torch.float32 else torch.float64
+    return added_up(layout, _without_derivative(found.to(wanted), "bincount", sizes))
 
 
 @handles("histc")
-def histc(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def histc(func: Any, input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
     """How many elements lie in each of so many intervals of equal length."""
-
-    def run(input: Any, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
-        low, high = float(min), float(max)
-        if not input.numel() or not input.is_floating_point() or bins < 1 or low > high:
-            return fall_back(func, args, kwargs)
-        if low == high:
-            low, high = float(input.min()), float(input.max())
-        if low == high:
-            low, high = low - 1, high + 1
-        if not (torch.isfinite(torch.tensor([low, high])).all()):
-            return fall_back(func, args, kwargs)
-        return added_up(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
-
-    return run(*args, **kwargs)
+    low, high = float(min), float(max)
+    if not input.numel() or not input.is_floating_point() or bins < 1 or low > high:
+        return NotImplemented
+    if low == high:
+        low, high = float(input.min()), float(input.max())
+    if low == high:
+        low, high = low - 1, high + 1
+    if not (torch.isfinite(torch.tensor([low, high])).all()):
+        return NotImplemented
+    return added_up(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
 
 
 @handles("histogram", "torch Tensor")
-def histogram(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def histogram(
+    func: Any, input: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
+) -> Any:
     """How many elements lie between edges, or what they weigh, and these edges."""
-
-    def run(input: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-        if type(input) is not GlobalTensor or type(bins) is GlobalTensor or not input.numel():
-            return fall_back(func, args, kwargs)
-        if weight is not None and weight.shape != input.shape:
-            return fall_back(func, args, kwargs)  # (for torch's error)
-        options = {"range": range}
-        if isinstance(bins, int) and range is None:
-            options = {"range": (float(input.detach().amin()), float(input.detach().amax()))}
-        elif range is None:
-            options = {}
-        layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
-        flat, own = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
-        one = flat.new_zeros(1), None if own is None else own.new_zeros(1)
-        func(one[0], bins, weight=one[1], **options)  # (for torch's error)
-        found, edges = func(flat, bins, weight=own, **options)
-        counts = added_up(layout, _without_derivative(found, "histogram", cells, sizes))
-        if density:
-            counts = counts / (counts.sum() * edges.diff())
-        return torch.return_types.histogram((counts, _split(edges, input, "histogram")))
-
-    return run(*args, **kwargs)
+    if type(input) is not GlobalTensor or type(bins) is GlobalTensor or not input.numel():
+        return NotImplemented
+    if weight is not None and weight.shape != input.shape:
+        return NotImplemented  # (for torch's error)
+    options = {"range": range}
+    if isinstance(bins, int) and range is None:
+        options = {"range": (float(input.detach().amin()), float(input.detach().amax()))}
+    elif range is None:
+        options = {}
+    layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
+    flat, own = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
+    one = flat.new_zeros(1), None if own is None else own.new_zeros(1)
+    func(one[0], bins, weight=one[1], **options)  # (for torch's error)
+    found, edges = func(flat, bins, weight=own, **options)
+    counts = added_up(layout, _without_derivative(found, "histogram", cells, sizes))
+    if density:
+        counts = counts / (counts.sum() * edges.diff())
+    return torch.return_types.histogram((counts, _split(edges, input, "histogram")))
 
 
 def added_up(layout: KnownLayout, counts: torch.Tensor) -> Any:

@@ -10,28 +10,24 @@ from torch.nn import functional
 
 from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written
 
 
 @handles("tril triu", "torch Tensor")
-def triangle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+@by_name
+def triangle(func: Any, input: Any, diagonal: int = 0) -> GlobalTensor:
     """A triangle of the last two dims, the rest being zero."""
-
-    def run(input: Any, diagonal: int = 0) -> GlobalTensor:
-        shape_of(func, input, (diagonal,), {})  # (for torch's error)
-        judge_dtype(func, input)
-        layout = input._layout
-        (row, _), (column, _) = layout.box[-2:]
-        return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
-
-    return run(*args, **kwargs)
+    shape_of(func, input, (diagonal,), {})  # (for torch's error)
+    judge_dtype(func, input)
+    layout = input._layout
+    (row, _), (column, _) = layout.box[-2:]
+    return GlobalTensor._of(func(block_of(input), diagonal + row - column), layout)
 
 
 @handles("diagonal", "torch Tensor linalg")
@@ -73,15 +69,13 @@ def _diagonal(x: GlobalTensor, offset: int, row: int, column: int) -> GlobalTens
 
 
 @handles("fill_diagonal_", "Tensor")
-def fill_diagonal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(self: Any, fill_value: Any, wrap: bool = False) -> Any:
-        if wrap or self.dim() != 2:
-            return fall_back(func, args, kwargs)
-        _diagonal(self, 0, 0, 1).fill_(fill_value)
-        note_written(self, func.__name__)
-        return self
-
-    return run(*args, **kwargs)
+@by_name
+def fill_diagonal(func: Any, self: Any, fill_value: Any, wrap: bool = False) -> Any:
+    if wrap or self.dim() != 2:
+        return NotImplemented
+    _diagonal(self, 0, 0, 1).fill_(fill_value)
+    note_written(self, func.__name__)
+    return self
 
 
 @handles("trace", "torch Tensor")
@@ -93,48 +87,36 @@ def trace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 @handles("diag", "torch Tensor")
-def diag(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def diag(func: Any, input: Any, diagonal: int = 0) -> Any:
     """The diagonal of a matrix, or the matrix of a diagonal."""
-
-    def run(input: Any, diagonal: int = 0) -> Any:
-        shape_of(func, input, (diagonal,), {})  # (for torch's error)
-        return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
-
-    return run(*args, **kwargs)
+    shape_of(func, input, (diagonal,), {})  # (for torch's error)
+    return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
 
 
 @handles("diagflat", "torch Tensor")
-def diagflat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def diagflat(func: Any, input: Any, offset: int = 0) -> Any:
     """The matrix of a flat tensor as diagonal."""
-
-    def run(input: Any, offset: int = 0) -> Any:
-        return embedded(input.reshape(-1), offset)
-
-    return run(*args, **kwargs)
+    return embedded(input.reshape(-1), offset)
 
 
 @handles("diagonal_scatter", "torch Tensor")
-def diagonal_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def diagonal_scatter(func: Any, input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """A tensor with another one in the place of a diagonal."""
-
-    def run(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-        judged(func, args, kwargs)
-        y: Any = (input if type(input) is GlobalTensor else split_beside(input, (src,))).clone()
-        y.diagonal(offset, dim1, dim2).copy_(src)
-        return y
-
-    return run(*args, **kwargs)
+    judged(func, (input, src, offset, dim1, dim2), {})
+    y: Any = (input if type(input) is GlobalTensor else split_beside(input, (src,))).clone()
+    y.diagonal(offset, dim1, dim2).copy_(src)
+    return y
 
 
 @handles("diag_embed", "torch Tensor")
-def diag_embed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def diag_embed(func: Any, input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Matrices of diagonals, each row of which lies where its cell does."""
-
-    def run(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
-        shape = shape_of(func, input, (offset, dim1, dim2), {})
-        return embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
-
-    return run(*args, **kwargs)
+    shape = shape_of(func, input, (offset, dim1, dim2), {})
+    return embedded(input, offset).movedim((-2, -1), (dim1 % len(shape), dim2 % len(shape)))
 
 
 def embedded(x: Any, offset: int) -> Any:

@@ -11,24 +11,21 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.judging import judge_dtype, judged
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 
 
 @handles("diff")
-def diff(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def diff(func: Any, input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Differences of neighbours."""
-
-    def run(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
-        judged(func, args, kwargs)
-        pieces = [one for one in (prepend, input, append) if one is not None] if n else [input]  # (as torch does)
-        y = torch.cat(pieces, dim) if len(pieces) > 1 else input
-        for _ in range(min(n, y.shape[dim])):
-            first, second = _sides(y, dim)
-            y = first ^ second if y.dtype == torch.bool else second - first
-        return y.clone() if y is input else y
-
-    return run(*args, **kwargs)
+    judged(func, (input, n, dim, prepend, append), {})
+    pieces = [one for one in (prepend, input, append) if one is not None] if n else [input]  # (as torch does)
+    y = torch.cat(pieces, dim) if len(pieces) > 1 else input
+    for _ in range(min(n, y.shape[dim])):
+        first, second = _sides(y, dim)
+        y = first ^ second if y.dtype == torch.bool else second - first
+    return y.clone() if y is input else y
 
 
 def _sides(y: Any, dim: int) -> tuple[Any, Any]:
@@ -125,50 +122,41 @@ def _at_end(x: Any, widths: Any, dim: int, side: int, edge_order: int) -> Any:
 
 
 @handles("cross", "torch Tensor linalg")
-def cross(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def cross(func: Any, input: Any, other: Any, dim: int | None = None) -> Any:
     """The product of vectors of space."""
-
-    def run(input: Any, other: Any, dim: int | None = -1 if func is torch.linalg.cross else None) -> Any:
-        shape = torch.broadcast_shapes(input.shape, other.shape)
-        if dim is None:
-            dim = next((place for place, n in enumerate(shape) if n == 3), 0)
-        alike = input.dim() == other.dim() and (func is torch.linalg.cross or input.shape == other.shape)
-        alike = alike and input.dtype == other.dtype
-        if not alike or input.shape[dim] != 3 or other.shape[dim] != 3:
-            return fall_back(func, args, kwargs)
-        a, b = input.unbind(dim), other.unbind(dim)
-        return torch.stack([a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)], dim)
-
-    return run(*args, **kwargs)
+    shape = torch.broadcast_shapes(input.shape, other.shape)
+    if dim is None:
+        dim = -1 if func is torch.linalg.cross else next((place for place, n in enumerate(shape) if n == 3), 0)
+    alike = input.dim() == other.dim() and (func is torch.linalg.cross or input.shape == other.shape)
+    alike = alike and input.dtype == other.dtype
+    if not alike or input.shape[dim] != 3 or other.shape[dim] != 3:
+        return NotImplemented
+    a, b = input.unbind(dim), other.unbind(dim)
+    return torch.stack([a[i - 2] * b[i - 1] - a[i - 1] * b[i - 2] for i in range(3)], dim)
 
 
 @handles("rot90")
-def rot90(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def rot90(func: Any, input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
     """A plane turned by right angles."""
-
-    def run(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-        judged(func, args, kwargs)
-        judge_dtype(lambda one: func(one, k, dims), input)
-        first, second = dims
-        turned = {
-            0: lambda: input.clone(),
-            1: lambda: input.transpose(first, second).flip(first),  # (a copy, and no view of one)
-            2: lambda: input.flip((first, second)),
-            3: lambda: input.transpose(first, second).flip(second),
-        }
-        return turned[k % 4]()
-
-    return run(*args, **kwargs)
+    judged(func, (input, k, dims), {})
+    judge_dtype(lambda one: func(one, k, dims), input)
+    first, second = dims
+    turned = {
+        0: lambda: input.clone(),
+        1: lambda: input.transpose(first, second).flip(first),  # (a copy, and no view of one)
+        2: lambda: input.flip((first, second)),
+        3: lambda: input.transpose(first, second).flip(second),
+    }
+    return turned[k % 4]()
 
 
 @handles("column_stack", "torch")
-def column_stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def column_stack(func: Any, tensors: Sequence[Any]) -> Any:
     """Vectors and matrices side by side."""
-
-    def run(tensors: Sequence[Any]) -> Any:
-        return torch.cat([one.reshape(one.numel(), 1) if one.dim() < 2 else one for one in tensors], 1)
-
-    return run(*args, **kwargs)
+    return torch.cat([one.reshape(one.numel(), 1) if one.dim() < 2 else one for one in tensors], 1)
 
 
 @handles("meshgrid", "torch")
@@ -195,12 +183,9 @@ TABLE[_MESHGRID] = meshgrid  # (torch.meshgrid calls it, and only it asks us)
 
 
 @handles("take")
-def take(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def take(func: Any, input: Any, index: Any) -> Any:
     """The elements at places in the flat tensor."""
-
-    def run(input: Any, index: Any) -> Any:
-        judged(func, args, kwargs)
-        y = input.reshape(-1)[index]
-        return y if index.dim() else y.clone()  # (a single element is a view)
-
-    return run(*args, **kwargs)
+    judged(func, (input, index), {})
+    y = input.reshape(-1)[index]
+    return y if index.dim() else y.clone()  # (a single element is a view)

@@ -22,7 +22,7 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.operands import block_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local
 from distdl.tensors.dtypes import HALVES
@@ -58,64 +58,59 @@ def _mass(
 
 
 @handles("softmax log_softmax softmin", "torch Tensor functional special")
-def softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def softmax(func: Any, input: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
     """Split dims, too: two numbers for each line of each block travel."""
     name = func.__name__.removeprefix("special_")
-
-    def run(input: Any, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-        for one in rest:
-            dtype = one if isinstance(one, torch.dtype) else dtype
-        if dim is None:
-            dim = 0 if input.dim() in (0, 1, 3) else 1
-        x = -input if name == "softmin" else input  # (which wraps around where it has no sign)
-        x = x if dtype is None else x.to(dtype)
-        dims, layout = dims_of(x, dim), x._layout
-        own = torch.log_softmax if name == "log_softmax" else torch.softmax
-        at = dims[0] if dims else 0
-        judge_dtype(lambda one: own(one, at), x)
-        if not x.is_floating_point():  # (for torch's error, also where there are no cells)
-            own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
-        if not split_along(layout, dims) or not x.numel():
-            block = block_of(x)
-            return GlobalTensor._of(own(block, at), layout)
-        if x.dtype in HALVES:  # (as torch adds up; on a GPU, autocast gives float32)
-            return own(x.float(), dim).to(own(block_of(x).new_zeros(()), 0).dtype)
-        top, sums = _mass(x, dims, name, everywhere=True)
+    for one in rest:
+        dtype = one if isinstance(one, torch.dtype) else dtype
+    if dim is None:
+        dim = 0 if input.dim() in (0, 1, 3) else 1
+    x = -input if name == "softmin" else input  # (which wraps around where it has no sign)
+    x = x if dtype is None else x.to(dtype)
+    dims, layout = dims_of(x, dim), x._layout
+    own = torch.log_softmax if name == "log_softmax" else torch.softmax
+    at = dims[0] if dims else 0
+    judge_dtype(lambda one: own(one, at), x)
+    if not x.is_floating_point():  # (for torch's error, also where there are no cells)
+        own(torch.zeros((1,) * x.dim(), dtype=x.dtype), at)
+    if not split_along(layout, dims) or not x.numel():
         block = block_of(x)
-        if not layout.active:
-            y = always_curved(block + top.reshape(layout.local) + sums.reshape(layout.local), sums)
-        elif name == "log_softmax":
-            y = block - top - sums.log()
-        else:
-            y = (block - top).exp() / sums
-        return GlobalTensor._of(y, layout)
-
-    return run(*args, **kwargs)
+        return GlobalTensor._of(own(block, at), layout)
+    if x.dtype in HALVES:  # (as torch adds up; on a GPU, autocast gives float32)
+        return own(x.float(), dim).to(own(block_of(x).new_zeros(()), 0).dtype)
+    top, sums = _mass(x, dims, name, everywhere=True)
+    block = block_of(x)
+    if not layout.active:
+        y = always_curved(block + top.reshape(layout.local) + sums.reshape(layout.local), sums)
+    elif name == "log_softmax":
+        y = block - top - sums.log()
+    else:
+        y = (block - top).exp() / sums
+    return GlobalTensor._of(y, layout)
 
 
 @handles("logsumexp", "torch Tensor special")
-def logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any, keepdim: bool = False) -> Any:
-        x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
-        dims, layout = dims_of(x, dim), x._layout
-        if isinstance(dim, (tuple, list)) and not dim:
-            # (for torch's error: it takes no dims for all of them, and then fails without keepdim)
-            func(torch.zeros((1,) * x.dim(), dtype=x.dtype), dim, keepdim)
-        if not prod(x.shape[one] for one in dims):
-            return total(x, dims, keepdim) - inf
-        if x.is_complex() and split_along(layout, dims):
-            top = x.real.detach().amax(dims, True)
-            top = top.masked_fill(top.isinf(), 0)
-            y = (x - top).exp().sum(dims, True).log() + top
-            return y if keepdim else without_dims(y, dims)
-        target = reduced_layout(layout, dims)
-        if split_along(layout, dims):
-            top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)
-            block = top.reshape(target.local) + local(torch.log, target.local, (sums, (1,)))
-        else:
-            at = dims or (0,)
-            block = local(lambda one: one.logsumexp(at, bool(dims)), target.local, (block_of(x), (1,) * x.dim()))
-        y = GlobalTensor._of(block, target)
+@by_name
+def logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
+    x = input if input.is_floating_point() or input.is_complex() else input.to(torch.get_default_dtype())
+    dims, layout = dims_of(x, dim), x._layout
+    if isinstance(dim, (tuple, list)) and not dim:
+        # (for torch's error: it takes no dims for all of them, and then fails without keepdim)
+        func(torch.zeros((1,) * x.dim(), dtype=x.dtype), dim, keepdim)
+    if not prod(x.shape[one] for one in dims):
+        return total(x, dims, keepdim) - inf
+    if x.is_complex() and split_along(layout, dims):
+        top = x.real.detach().amax(dims, True)
+        top = top.masked_fill(top.isinf(), 0)
+        y = (x - top).exp().sum(dims, True).log() + top
         return y if keepdim else without_dims(y, dims)
-
-    return run(*args, **kwargs)
+    target = reduced_layout(layout, dims)
+    if split_along(layout, dims):
+        top, sums = _mass(x, dims, "logsumexp", everywhere=False, bounded=True)
+        block = top.reshape(target.local) + local(torch.log, target.local, (sums, (1,)))
+    else:
+        at = dims or (0,)
+        block = local(lambda one: one.logsumexp(at, bool(dims)), target.local, (block_of(x), (1,) * x.dim()))
+    y = GlobalTensor._of(block, target)
+    return y if keepdim else without_dims(y, dims)

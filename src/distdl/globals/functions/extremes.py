@@ -19,7 +19,7 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.operands import block_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import RARE
@@ -27,18 +27,16 @@ from distdl.tensors.function import Function
 
 
 @handles("amax amin", "torch Tensor")
-def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
-        if isinstance(dim, (tuple, list)) and not dim:
-            _check_filled(input, func.__name__)
-        dims = dims_of(input, dim)
-        if input.is_complex() and not input.numel():  # (which torch takes where the result is empty)
-            nonempty(input, dims, func.__name__)
-            nothing: GlobalTensor = input.sum(dims, keepdim)
-            return nothing
-        return extreme_over(input, dims, keepdim, func.__name__)
-
-    return run(*args, **kwargs)
+@by_name
+def extreme(func: Any, input: Any, dim: Any = (), keepdim: bool = False) -> GlobalTensor:
+    if isinstance(dim, (tuple, list)) and not dim:
+        _check_filled(input, func.__name__)
+    dims = dims_of(input, dim)
+    if input.is_complex() and not input.numel():  # (which torch takes where the result is empty)
+        nonempty(input, dims, func.__name__)
+        nothing: GlobalTensor = input.sum(dims, keepdim)
+        return nothing
+    return extreme_over(input, dims, keepdim, func.__name__)
 
 
 def _check_filled(x: GlobalTensor, name: str) -> None:
@@ -50,47 +48,37 @@ def _check_filled(x: GlobalTensor, name: str) -> None:
 
 
 @handles("max min", "torch Tensor")
-def max_or_min(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def max_or_min(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
     """Of all elements, of those along a dim (and where they are), or of two tensors."""
-    name = func.__name__
-
-    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        if isinstance(dim, torch.Tensor):
-            return torch.maximum(input, dim) if name == "max" else torch.minimum(input, dim)
-        if dim is None:
-            _check_filled(input, name)
-            return extreme_over(input, dims_of(input, None), False, "a" + name, nan="equal")
-        values, indices = _with_index(input, dims_of(input, int(dim)), keepdim, name)
-        return getattr(torch.return_types, name)((values, indices))
-
-    if "other" in kwargs:
-        kwargs = {"dim" if key == "other" else key: value for key, value in kwargs.items()}
-    return run(*args, **kwargs)
+    name, other = func.__name__, dim if isinstance(dim, torch.Tensor) else other
+    if other is not None:
+        return torch.maximum(input, other) if name == "max" else torch.minimum(input, other)
+    if dim is None:
+        _check_filled(input, name)
+        return extreme_over(input, dims_of(input, None), False, "a" + name, nan="equal")
+    values, indices = _with_index(input, dims_of(input, int(dim)), keepdim, name)
+    return getattr(torch.return_types, name)((values, indices))
 
 
 @handles("aminmax", "torch Tensor")
-def both_extremes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
-        dims = dims_of(input, dim)
-        if not input.numel() or input.is_complex():  # (for torch's error)
-            torch.aminmax(torch.zeros([min(n, 1) for n in input.shape], dtype=input.dtype), dim=dim)
-        found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
-        return torch.return_types.aminmax(found)
-
-    return run(*args, **kwargs)
+@by_name
+def both_extremes(func: Any, input: Any, *, dim: Any = None, keepdim: bool = False) -> Any:
+    dims = dims_of(input, dim)
+    if not input.numel() or input.is_complex():  # (for torch's error)
+        torch.aminmax(torch.zeros([min(n, 1) for n in input.shape], dtype=input.dtype), dim=dim)
+    found = (extreme_over(input, dims, keepdim, "amin"), extreme_over(input, dims, keepdim, "amax"))
+    return torch.return_types.aminmax(found)
 
 
 @handles("argmax argmin", "torch Tensor")
-def place_of_extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def place_of_extreme(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """The first place of the largest element, or of the smallest; of all elements, counted as in the flat tensor."""
-
-    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        name = func.__name__.removeprefix("arg")
-        if dim is None and input.dim() != 1:
-            return _flat_place(input.detach(), keepdim, name)
-        return _with_index(input.detach(), dims_of(input, dim), keepdim, name)[1]
-
-    return run(*args, **kwargs)
+    name = func.__name__.removeprefix("arg")
+    if dim is None and input.dim() != 1:
+        return _flat_place(input.detach(), keepdim, name)
+    return _with_index(input.detach(), dims_of(input, dim), keepdim, name)[1]
 
 
 def extreme_over(x: GlobalTensor, dims: tuple[int, ...], keepdim: bool, name: str, nan: str = "nan") -> GlobalTensor:

@@ -15,7 +15,7 @@ from distdl.globals.functions.norms import norm_over
 from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.operands import aligned, block_of, derivatives_of, entire, moved, numbers_of
 from distdl.globals.standing import is_of_model
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
 from distdl.partition.sharing import reduce_values
@@ -131,16 +131,13 @@ def _norm(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
 
 
 @handles("_foreach_norm", "torch")
-def norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def norms(func: Any, self: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
     """The norms of a list: as clipping takes them of gradients, those of all blocks come together as one message."""
-
-    def run(self: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-        counted = isinstance(ord, (int, float)) and type(ord) is not bool and ord > 0 and dtype is None
-        if counted and len(self) > 1 and _are_alike(self):
-            return _norms_of(self, float(ord))
-        return by_itself(func, (self, ord, dtype), {})
-
-    return run(*args, **kwargs)
+    counted = isinstance(ord, (int, float)) and type(ord) is not bool and ord > 0 and dtype is None
+    if counted and len(self) > 1 and _are_alike(self):
+        return _norms_of(self, float(ord))
+    return by_itself(func, (self, ord, dtype), {})
 
 
 def _are_alike(tensors: Sequence[Any]) -> bool:

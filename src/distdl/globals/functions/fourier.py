@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judged
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.functions.work import checked
 from distdl.globals.operands import moved
-from distdl.globals.table import SPACES, TABLE, handles
+from distdl.globals.table import SPACES, TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 
@@ -102,15 +101,13 @@ def _transform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
-def _shift(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None) -> Any:
-        dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-        y = input
-        for one in dims:
-            y = along_dims(y, [one % input.dim()], partial(func, dim=one), [input.shape[one]], func.__name__)
-        return y
-
-    return run(*args, **kwargs)
+@by_name
+def _shift(func: Any, input: Any, dim: Any = None) -> Any:
+    dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    y = input
+    for one in dims:
+        y = along_dims(y, [one % input.dim()], partial(func, dim=one), [input.shape[one]], func.__name__)
+    return y
 
 
 for _kind in _SEVERAL:
@@ -120,89 +117,85 @@ TABLE[torch.fft.fftshift] = TABLE[torch.fft.ifftshift] = _shift
 
 
 @handles("stft", "torch Tensor")
-def stft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def stft(
+    func: Any,
+    input: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    **options: Any,
+) -> Any:
     """Transforms of the pieces of signals that a window shows: the pieces are split, each is whole."""
-
-    def run(
-        input: Any,
-        n_fft: int,
-        hop_length: int | None = None,
-        win_length: int | None = None,
-        window: Any = None,
-        center: bool = True,
-        pad_mode: str = "reflect",
-        normalized: bool = False,
-        onesided: bool | None = None,
-        return_complex: bool | None = None,
-        **options: Any,
-    ) -> Any:
-        if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
-            return fall_back(func, args, kwargs)
-        blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
-        length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
-        weights = torch.ones(max(length, 0), device=input.device) if window is None else window
-        shown = torch.empty(weights.shape, dtype=weights.dtype, device="meta")
-        choices = (center, pad_mode, normalized, onesided, return_complex)
-        torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
-        weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
-        signals = input if input.dim() > 1 else input.unsqueeze(0)
-        if center:
-            signals = functional.pad(signals.unsqueeze(1), (n_fft // 2, n_fft // 2), pad_mode).squeeze(1)
-        pieces = signals.unfold(-1, n_fft, step) * weights.to(input.dtype.to_real() if window is None else window.dtype)
-        half = not (pieces.is_complex()) if onesided is None else onesided
-        y: Any = (torch.fft.rfft if half else torch.fft.fft)(pieces, dim=-1, norm="ortho" if normalized else None)
-        y = y.transpose(-1, -2)
-        return y if input.dim() > 1 else y.squeeze(0)
-
-    return run(*args, **kwargs)
+    if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
+        return NotImplemented
+    blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
+    length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
+    weights = torch.ones(max(length, 0), device=input.device) if window is None else window
+    shown = torch.empty(weights.shape, dtype=weights.dtype, device="meta")
+    choices = (center, pad_mode, normalized, onesided, return_complex)
+    torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
+    weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
+    signals = input if input.dim() > 1 else input.unsqueeze(0)
+    if center:
+        signals = functional.pad(signals.unsqueeze(1), (n_fft // 2, n_fft // 2), pad_mode).squeeze(1)
+    pieces = signals.unfold(-1, n_fft, step) * weights.to(input.dtype.to_real() if window is None else window.dtype)
+    half = not (pieces.is_complex()) if onesided is None else onesided
+    y: Any = (torch.fft.rfft if half else torch.fft.fft)(pieces, dim=-1, norm="ortho" if normalized else None)
+    y = y.transpose(-1, -2)
+    return y if input.dim() > 1 else y.squeeze(0)
 
 
 @handles("istft", "torch Tensor")
-def istft(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def istft(
+    func: Any,
+    input: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Any:
     """Signals of which pieces were transformed: the pieces add up where they overlap, over the sum of squared windows.
 
     The pieces are split, and each is whole.
     """
-
-    def run(
-        input: Any,
-        n_fft: int,
-        hop_length: int | None = None,
-        win_length: int | None = None,
-        window: Any = None,
-        center: bool = True,
-        normalized: bool = False,
-        onesided: bool | None = None,
-        length: int | None = None,
-        return_complex: bool = False,
-    ) -> Any:
-        if type(input) is not GlobalTensor or type(window) is GlobalTensor:
-            return fall_back(func, args, kwargs)
-        options = (center, normalized, onesided, length, return_complex)
-        _check_inverse(input, n_fft, hop_length, win_length, window, *options)
-        width, step = win_length or n_fft, hop_length or n_fft // 4
-        weights = torch.ones(width, dtype=input.dtype.to_real(), device=input.device) if window is None else window
-        weights = functional.pad(weights, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
-        modes: Any = (input if input.dim() > 2 else input.unsqueeze(0)).mT
-        if return_complex:
-            pieces = torch.fft.ifft(modes, dim=-1, norm="ortho" if normalized else None)
-        else:
-            kept = modes.narrow(-1, 0, n_fft // 2 + 1)
-            pieces = torch.fft.irfft(kept, n_fft, dim=-1, norm="ortho" if normalized else None)
-        count = pieces.shape[-2]
-        known = n_fft + step * (count - 1)
-        start = n_fft // 2 if center else 0
-        stop = start + length if length is not None else known - start
-        cells = slice(start, min(stop, known))
-        scale = _overlapped(weights.square().expand(count, n_fft), step)[cells]
-        if not len(scale) or (not scale.is_meta and (scale.detach().abs() < 1e-11).any()):
-            blank = torch.zeros(input.shape, dtype=input.dtype)
-            func(blank, n_fft, hop_length, win_length, window, *options)  # (for torch's error)
-        y = _overlapped(pieces * weights, step)[:, cells] / scale
-        y = y if input.dim() > 2 else y.squeeze(0)
-        return functional.pad(y, (0, stop - known)) if stop > known else y
-
-    return run(*args, **kwargs)
+    if type(input) is not GlobalTensor or type(window) is GlobalTensor:
+        return NotImplemented
+    options = (center, normalized, onesided, length, return_complex)
+    _check_inverse(input, n_fft, hop_length, win_length, window, *options)
+    width, step = win_length or n_fft, hop_length or n_fft // 4
+    weights = torch.ones(width, dtype=input.dtype.to_real(), device=input.device) if window is None else window
+    weights = functional.pad(weights, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
+    modes: Any = (input if input.dim() > 2 else input.unsqueeze(0)).mT
+    if return_complex:
+        pieces = torch.fft.ifft(modes, dim=-1, norm="ortho" if normalized else None)
+    else:
+        kept = modes.narrow(-1, 0, n_fft // 2 + 1)
+        pieces = torch.fft.irfft(kept, n_fft, dim=-1, norm="ortho" if normalized else None)
+    count = pieces.shape[-2]
+    known = n_fft + step * (count - 1)
+    start = n_fft // 2 if center else 0
+    stop = start + length if length is not None else known - start
+    cells = slice(start, min(stop, known))
+    scale = _overlapped(weights.square().expand(count, n_fft), step)[cells]
+    if not len(scale) or (not scale.is_meta and (scale.detach().abs() < 1e-11).any()):
+        blank = torch.zeros(input.shape, dtype=input.dtype)
+        func(blank, n_fft, hop_length, win_length, window, *options)  # (for torch's error)
+    y = _overlapped(pieces * weights, step)[:, cells] / scale
+    y = y if input.dim() > 2 else y.squeeze(0)
+    return functional.pad(y, (0, stop - known)) if stop > known else y
 
 
 def _check_inverse(input: Any, n_fft: int, hop_length: Any, win_length: Any, window: Any, *options: Any) -> None:

@@ -6,47 +6,43 @@ from typing import Any
 
 import torch
 
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import entire, moved
 from distdl.globals.replicas import entered, plain_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import saving, zeros_on
 
 
 @handles("_grouped_mm grouped_mm", "torch functional")  # (torch asks for the first; the second is the published name)
-def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def grouped_product(func: Any, input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Rows that are sorted by groups, each times the matrix of its group: workers know where groups end, and keep rows.
 
     Other forms, in which a group is a part of what is summed over, fall back.
     """
+    whole = offs is not None and type(input) is GlobalTensor and type(mat2) is not GlobalTensor and bias is None
+    if not whole or (input.dim(), mat2.dim()) != (2, 3):
+        return NotImplemented
+    layout = pencils(input._layout, [1])
+    rows, context = layout.intervals[0], layout.context
 
-    def run(input: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        whole = offs is not None and type(input) is GlobalTensor and type(mat2) is not GlobalTensor and bias is None
-        if not whole or (input.dim(), mat2.dim()) != (2, 3):
-            return fall_back(func, args, kwargs)
-        layout = pencils(input._layout, [1])
-        rows, context = layout.intervals[0], layout.context
+    def check() -> bool:  # (without memory, torch knows bfloat16 alone)
+        few = (torch.zeros(one.shape, dtype=one.dtype, device=input.device) for one in (input[:0], mat2, offs))
+        func(next(few), next(few), offs=next(few), out_dtype=out_dtype)
+        return True
 
-        def check() -> bool:  # (without memory, torch knows bfloat16 alone)
-            few = (torch.zeros(one.shape, dtype=one.dtype, device=input.device) for one in (input[:0], mat2, offs))
-            func(next(few), next(few), offs=next(few), out_dtype=out_dtype)
-            return True
-
-        shapes = [(one.shape, one.dtype) for one in (input, mat2, offs)]
-        context.keep((func, *shapes, out_dtype), check)
-        target = context.layout(layout.partition.workers, [rows, ((0, mat2.shape[2]),)])
-        block, weight = moved(input, layout, "grouped_mm"), entered(mat2, context)
-        ends = plain_of(entire(offs))
-        if 0 in target.local:
-            y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
-            return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)
-        start, stop = layout.box[0]
-        mine = (ends - start).clamp(0, stop - start).to(ends.dtype)
-        y = func(block.contiguous(), weight, offs=mine, out_dtype=out_dtype)
-        if y.requires_grad:  # (torch refuses rows, and columns, that do not begin at multiples of 16 bytes)
-            y.register_hook(torch.Tensor.contiguous)
-        return GlobalTensor._of(y, target)
-
-    return run(*args, **kwargs)
+    shapes = [(one.shape, one.dtype) for one in (input, mat2, offs)]
+    context.keep((func, *shapes, out_dtype), check)
+    target = context.layout(layout.partition.workers, [rows, ((0, mat2.shape[2]),)])
+    block, weight = moved(input, layout, "grouped_mm"), entered(mat2, context)
+    ends = plain_of(entire(offs))
+    if 0 in target.local:
+        y = saving(zeros_on(block, target.local) + zeros_on(weight, ()))
+        return GlobalTensor._of(y if out_dtype is None else y.to(out_dtype), target)
+    start, stop = layout.box[0]
+    mine = (ends - start).clamp(0, stop - start).to(ends.dtype)
+    y = func(block.contiguous(), weight, offs=mine, out_dtype=out_dtype)
+    if y.requires_grad:  # (torch refuses rows, and columns, that do not begin at multiples of 16 bytes)
+        y.register_hook(torch.Tensor.contiguous)
+    return GlobalTensor._of(y, target)

@@ -16,7 +16,7 @@ from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View, note_picked
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import saving, zeros_on
 
@@ -164,49 +164,41 @@ def check_cells(x: GlobalTensor, dims: Sequence[int], cells: Sequence[Any]) -> N
 
 
 @handles("select narrow", "torch Tensor")
-def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(input: GlobalTensor, dim: int, *rest: Any, **more: Any) -> GlobalTensor:
-        named = [more[name] for name in ("index", "start", "length") if name in more]  # (in the order of places)
-        numbers = [operator.index(one) for one in (*rest, *named)]
-        shape_of(func, input, (dim, *rest), more)  # (for torch's error)
-        dim %= input.dim()
-        first = numbers[0] % input.shape[dim] if numbers[0] < 0 else numbers[0]
-        step = first if func.__name__ == "select" else slice(first, first + numbers[1])
-        return part(input, [*[slice(None)] * dim, step])
-
-    return run(*args, **kwargs)
+@by_name
+def select(func: Any, input: GlobalTensor, dim: int, *rest: Any, **more: Any) -> GlobalTensor:
+    named = [more[name] for name in ("index", "start", "length") if name in more]  # (in the order of places)
+    numbers = [operator.index(one) for one in (*rest, *named)]
+    shape_of(func, input, (dim, *rest), more)  # (for torch's error)
+    dim %= input.dim()
+    first = numbers[0] % input.shape[dim] if numbers[0] < 0 else numbers[0]
+    step = first if func.__name__ == "select" else slice(first, first + numbers[1])
+    return part(input, [*[slice(None)] * dim, step])
 
 
-def sliced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def sliced(func: Any, input: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
     """The places of a dim from one to another, by steps."""
-
-    def run(input: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
-        return part(input, [*[slice(None)] * (dim % input.dim()), _slice(*rest, **more)])
-
-    return run(*args, **kwargs)
+    return part(input, [*[slice(None)] * (dim % input.dim()), _slice(*rest, **more)])
 
 
 TABLE[torch.ops.aten.slice] = sliced  # (which torch's associative scan calls)
 
 
 @handles("select_scatter slice_scatter", "torch Tensor")
-def with_part(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def with_part(func: Any, input: Any, src: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
     """A tensor with another one in the place of its part."""
-
-    def run(input: Any, src: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
-        if type(input) is not GlobalTensor:
-            input = split_beside(input, (src,))
-        step = _number(*rest, **more) if func.__name__ == "select_scatter" else _slice(*rest, **more)
-        y: Any = input.clone()
-        inside = part(y, [*[slice(None)] * (dim % input.dim()), step])
-        if inside.shape != src.shape:
-            raise RuntimeError(
-                f"expected src to have a size equal to the part of self: {list(inside.shape)}; got {list(src.shape)}"
-            )
-        inside.copy_(src)
-        return y
-
-    return run(*args, **kwargs)
+    if type(input) is not GlobalTensor:
+        input = split_beside(input, (src,))
+    step = _number(*rest, **more) if func.__name__ == "select_scatter" else _slice(*rest, **more)
+    y: Any = input.clone()
+    inside = part(y, [*[slice(None)] * (dim % input.dim()), step])
+    if inside.shape != src.shape:
+        raise RuntimeError(
+            f"expected src to have a size equal to the part of self: {list(inside.shape)}; got {list(src.shape)}"
+        )
+    inside.copy_(src)
+    return y
 
 
 def _number(index: int) -> int:

@@ -9,48 +9,44 @@ import torch
 from torch.nn import init
 
 from distdl.globals.functions.drawing import Drawing
-from distdl.globals.table import TABLE
+from distdl.globals.table import TABLE, by_name
 from distdl.globals.tensor import GlobalTensor
 
 
-def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(tensor: Any, val: float) -> Any:
-        with torch.no_grad():
-            return tensor.fill_(val)
-
-    return run(*args, **kwargs)
+@by_name
+def _constant(func: Any, tensor: Any, val: float) -> Any:
+    with torch.no_grad():
+        return tensor.fill_(val)
 
 
-def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
-        with torch.no_grad():
-            return tensor.uniform_(a, b, generator=generator)
-
-    return run(*args, **kwargs)
+@by_name
+def _uniform(func: Any, tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return tensor.uniform_(a, b, generator=generator)
 
 
-def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-        with torch.no_grad():
-            return tensor.normal_(mean, std, generator=generator)
-
-    return run(*args, **kwargs)
+@by_name
+def _normal(func: Any, tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
+    with torch.no_grad():
+        return tensor.normal_(mean, std, generator=generator)
 
 
-def _kaiming_uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def _kaiming_uniform(
+    func: Any,
+    tensor: Any,
+    a: float = 0,
+    mode: Any = "fan_in",
+    nonlinearity: Any = "leaky_relu",
+    generator: Any = None,
+) -> Any:
     """Uniform numbers; how large they are follows from the shape."""
-
-    def run(
-        tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
-    ) -> Any:
-        blank = torch.empty(tensor.shape, device="meta")
-        if not blank.numel():
-            return tensor
-        fan: Any = getattr(init, "_calculate_correct_fan")(blank, mode)  # noqa: B009 (torch does not export it)
-        bound = 3**0.5 * init.calculate_gain(nonlinearity, a) / fan**0.5
-        return init.uniform_(tensor, -bound, bound, generator)
-
-    return run(*args, **kwargs)
+    blank = torch.empty(tensor.shape, device="meta")
+    if not blank.numel():
+        return tensor
+    fan: Any = getattr(init, "_calculate_correct_fan")(blank, mode)  # noqa: B009 (torch does not export it)
+    bound = 3**0.5 * init.calculate_gain(nonlinearity, a) / fan**0.5
+    return init.uniform_(tensor, -bound, bound, generator)
 
 
 TABLE[init.constant_] = _constant

@@ -20,7 +20,7 @@ from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.lines import brought_together
 from distdl.globals.operands import block_of, entire
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.groups import IntArray
 from distdl.tensors.connection import zeros_on
@@ -110,45 +110,41 @@ def _joined(parts: list[torch.Tensor], dim: int, shape: Shape) -> torch.Tensor:
 
 
 @handles("cat concat concatenate", "torch")
-def cat(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(tensors: Any, dim: int = 0) -> Any:
-        known = next(one for one in tensors if type(one) is GlobalTensor)
-        for place, one in enumerate(tensors):
-            if not one.dim():
-                raise RuntimeError(f"zero-dimensional tensor (at position {place}) cannot be concatenated")
-        ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does, but for dtypes)
-        tensors = [one for one in tensors if tuple(one.shape) != (0,)]
-        if not tensors:
-            tensors, ignored = ignored, []
-        if not any(type(one) is GlobalTensor for one in tensors):
-            tensors[0] = split_beside(tensors[0], (known,))
-        shapes = tuple(one.shape for one in tensors)
-        known._context.keep(
-            ("cat", shapes, dim), lambda: torch.cat([torch.empty(shape, device="meta") for shape in shapes], dim).shape
-        )  # (for torch's error)
-        y: Any = side_by_side(tensors, dim % tensors[0].dim())
-        for one in ignored:
-            y = y.to(torch.promote_types(y.dtype, one.dtype))
-            y = y + one.sum().to(y.dtype) if one.requires_grad else y  # (its gradient is zero, and not none)
-        return y
-
-    return run(*args, **kwargs)
+@by_name
+def cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+    known = next(one for one in tensors if type(one) is GlobalTensor)
+    for place, one in enumerate(tensors):
+        if not one.dim():
+            raise RuntimeError(f"zero-dimensional tensor (at position {place}) cannot be concatenated")
+    ignored = [one for one in tensors if tuple(one.shape) == (0,)]  # (as torch does, but for dtypes)
+    tensors = [one for one in tensors if tuple(one.shape) != (0,)]
+    if not tensors:
+        tensors, ignored = ignored, []
+    if not any(type(one) is GlobalTensor for one in tensors):
+        tensors[0] = split_beside(tensors[0], (known,))
+    shapes = tuple(one.shape for one in tensors)
+    known._context.keep(
+        ("cat", shapes, dim), lambda: torch.cat([torch.empty(shape, device="meta") for shape in shapes], dim).shape
+    )  # (for torch's error)
+    y: Any = side_by_side(tensors, dim % tensors[0].dim())
+    for one in ignored:
+        y = y.to(torch.promote_types(y.dtype, one.dtype))
+        y = y + one.sum().to(y.dtype) if one.requires_grad else y  # (its gradient is zero, and not none)
+    return y
 
 
 @handles("stack", "torch")
-def stack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    def run(tensors: Any, dim: int = 0) -> torch.Tensor:
-        tensors = list(tensors)
-        shapes = tuple(one.shape for one in tensors)
-        if len(set(shapes)) > 1:
-            wrong = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
-            raise RuntimeError(
-                f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 and "
-                f"{list(shapes[wrong])} at entry {wrong}"
-            )
-        return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
-
-    return run(*args, **kwargs)
+@by_name
+def stack(func: Any, tensors: Any, dim: int = 0) -> torch.Tensor:
+    tensors = list(tensors)
+    shapes = tuple(one.shape for one in tensors)
+    if len(set(shapes)) > 1:
+        wrong = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
+        raise RuntimeError(
+            f"stack expects each tensor to be equal size, but got {list(shapes[0])} at entry 0 and "
+            f"{list(shapes[wrong])} at entry {wrong}"
+        )
+    return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
 
 
 @handles("hstack vstack row_stack dstack", "torch")
@@ -160,22 +156,23 @@ def stack_along(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return torch.cat(lifted, dim)
 
 
-def pad_sequence(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+@by_name
+def pad_sequence(
+    func: Any,
+    sequences: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> torch.Tensor:
     """Tensors of several lengths side by side, as long as the longest of them."""
-
-    def run(
-        sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
-    ) -> torch.Tensor:
-        judged(func, args, kwargs)
-        longest = max(one.shape[0] for one in sequences)
-        padded = []
-        for one in sequences:
-            missing = longest - one.shape[0]
-            widths = (missing, 0) if padding_side == "left" else (0, missing)
-            padded.append(functional.pad(one, (*[0, 0] * (one.dim() - 1), *widths), value=padding_value))
-        return torch.stack(padded, 0 if batch_first else 1)
-
-    return run(*args, **kwargs)
+    judged(func, (sequences, batch_first, padding_value, padding_side), {})
+    longest = max(one.shape[0] for one in sequences)
+    padded = []
+    for one in sequences:
+        missing = longest - one.shape[0]
+        widths = (missing, 0) if padding_side == "left" else (0, missing)
+        padded.append(functional.pad(one, (*[0, 0] * (one.dim() - 1), *widths), value=padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
 
 
 TABLE[getattr(torch._C._nn, "pad_sequence")] = pad_sequence  # noqa: B009 (the stubs lack it)
@@ -255,31 +252,28 @@ def repeat_interleave(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 @handles("roll", "torch Tensor")
-def roll(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def roll(func: Any, input: Any, shifts: Any, dims: Any = ()) -> Any:
     """Cells that leave at one end come in at the other. Along a dim that is split, they go to other workers."""
-
-    def run(input: Any, shifts: Any, dims: Any = ()) -> Any:
-        shape_of(func, input, (shifts, dims), {})  # (for torch's error)
-        dims = (dims,) if isinstance(dims, int) else tuple(dims)
-        shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
-        if not dims:
-            return input.reshape(-1).roll(shifts, 0).reshape(input.shape)
-        x = input
-        unsplit: dict[int, int] = {}
-        for by, dim in zip(shifts, dims, strict=True):
-            dim, n = dim % x.dim(), x.shape[dim]
-            by = by % n if n else 0
-            if len(x._layout.intervals[dim]) == 1:
-                unsplit[dim] = unsplit.get(dim, 0) + by
-            elif by:
-                pieces = [part(x, [*[slice(None)] * dim, slice(*one)]) for one in ((n - by, n), (0, n - by))]
-                # (the pieces are split as x is: the longer one leads)
-                x = side_by_side(pieces, dim, x._layout.intervals[dim], "roll")
-        if unsplit and any(unsplit.values()):
-            return GlobalTensor._of(block_of(x).roll(tuple(unsplit.values()), tuple(unsplit)), x._layout)
-        return GlobalTensor._of(block_of(x).clone(), x._layout) if x is input else x
-
-    return run(*args, **kwargs)
+    shape_of(func, input, (shifts, dims), {})  # (for torch's error)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    shifts = (shifts,) if not isinstance(shifts, (tuple, list)) else tuple(shifts)
+    if not dims:
+        return input.reshape(-1).roll(shifts, 0).reshape(input.shape)
+    x = input
+    unsplit: dict[int, int] = {}
+    for by, dim in zip(shifts, dims, strict=True):
+        dim, n = dim % x.dim(), x.shape[dim]
+        by = by % n if n else 0
+        if len(x._layout.intervals[dim]) == 1:
+            unsplit[dim] = unsplit.get(dim, 0) + by
+        elif by:
+            pieces = [part(x, [*[slice(None)] * dim, slice(*one)]) for one in ((n - by, n), (0, n - by))]
+            # (the pieces are split as x is: the longer one leads)
+            x = side_by_side(pieces, dim, x._layout.intervals[dim], "roll")
+    if unsplit and any(unsplit.values()):
+        return GlobalTensor._of(block_of(x).roll(tuple(unsplit.values()), tuple(unsplit)), x._layout)
+    return GlobalTensor._of(block_of(x).clone(), x._layout) if x is input else x
 
 
 @handles("flip fliplr flipud", "torch Tensor")
@@ -353,18 +347,16 @@ def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 @handles("one_hot", "functional")
-def one_hot(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(tensor: Any, num_classes: int = -1) -> GlobalTensor:
-        if num_classes < 1:
-            num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
-        check_range(tensor, 0, num_classes, lambda wrong: func(wrong, num_classes))
-        layout: KnownLayout = tensor._layout
+@by_name
+def one_hot(func: Any, tensor: Any, num_classes: int = -1) -> GlobalTensor:
+    if num_classes < 1:
+        num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
+    check_range(tensor, 0, num_classes, lambda wrong: func(wrong, num_classes))
+    layout: KnownLayout = tensor._layout
 
-        def make() -> KnownLayout:
-            return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
+    def make() -> KnownLayout:
+        return layout.context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, num_classes),)])
 
-        target = layout.context.keep(("one_hot", layout, num_classes), make)
-        block = block_of(tensor)
-        return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)
-
-    return run(*args, **kwargs)
+    target = layout.context.keep(("one_hot", layout, num_classes), make)
+    block = block_of(tensor)
+    return GlobalTensor._of(func(block, num_classes).reshape(target.local), target)

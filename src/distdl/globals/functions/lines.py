@@ -16,27 +16,25 @@ from distdl.globals.functions.judging import judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, moved_blocks, taken
 from distdl.globals.replicas import entered
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
 
 
 @handles("index_select", "torch Tensor")
-def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: int, index: Any) -> Any:
-        if type(input) is not GlobalTensor:
-            return input.index_select(dim, index.full_tensor())
-        if not input.dim():
-            return fall_back(func, args, kwargs)
-        plain = entire(index)
-        shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
-        check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
-        cells: list[Any] = [None] * input.dim()
-        cells[dim] = plain.reshape(-1)
-        return picked(input, cells)
-
-    return run(*args, **kwargs)
+@by_name
+def index_select(func: Any, input: Any, dim: int, index: Any) -> Any:
+    if type(input) is not GlobalTensor:
+        return input.index_select(dim, index.full_tensor())
+    if not input.dim():
+        return NotImplemented
+    plain = entire(index)
+    shape_of(torch.select, input, (dim, 0), {}) if input.shape[dim] else None
+    check_range(plain, 0, input.shape[dim], lambda wrong: _line(input, dim).index_select(dim, wrong))
+    cells: list[Any] = [None] * input.dim()
+    cells[dim] = plain.reshape(-1)
+    return picked(input, cells)
 
 
 def _along(layout: KnownLayout, dim: int, shape: Sequence[int]) -> KnownLayout:
@@ -81,33 +79,30 @@ def _first_cells(x: Any, shape: Sequence[int]) -> Any:
 
 
 @handles("gather", "torch Tensor")
-def gather(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
-    def run(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> GlobalTensor:
-        if input.dim() and not index.dim():
-            one: GlobalTensor = func(input, dim, index.reshape(1)).reshape(())
-            return one
-        if index.dim() and not input.dim():
-            input = input.reshape(1)
-        known = input if type(input) is GlobalTensor else index
-        if input.dim():
-            judged(func, (input, dim, index), {})
-        if not known.dim() or (not index.numel() and index.dim() != input.dim()):
-            result: GlobalTensor = fall_back(func, args, kwargs)
-            return result
-        dim %= known.dim()
-        _check_lines(input, dim, index)
-        judge_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
-        shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
-        input = _first_cells(input, shape)
-        if type(input) is GlobalTensor:
-            input = whole_along(input, [dim], "gather")
-            needed = _along(input._layout, dim, index.shape)
-            return GlobalTensor._of(block_of(input).gather(dim, brought(index, needed, "gather")), needed)
-        index = whole_along(index, [dim], "gather")
-        lines = brought(input, _along(index._layout, dim, shape), "gather")
-        return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
-
-    return run(*args, **kwargs)
+@by_name
+def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if input.dim() and not index.dim():
+        one: GlobalTensor = func(input, dim, index.reshape(1)).reshape(())
+        return one
+    if index.dim() and not input.dim():
+        input = input.reshape(1)
+    known = input if type(input) is GlobalTensor else index
+    if input.dim():
+        judged(func, (input, dim, index), {})
+    if not known.dim() or (not index.numel() and index.dim() != input.dim()):
+        return NotImplemented
+    dim %= known.dim()
+    _check_lines(input, dim, index)
+    judge_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
+    shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
+    input = _first_cells(input, shape)
+    if type(input) is GlobalTensor:
+        input = whole_along(input, [dim], "gather")
+        needed = _along(input._layout, dim, index.shape)
+        return GlobalTensor._of(block_of(input).gather(dim, brought(index, needed, "gather")), needed)
+    index = whole_along(index, [dim], "gather")
+    lines = brought(input, _along(index._layout, dim, shape), "gather")
+    return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
 
 
 def _check_lines(x: Any, dim: int, index: Any) -> None:
@@ -122,20 +117,18 @@ def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @handles("take_along_dim", "torch Tensor")
-def take_along_dim(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, indices: Any, dim: int | None = None) -> Any:
-        judged(torch.take_along_dim, (input, indices, dim), {})
-        if dim is None:
-            return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
-        dim %= input.dim()
-        if not input.shape[dim] and indices.numel():
-            _line(input, dim).take_along_dim(torch.zeros([1] * input.dim(), dtype=torch.int64, device="cpu"), dim)
-        indices = indices.remainder(input.shape[dim])  # (so torch lets them count from the end, and any number be one)
-        shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
-        full = [expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
-        return torch.gather(full[0], dim, full[1])
-
-    return run(*args, **kwargs)
+@by_name
+def take_along_dim(func: Any, input: Any, indices: Any, dim: int | None = None) -> Any:
+    judged(torch.take_along_dim, (input, indices, dim), {})
+    if dim is None:
+        return torch.gather(input.reshape(-1), 0, indices.reshape(-1))
+    dim %= input.dim()
+    if not input.shape[dim] and indices.numel():
+        _line(input, dim).take_along_dim(torch.zeros([1] * input.dim(), dtype=torch.int64, device="cpu"), dim)
+    indices = indices.remainder(input.shape[dim])  # (so torch lets them count from the end, and any number be one)
+    shape = list(torch.broadcast_shapes(*((*t.shape[:dim], 1, *t.shape[dim + 1 :]) for t in (input, indices))))
+    full = [expanded(t, (*shape[:dim], t.shape[dim], *shape[dim + 1 :])) for t in (input, indices)]
+    return torch.gather(full[0], dim, full[1])
 
 
 @handles("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", "torch Tensor")

@@ -19,96 +19,92 @@ from distdl.globals.functions.work import work_on
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of, entire, taken
 from distdl.globals.replicas import Replica, entered, plain_of
-from distdl.globals.table import REPLICATED, handles
+from distdl.globals.table import REPLICATED, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local, refuses, zeros_on
 
 
 @handles("embedding", "functional")
-def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def embedding(
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
     """Each worker looks up the rows of its own indices."""
+    if max_norm is not None and type(weight) is not GlobalTensor:
+        _shorten(weight, input, max_norm, norm_type)
+        return func(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+    if type(input) is not GlobalTensor or max_norm is not None:
+        return NotImplemented
+    if weight.dim() != 2:
+        raise RuntimeError("'weight' must be 2-D")
+    context, layout, table = input._context, input._layout, weight_of(weight, input._context)
+    check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, _rows(table)))
+    block, (rows, columns) = block_of(input), map(int, table.shape)
 
-    def run(
-        input: Any,
-        weight: torch.Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Any:
-        if max_norm is not None and type(weight) is not GlobalTensor:
-            _shorten(weight, input, max_norm, norm_type)
-            return func(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
-        if type(input) is not GlobalTensor or max_norm is not None:
-            return fall_back(func, args, kwargs)
-        if weight.dim() != 2:
-            raise RuntimeError("'weight' must be 2-D")
-        context, layout, table = input._context, input._layout, weight_of(weight, input._context)
-        check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, _rows(table)))
-        block, (rows, columns) = block_of(input), map(int, table.shape)
+    def look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(indices, table, padding_idx)
 
-        def look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            return functional.embedding(indices, table, padding_idx)
+    # (of no indices, torch's second derivative raises)
+    y = local(look_up, (*block.shape, columns), (block, (1,) * block.dim()), (table, (max(rows, 1), 1)))
+    if scale_grad_by_freq and torch.is_grad_enabled() and table.requires_grad and input.numel():
+        often = _counts(input, rows)[block.detach()].unsqueeze(-1)
+        y.register_hook(lambda dy: dy / often)
 
-        # (of no indices, torch's second derivative raises)
-        y = local(look_up, (*block.shape, columns), (block, (1,) * block.dim()), (table, (max(rows, 1), 1)))
-        if scale_grad_by_freq and torch.is_grad_enabled() and table.requires_grad and input.numel():
-            often = _counts(input, rows)[block.detach()].unsqueeze(-1)
-            y.register_hook(lambda dy: dy / often)
+    def result() -> Any:
+        return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
 
-        def result() -> Any:
-            return context.layout(layout.partition.workers[..., None], [*layout.intervals, ((0, columns),)])
-
-        return as_global(y, context.keep(("embedding", layout, columns), result))
-
-    return run(*args, **kwargs)
+    return as_global(y, context.keep(("embedding", layout, columns), result))
 
 
 @handles("embedding_bag", "functional")
-def embedding_bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def embedding_bag(
+    func: Any,
+    input: Any,
+    weight: torch.Tensor,
+    offsets: Any = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
     """A lookup, and then the sum, mean or maximum of each bag: of bags of equal length, padded or
     not; the sum and mean also of others."""
-
-    def run(
-        input: Any,
-        weight: torch.Tensor,
-        offsets: Any = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        per_sample_weights: Any = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-    ) -> Any:
-        if max_norm is not None and type(weight) is not GlobalTensor:
-            _shorten(weight, input, max_norm, norm_type)
-            max_norm = None
-        alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
-        ends = _ends_of(input, offsets, include_last_offset) if mode in ("sum", "mean") else None
-        alike = alike or ends is not None
-        plain = max_norm is None and not scale_grad_by_freq and type(weight) is not GlobalTensor
-        if alike and plain and per_sample_weights is not None:
-            same = per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
-            plain = same and mode == "sum"
-        if alike and plain and padding_idx is not None:
-            plain = -weight.shape[0] <= padding_idx < weight.shape[0]
-        if not (alike and plain and mode in _OF_BAGS):
-            return fall_back(
-                func, (input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
-                       per_sample_weights, include_last_offset, padding_idx), {}
-            )  # fmt: skip
-        rows = functional.embedding(input, weight, padding_idx)
-        if per_sample_weights is not None:
-            rows = rows * per_sample_weights.unsqueeze(-1)
-        if ends is not None:
-            padding = None if padding_idx is None else padding_idx % len(weight)
-            return _of_uneven(mode, rows, input, ends, padding)
-        return _OF_BAGS[mode](rows) if padding_idx is None else _of_padded(mode, rows, input, padding_idx % len(weight))
-
-    return run(*args, **kwargs)
+    if max_norm is not None and type(weight) is not GlobalTensor:
+        _shorten(weight, input, max_norm, norm_type)
+        max_norm = None
+    alike = type(input) is GlobalTensor and input.dim() == 2 and input.shape[1] > 0 and offsets is None
+    ends = _ends_of(input, offsets, include_last_offset) if mode in ("sum", "mean") else None
+    alike = alike or ends is not None
+    plain = max_norm is None and not scale_grad_by_freq and type(weight) is not GlobalTensor
+    if alike and plain and per_sample_weights is not None:
+        same = per_sample_weights.shape == input.shape and per_sample_weights.dtype == weight.dtype
+        plain = same and mode == "sum"
+    if alike and plain and padding_idx is not None:
+        plain = -weight.shape[0] <= padding_idx < weight.shape[0]
+    if not (alike and plain and mode in _OF_BAGS):
+        return fall_back(
+            func, (input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse,
+                   per_sample_weights, include_last_offset, padding_idx), {}
+        )  # fmt: skip
+    rows = functional.embedding(input, weight, padding_idx)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if ends is not None:
+        padding = None if padding_idx is None else padding_idx % len(weight)
+        return _of_uneven(mode, rows, input, ends, padding)
+    return _OF_BAGS[mode](rows) if padding_idx is None else _of_padded(mode, rows, input, padding_idx % len(weight))
 
 
 def _ends_of(input: Any, offsets: Any, with_last: bool) -> list[int] | None:
@@ -230,21 +226,18 @@ def _sought_in_lines(func: Any, x: Any, table: Any, others: dict[str, Any]) -> A
 
 
 @handles("prelu", "torch Tensor functional")
-def prelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def prelu(func: Any, input: Any, weight: torch.Tensor) -> Any:
     """A weight for all elements, or one for each channel."""
-
-    def run(input: Any, weight: torch.Tensor) -> Any:
-        cast = autocast_dtype(input)
-        if cast is not None:
-            input, weight = (cast_to(one, cast) for one in (input, weight))
-        judged(func, (input, weight), {})  # (for torch's error)
-        if weight.numel() > 1 and input.dim() > 2:
-            weight = weight.reshape(-1, *[1] * (input.dim() - 2))
-        elif weight.numel() == 1:
-            weight = weight.reshape(())
-        return elementwise(_prelu, (input, weight), {})
-
-    return run(*args, **kwargs)
+    cast = autocast_dtype(input)
+    if cast is not None:
+        input, weight = (cast_to(one, cast) for one in (input, weight))
+    judged(func, (input, weight), {})  # (for torch's error)
+    if weight.numel() > 1 and input.dim() > 2:
+        weight = weight.reshape(-1, *[1] * (input.dim() - 2))
+    elif weight.numel() == 1:
+        weight = weight.reshape(())
+    return elementwise(_prelu, (input, weight), {})
 
 
 def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -253,28 +246,23 @@ def _prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @handles("glu", "functional")
-def glu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: int = -1) -> Any:
-        shape_of(func, input, (dim,), {})  # (for torch's error)
-        first, gate = input.chunk(2, dim)
-        return first * gate.sigmoid()
-
-    return run(*args, **kwargs)
+@by_name
+def glu(func: Any, input: Any, dim: int = -1) -> Any:
+    shape_of(func, input, (dim,), {})  # (for torch's error)
+    first, gate = input.chunk(2, dim)
+    return first * gate.sigmoid()
 
 
-def _of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def _of_copies(func: Any, input: Any, weight: torch.Tensor, *rest: Any, **named: Any) -> Any:
     """A lookup of indices that every worker has, in a weight of the model."""
-
-    def run(input: Any, weight: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        names = _OPTIONS[func]
-        given = {**dict(zip(names, rest, strict=False)), **named}
-        if given.get("max_norm") is not None:
-            _shorten(weight, input, given.pop("max_norm"), given.get("norm_type", 2.0))
-        context = next(one._context for one in (weight, input, *given.values()) if type(one) is Replica)
-        plain, others = map_tensors(((input, weight), given), lambda one: entered(one, context))
-        return Replica._of(func(*plain, **others), context)
-
-    return run(*args, **kwargs)
+    names = _OPTIONS[func]
+    given = {**dict(zip(names, rest, strict=False)), **named}
+    if given.get("max_norm") is not None:
+        _shorten(weight, input, given.pop("max_norm"), given.get("norm_type", 2.0))
+    context = next(one._context for one in (weight, input, *given.values()) if type(one) is Replica)
+    plain, others = map_tensors(((input, weight), given), lambda one: entered(one, context))
+    return Replica._of(func(*plain, **others), context)
 
 
 _OPTIONS = {

@@ -20,7 +20,7 @@ from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.operands import block_of, moved
 from distdl.globals.strides import note_picked
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
 from distdl.partition.sharing import gather_values
@@ -138,15 +138,15 @@ def _replaced(rows: _Rows, value: Any) -> GlobalTensor:
 
 
 @handles("masked_select", "torch Tensor")
-def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, mask: Any) -> Any:
-        if mask.dtype is not torch.bool:
-            raise RuntimeError("masked_select: expected BoolTensor for mask")
-        shape = torch.broadcast_shapes(input.shape, mask.shape)
-        x, chosen = _both(input, mask, shape)
-        return chosen_by(x, chosen, 0) if shape and not x._context.comm.imagined else fall_back(func, args, kwargs)
-
-    return run(*args, **kwargs)
+@by_name
+def masked_select(func: Any, input: Any, mask: Any) -> Any:
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    x, chosen = _both(input, mask, shape)
+    if not shape or x._context.comm.imagined:
+        return NotImplemented
+    return chosen_by(x, chosen, 0)
 
 
 def _both(x: Any, mask: Any, shape: Sequence[int]) -> tuple[GlobalTensor, GlobalTensor]:
@@ -205,16 +205,13 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 @handles("nonzero argwhere", "torch Tensor")
-def nonzero(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def nonzero(func: Any, input: Any, *, as_tuple: bool = False) -> Any:
     """The places of all elements that are not zero, one in each row."""
-
-    def run(input: Any, *, as_tuple: bool = False) -> Any:
-        if not input.dim() or input._context.comm.imagined:
-            return fall_back(func, args, kwargs)
-        places = where_true(input)
-        return places.unbind(1) if as_tuple else places
-
-    return run(*args, **kwargs)
+    if not input.dim() or input._context.comm.imagined:
+        return NotImplemented
+    places = where_true(input)
+    return places.unbind(1) if as_tuple else places
 
 
 @handles("where", "torch Tensor")

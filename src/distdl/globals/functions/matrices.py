@@ -18,7 +18,7 @@ from distdl.globals.functions.work import Work, work_on
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import moved
 from distdl.globals.replicas import plain_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition.sharing import gather_values
 from distdl.tensors.connection import zeros_on
@@ -172,23 +172,20 @@ def _of_matrices(layout: KnownLayout, shape: Shape) -> KnownLayout:
 
 @handles("solve", "linalg")
 @handles("solve_triangular", "linalg")
-def solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def solve(func: Any, A: Any, B: Any, **options: Any) -> Any:
     """The solutions of small systems of equations; each is solved where its matrix is whole.
 
     Of one system, too, the right sides are split: each has a solution of its own.
     """
-
-    def run(A: Any, B: Any, **options: Any) -> Any:
-        vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
-        if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel():
-            return fall_back(func, args, kwargs)
-        if not (A.is_floating_point() or A.is_complex()):
-            func(*(torch.zeros(1, 1, dtype=one.dtype) for one in (A, B)), **options)  # (for torch's error)
-        if vectors:
-            return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
-        return _solve(func, A, B, options)
-
-    return run(*args, **kwargs)
+    vectors = func is torch.linalg.solve and (B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]))
+    if max(A.dim(), B.dim()) < 2 or not A.numel() or not B.numel():
+        return NotImplemented
+    if not (A.is_floating_point() or A.is_complex()):
+        func(*(torch.zeros(1, 1, dtype=one.dtype) for one in (A, B)), **options)  # (for torch's error)
+    if vectors:
+        return _solve(func, A, B.unsqueeze(-1), options).squeeze(-1)
+    return _solve(func, A, B, options)
 
 
 def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str, Any]) -> Any:
@@ -205,30 +202,26 @@ def _solve(func: Callable[..., torch.Tensor], A: Any, B: Any, options: dict[str,
 
 
 @handles("triangular_solve", "torch Tensor")
-def triangular_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def triangular_solve(
+    func: Any, input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> Any:
     """The older name, which gives the matrices of the systems, too."""
-
-    def run(input: Any, A: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False) -> Any:
-        if input.dim() < 2 or A.dim() < 2 or not input.numel() or not A.numel():
-            return fall_back(func, args, kwargs)
-        matrices, upper = (A.mT, not upper) if transpose else (A, upper)
-        y = torch.linalg.solve_triangular(matrices, input, upper=upper, unitriangular=unitriangular)
-        like = A if type(A) is GlobalTensor else split_beside(plain_of(A), y)
-        return torch.return_types.triangular_solve((y, like.expand(*y.shape[:-2], *A.shape[-2:]).clone()))
-
-    return run(*args, **kwargs)
+    if input.dim() < 2 or A.dim() < 2 or not input.numel() or not A.numel():
+        return NotImplemented
+    matrices, upper = (A.mT, not upper) if transpose else (A, upper)
+    y = torch.linalg.solve_triangular(matrices, input, upper=upper, unitriangular=unitriangular)
+    like = A if type(A) is GlobalTensor else split_beside(plain_of(A), y)
+    return torch.return_types.triangular_solve((y, like.expand(*y.shape[:-2], *A.shape[-2:]).clone()))
 
 
 @handles("cholesky_solve", "torch Tensor")
-def cholesky_solve(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def cholesky_solve(func: Any, input: Any, input2: Any, upper: bool = False) -> Any:
     """The same where the triangles of the matrices are known."""
-
-    def run(input: Any, input2: Any, upper: bool = False) -> Any:
-        return solve(_of_triangles, (input2, input), {"upper": upper})
-
-    if max(one.dim() for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)) < 2:
-        return fall_back(func, args, kwargs)
-    return run(*args, **kwargs)
+    if max(input.dim(), input2.dim()) < 2:
+        return NotImplemented
+    return solve(_of_triangles, (input2, input), {"upper": upper})
 
 
 def _of_triangles(A: torch.Tensor, B: torch.Tensor, upper: bool) -> torch.Tensor:

@@ -17,7 +17,7 @@ from distdl.globals.functions.applying import ready, run, weight_of
 from distdl.globals.functions.judging import judge_dtypes, judged
 from distdl.globals.operands import block_of
 from distdl.globals.strides import copied_if_apart
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op
 from distdl.ops.normalisation import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, RMSNorm
@@ -242,28 +242,27 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("layer_norm", "torch functional")
-def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run_(
-        input: Any,
-        normalized_shape: Sequence[int],
-        weight: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        eps: float = 1e-5,
-        cudnn_enable: bool = True,
-    ) -> Any:
-        if type(input) is not GlobalTensor:
-            return fall_back(func, args, kwargs)
-        last = _last(input, normalized_shape)
+@by_name
+def layer_norm(
+    func: Any,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if type(input) is not GlobalTensor:
+        return NotImplemented
+    last = _last(input, normalized_shape)
 
-        def op() -> LayerNorm:
-            _check_sizes(normalized_shape, weight=weight, bias=bias)
-            small = [min(max(extent, 1), 2) for _, extent in last]
-            judge_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
-            return LayerNorm(last, eps)
+    def op() -> LayerNorm:
+        _check_sizes(normalized_shape, weight=weight, bias=bias)
+        small = [min(max(extent, 1), 2) for _, extent in last]
+        judge_dtypes(lambda x, *weights: torch.layer_norm(x, small, *weights), input, weight, bias)
+        return LayerNorm(last, eps)
 
-        return _normalised(op, (last, eps), input, "layer_norm", weight, bias)
-
-    return run_(*args, **kwargs)
+    return _normalised(op, (last, eps), input, "layer_norm", weight, bias)
 
 
 @handles("rms_norm", "torch functional")

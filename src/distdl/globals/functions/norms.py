@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import widened
 from distdl.globals.functions.extremes import extreme_over
 from distdl.globals.functions.judging import judge_dtype, judged, shape_of
@@ -25,7 +24,7 @@ from distdl.globals.functions.reductions import (
     without_dims,
 )
 from distdl.globals.operands import block_of, derivatives_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local, zeros_on
 from distdl.tensors.constants import Constant
@@ -111,19 +110,19 @@ def _counts(layout: Any, dims: tuple[int, ...]) -> Constant:
 
 
 @handles("var std var_mean std_mean", "torch Tensor")
-def variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None) -> Any:
-        if isinstance(dim, bool):
-            dim, unbiased = None, dim
-        half = input.dtype in HALVES  # (as torch adds up: a variance may overflow where its root does not)
-        spread, mean = moments(input.float() if half else input, dim, keepdim, unbiased, correction)
-        if func.__name__.startswith("std"):
-            spread = _root(spread)
-        if half:
-            spread, mean = spread.to(input.dtype), mean.to(input.dtype)
-        return (spread, mean) if func.__name__.endswith("mean") else spread
-
-    return run(*args, **kwargs)
+@by_name
+def variance(
+    func: Any, input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> Any:
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    half = input.dtype in HALVES  # (as torch adds up: a variance may overflow where its root does not)
+    spread, mean = moments(input.float() if half else input, dim, keepdim, unbiased, correction)
+    if func.__name__.startswith("std"):
+        spread = _root(spread)
+    if half:
+        spread, mean = spread.to(input.dtype), mean.to(input.dtype)
+    return (spread, mean) if func.__name__.endswith("mean") else spread
 
 
 def _root(var: Any) -> Any:
@@ -244,43 +243,40 @@ class _Merged(Function):
 
 
 @handles("vector_norm", "linalg")
-def vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(x: GlobalTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        return norm_over(x, ord, dim, keepdim, dtype)
-
-    return run(*args, **kwargs)
+@by_name
+def vector_norm(
+    func: Any, x: GlobalTensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    return norm_over(x, ord, dim, keepdim, dtype)
 
 
 @handles("norm", "torch Tensor")
-def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-        if p == "nuc" and (dim is not None or input.dim() == 2):
-            return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
-        if p == "nuc":
-            return fall_back(func, args, kwargs)  # (for torch's error)
-        return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
-
-    return run(*args, **kwargs)
+@by_name
+def norm(func: Any, input: Any, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+    if p == "nuc" and (dim is not None or input.dim() == 2):
+        return torch.linalg.matrix_norm(input, "nuc", (0, 1) if dim is None else dim, keepdim, dtype=dtype)
+    if p == "nuc":
+        return NotImplemented  # (for torch's error)
+    return norm_over(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
 
 
 @handles("norm matrix_norm", "linalg")
-def linalg_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def linalg_norm(
+    func: Any, A: GlobalTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
     matrix = func is torch.linalg.matrix_norm
-
-    def run(A: GlobalTensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        pair = (dim is not None and not isinstance(dim, int) and len(dim) == 2) or (dim is None and A.dim() == 2)
-        if matrix:
-            ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
-        judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
-        if not matrix and (ord is None or not pair):
-            return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
-        if ord == "fro":
-            return norm_over(A, 2, dim, keepdim, dtype)
-        if not A.numel():
-            return fall_back(func, args, kwargs)
-        return _matrix_norm(A if dtype is None else A.to(dtype), ord, _pair_of(A, dim), keepdim)
-
-    return run(*args, **kwargs)
+    pair = (dim is not None and not isinstance(dim, int) and len(dim) == 2) or (dim is None and A.dim() == 2)
+    if matrix:
+        ord, dim = "fro" if ord is None else ord, (-2, -1) if dim is None else dim
+    judged(func, (A, ord, dim, keepdim), {"dtype": dtype})
+    if not matrix and (ord is None or not pair):
+        return norm_over(A, 2 if ord is None else ord, dim, keepdim, dtype)
+    if ord == "fro":
+        return norm_over(A, 2, dim, keepdim, dtype)
+    if not A.numel():
+        return NotImplemented
+    return _matrix_norm(A if dtype is None else A.to(dtype), ord, _pair_of(A, dim), keepdim)
 
 
 def _matrix_norm(x: Any, ord: Any, dims: tuple[int, int], keepdim: bool) -> Any:
@@ -304,58 +300,47 @@ def _pair_of(x: Any, dims: Any) -> tuple[int, int]:
 
 
 @handles("normalize", "functional")
-def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
-        judged(func, (input, p, dim, eps), {})
-        return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
-
-    return run(*args, **kwargs)
+@by_name
+def normalize(func: Any, input: Any, p: float | None = 2.0, dim: Any = 1, eps: float = 1e-12) -> Any:
+    judged(func, (input, p, dim, eps), {})
+    return input / norm_over(input, 2.0 if p is None else p, dim, True).clamp_min(eps)
 
 
 @handles("renorm", "torch Tensor")
-def renorm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def renorm(func: Any, input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
     """Slices across a dim that are longer than a number are shortened to it."""
-
-    def run(input: Any, p: Any, dim: int, maxnorm: Any) -> Any:
-        judged(func, (input, p, dim, maxnorm), {})
-        others = [one for one in range(input.dim()) if one != dim % input.dim()]
-        wide = torch.float32 if input.dtype in HALVES else None
-        norms = norm_over(input, p, others, True, wide)
-        factors = torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)
-        return input * factors.to(input.dtype)
-
-    return run(*args, **kwargs)
+    judged(func, (input, p, dim, maxnorm), {})
+    others = [one for one in range(input.dim()) if one != dim % input.dim()]
+    wide = torch.float32 if input.dtype in HALVES else None
+    norms = norm_over(input, p, others, True, wide)
+    factors = torch.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1.0)
+    return input * factors.to(input.dtype)
 
 
 @handles("dist", "torch Tensor")
-def dist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, other: Any, p: Any = 2) -> Any:
-        return norm_over(input - other, p)
-
-    return run(*args, **kwargs)
+@by_name
+def dist(func: Any, input: Any, other: Any, p: Any = 2) -> Any:
+    return norm_over(input - other, p)
 
 
 @handles("pairwise_distance", "torch functional")
-def pairwise_distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
-        return norm_over(x1 - x2 + eps, p, -1, keepdim)
-
-    return run(*args, **kwargs)
+@by_name
+def pairwise_distance(func: Any, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+    return norm_over(x1 - x2 + eps, p, -1, keepdim)
 
 
 @handles("cosine_similarity", "torch functional")
-def cosine_similarity(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-        common = torch.result_type(x1, x2)
-        if not common.is_floating_point:
-            raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
-        x1, x2 = (one if one.is_floating_point() else one.to(common) for one in (x1, x2))
-        if x1.shape != x2.shape:
-            x1, x2 = torch.broadcast_tensors(x1, x2)
-        first, second = (
-            one / (norm_over(one, 2, dim, True) if type(one) is GlobalTensor else one.norm(2, dim, True)).clamp_min(eps)
-            for one in (x1, x2)
-        )
-        return (first * second).sum(dim)
-
-    return run(*args, **kwargs)
+@by_name
+def cosine_similarity(func: Any, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    common = torch.result_type(x1, x2)
+    if not common.is_floating_point:
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {common}")
+    x1, x2 = (one if one.is_floating_point() else one.to(common) for one in (x1, x2))
+    if x1.shape != x2.shape:
+        x1, x2 = torch.broadcast_tensors(x1, x2)
+    first, second = (
+        one / (norm_over(one, 2, dim, True) if type(one) is GlobalTensor else one.norm(2, dim, True)).clamp_min(eps)
+        for one in (x1, x2)
+    )
+    return (first * second).sum(dim)

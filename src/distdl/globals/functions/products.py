@@ -14,7 +14,7 @@ from distdl.globals.functions.judging import judge_dtypes
 from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
-from distdl.globals.table import TABLE, handles
+from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, zeros_on
@@ -62,52 +62,47 @@ def _is_thin(x: Any) -> bool:
 
 
 @handles("linear", "functional")
-def linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     """The features that a worker reads are whole: where they are split, another dim is split instead."""
-
-    def run(input: Any, weight: Any, bias: Any = None) -> Any:
-        if type(input) is GlobalTensor and not (
-            type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
-        ):
-            layout, context = input._layout, input._context
-            whole = (
-                input.dim()
-                and layout.partition.workers.shape[-1] == 1
-                and (bias is None or bias.shape == weight.shape[:1])
+    if type(input) is GlobalTensor and not (
+        type(weight) is GlobalTensor or _is_sparse(weight) or type(bias) is GlobalTensor
+    ):
+        layout, context = input._layout, input._context
+        whole = (
+            input.dim() and layout.partition.workers.shape[-1] == 1 and (bias is None or bias.shape == weight.shape[:1])
+        )
+        if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
+            checked(func, [input, weight] if bias is None else [input, weight, bias], compares=True)
+            target = context.keep(
+                ("linear", layout, weight.shape[0]),
+                lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
             )
-            if whole and weight.dim() == 2 and weight.shape[1]:  # (of no features, y is the bias)
-                checked(func, [input, weight] if bias is None else [input, weight, bias], compares=True)
-                target = context.keep(
-                    ("linear", layout, weight.shape[0]),
-                    lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
-                )
-                if torch.is_grad_enabled() and (_is_thin(input) or "_strides" in input.__dict__):
-                    tried = try_out(func, "linear", [input, weight], [layout.local, tuple(weight.shape)])
-                    input = tried.copied([input])[0]
-                w, b = entered(weight, context), None if bias is None else entered(bias, context)
-                y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
-                return GlobalTensor._of(y, target)
-        checked(func, [one for one in (input, weight, bias) if one is not None], compares=True)
-        if bias is not None and bias.dtype is not weight.dtype:
-            judge_dtypes(func, input, weight, bias)
-        if _are_plain(input, weight):
-            y = functional.linear(input, weight)
-        elif weight.dim() == 1:
-            y = contract(
-                functional.linear,
-                [input, weight],
-                [(*batch_labels(input, 1), "k"), ("k",)],
-                batch_labels(input, 1),
-                "linear",
-            )
-        else:
-            lead = batch_labels(input, 1)
-            y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            _check_added(bias, y)
-        return y if bias is None else y + _cast_like(bias, y)
-
-    return run(*args, **kwargs)
+            if torch.is_grad_enabled() and (_is_thin(input) or "_strides" in input.__dict__):
+                tried = try_out(func, "linear", [input, weight], [layout.local, tuple(weight.shape)])
+                input = tried.copied([input])[0]
+            w, b = entered(weight, context), None if bias is None else entered(bias, context)
+            y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
+            return GlobalTensor._of(y, target)
+    checked(func, [one for one in (input, weight, bias) if one is not None], compares=True)
+    if bias is not None and bias.dtype is not weight.dtype:
+        judge_dtypes(func, input, weight, bias)
+    if _are_plain(input, weight):
+        y = functional.linear(input, weight)
+    elif weight.dim() == 1:
+        y = contract(
+            functional.linear,
+            [input, weight],
+            [(*batch_labels(input, 1), "k"), ("k",)],
+            batch_labels(input, 1),
+            "linear",
+        )
+    else:
+        lead = batch_labels(input, 1)
+        y = contract(functional.linear, [input, weight], [(*lead, "k"), ("o", "k")], (*lead, "o"), "linear")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        _check_added(bias, y)
+    return y if bias is None else y + _cast_like(bias, y)
 
 
 def _are_plain(*factors: Any) -> bool:
@@ -195,15 +190,12 @@ def _sparse_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fall_back(func, args, kwargs) if len(args) != 2 or kwargs else matmul(func, args, kwargs)
 
 
-def _sparse_addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def _sparse_addmm(func: Any, mat: Any, mat1: Any, mat2: Any, *, beta: Any = 1.0, alpha: Any = 1.0) -> Any:
     """The product and the sum: each has its derivatives, by a sparse factor, too."""
-
-    def run(mat: Any, mat1: Any, mat2: Any, *, beta: Any = 1.0, alpha: Any = 1.0) -> Any:
-        product = torch.sparse.mm(mat1, mat2)
-        _check_added(mat, product)
-        return _plus(product if alpha == 1 else product * alpha, mat, beta)
-
-    return run(*args, **kwargs)
+    product = torch.sparse.mm(mat1, mat2)
+    _check_added(mat, product)
+    return _plus(product if alpha == 1 else product * alpha, mat, beta)
 
 
 TABLE[torch.sparse.mm] = _sparse_mm
@@ -308,21 +300,19 @@ def outer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTen
 
 
 @handles("bilinear", "functional torch")
-def bilinear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
-        checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
-        if bias is not None and bias.dtype is not weight.dtype:
-            judge_dtypes(func, input1, input2, weight, bias)
-        if _are_plain(input1, input2, weight):
-            return functional.bilinear(input1, input2, weight) + bias
-        lead = batch_labels(input1, 1)
-        y = contract(
-            _bilinear, [input1, input2, weight],
-            [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
-        )  # fmt: skip
-        return y if bias is None else y + bias
-
-    return run(*args, **kwargs)
+@by_name
+def bilinear(func: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
+    checked(functional.bilinear, [one for one in (input1, input2, weight, bias) if one is not None], compares=True)
+    if bias is not None and bias.dtype is not weight.dtype:
+        judge_dtypes(func, input1, input2, weight, bias)
+    if _are_plain(input1, input2, weight):
+        return functional.bilinear(input1, input2, weight) + bias
+    lead = batch_labels(input1, 1)
+    y = contract(
+        _bilinear, [input1, input2, weight],
+        [(*lead, "i"), (*lead, "j"), ("o", "i", "j")], (*lead, "o"), "bilinear",
+    )  # fmt: skip
+    return y if bias is None else y + bias
 
 
 def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -332,42 +322,40 @@ def _bilinear(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 @handles("tensordot", "torch")
-def tensordot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(a: Any, b: Any, dims: Any = 2) -> Any:
-        if isinstance(dims, torch.Tensor):
-            dims = dims.tolist()
-        if isinstance(dims, (list, tuple)):
-            first, second = dims
-        else:
-            first, second = list(range(a.dim() - int(dims), a.dim())), list(range(int(dims)))
-        first = [first] if isinstance(first, int) else list(first)
-        second = [second] if isinstance(second, int) else list(second)
-        pairs = (tuple(first), tuple(second))
-        checked(torch.tensordot, [a, b], pairs, compares=True)
-        left: list[tuple[str, int]] = [("a", dim) for dim in range(a.dim())]
-        right: list[tuple[str, int]] = [("b", dim) for dim in range(b.dim())]
-        for place, (one, other) in enumerate(zip(first, second, strict=True)):
-            left[one] = right[other] = ("k", place)
-        out_labels = [label for label in (*left, *right) if label[0] != "k"]
-        return contract(lambda a, b: torch.tensordot(a, b, pairs), [a, b], [left, right], out_labels, "tensordot")
-
-    return run(*args, **kwargs)
+@by_name
+def tensordot(func: Any, a: Any, b: Any, dims: Any = 2) -> Any:
+    if isinstance(dims, torch.Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, (list, tuple)):
+        first, second = dims
+    else:
+        first, second = list(range(a.dim() - int(dims), a.dim())), list(range(int(dims)))
+    first = [first] if isinstance(first, int) else list(first)
+    second = [second] if isinstance(second, int) else list(second)
+    pairs = (tuple(first), tuple(second))
+    checked(torch.tensordot, [a, b], pairs, compares=True)
+    left: list[tuple[str, int]] = [("a", dim) for dim in range(a.dim())]
+    right: list[tuple[str, int]] = [("b", dim) for dim in range(b.dim())]
+    for place, (one, other) in enumerate(zip(first, second, strict=True)):
+        left[one] = right[other] = ("k", place)
+    out_labels = [label for label in (*left, *right) if label[0] != "k"]
+    return contract(lambda a, b: torch.tensordot(a, b, pairs), [a, b], [left, right], out_labels, "tensordot")
 
 
 @handles("cdist", "torch functional")
-def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary") -> Any:
-        checked(torch.cdist, [x1, x2], compares=True)
-        both = max(batch_labels(x1, 2), batch_labels(x2, 2), key=len)
-        work = work_on(
-            [x1, x2],
-            [(*batch_labels(x1, 2), "i", "m"), (*batch_labels(x2, 2), "j", "m")],
-            (*both, "i", "j"),
-            adds=False,
-        )
-        return work(lambda a, b: torch.cdist(a, b, p, compute_mode), [x1, x2], "cdist")
-
-    return run(*args, **kwargs)
+@by_name
+def cdist(
+    func: Any, x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = "use_mm_for_euclid_dist_if_necessary"
+) -> Any:
+    checked(torch.cdist, [x1, x2], compares=True)
+    both = max(batch_labels(x1, 2), batch_labels(x2, 2), key=len)
+    work = work_on(
+        [x1, x2],
+        [(*batch_labels(x1, 2), "i", "m"), (*batch_labels(x2, 2), "j", "m")],
+        (*both, "i", "j"),
+        adds=False,
+    )
+    return work(lambda a, b: torch.cdist(a, b, p, compute_mode), [x1, x2], "cdist")
 
 
 def _sampled(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

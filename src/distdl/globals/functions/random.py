@@ -32,7 +32,7 @@ from distdl.globals.functions.distributions import (
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of
 from distdl.globals.replicas import Replica, copy_of
-from distdl.globals.table import REPLICATED, TABLE, handles
+from distdl.globals.table import REPLICATED, TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
 from distdl.ops.dropout import masked
@@ -297,18 +297,17 @@ def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("gumbel_softmax", "functional")
-def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def gumbel_softmax(
+    func: Any, logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Any:
     """Softmax of logits with Gumbel noise."""
-
-    def run(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
-        noise = GlobalTensor._of(random_like(logits, lambda u: -exponential()(u).log_()), logits._layout)
-        soft = ((logits + noise) / tau).softmax(dim)
-        if not hard:
-            return soft
-        index = soft.detach().max(dim, keepdim=True)[1]
-        return torch.zeros_like(soft.detach()).scatter_(dim, index, 1.0) - soft.detach() + soft
-
-    return run(*args, **kwargs)
+    noise = GlobalTensor._of(random_like(logits, lambda u: -exponential()(u).log_()), logits._layout)
+    soft = ((logits + noise) / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.detach().max(dim, keepdim=True)[1]
+    return torch.zeros_like(soft.detach()).scatter_(dim, index, 1.0) - soft.detach() + soft
 
 
 # -- beside global tensors

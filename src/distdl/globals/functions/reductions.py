@@ -17,7 +17,7 @@ from distdl.exchange import Operator
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.operands import block_of, derivatives_of, entire, moved_block
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Site
 from distdl.plan.planning import broadcast
@@ -265,33 +265,29 @@ def nonempty(x: GlobalTensor, dims: Sequence[int], name: str) -> None:
 
 
 @handles("prod", "torch Tensor")
-def product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        dims = dims_of(input, dim)
+@by_name
+def product(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = dims_of(input, dim)
 
-        def over(block: torch.Tensor) -> torch.Tensor:
-            for one in dims:
-                block = always_curved(block.prod(one, keepdim=True, dtype=dtype), block)
-            return block if dims else block.prod(dtype=dtype)
+    def over(block: torch.Tensor) -> torch.Tensor:
+        for one in dims:
+            block = always_curved(block.prod(one, keepdim=True, dtype=dtype), block)
+        return block if dims else block.prod(dtype=dtype)
 
-        wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
-        if 0 in [input.shape[one] for one in dims]:
-            return total(input, dims, keepdim, wanted) + 1
-        return in_two_steps(over, input.to(wanted), dims, keepdim, "prod")
-
-    return run(*args, **kwargs)
+    wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
+    if 0 in [input.shape[one] for one in dims]:
+        return total(input, dims, keepdim, wanted) + 1
+    return in_two_steps(over, input.to(wanted), dims, keepdim, "prod")
 
 
 @handles("any all", "torch Tensor")
-def truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-        y: Any = input != 0
-        if not isinstance(dim, (tuple, list)) or dim:  # (no dims are none here, and all to other reductions)
-            false = total(y if func.__name__ == "any" else ~y, dim, keepdim)
-            y = (false != 0) if func.__name__ == "any" else (false == 0)
-        return y.to(torch.uint8) if input.dtype == torch.uint8 else y
-
-    return run(*args, **kwargs)
+@by_name
+def truth(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    y: Any = input != 0
+    if not isinstance(dim, (tuple, list)) or dim:  # (no dims are none here, and all to other reductions)
+        false = total(y if func.__name__ == "any" else ~y, dim, keepdim)
+        y = (false != 0) if func.__name__ == "any" else (false == 0)
+    return y.to(torch.uint8) if input.dtype == torch.uint8 else y
 
 
 @handles("_is_any_true _is_all_true", "torch Tensor")
@@ -315,14 +311,12 @@ def count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 @handles("nansum nanmean", "torch Tensor")
-def without_nan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        func(torch.zeros(1, dtype=input.dtype, device=input.device), dtype=dtype)  # (for torch's error)
-        if not (input.is_floating_point() or input.is_complex()):
-            return input.sum(dim, keepdim, dtype=dtype)
-        there = ~input.detach().isnan()
-        y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
-        y = y.to(input.dtype) if dtype is None else y  # (which autocast does not cast, as it does sums)
-        return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y
-
-    return run(*args, **kwargs)
+@by_name
+def without_nan(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    func(torch.zeros(1, dtype=input.dtype, device=input.device), dtype=dtype)  # (for torch's error)
+    if not (input.is_floating_point() or input.is_complex()):
+        return input.sum(dim, keepdim, dtype=dtype)
+    there = ~input.detach().isnan()
+    y = total(input.masked_fill(~there, 0), dim, keepdim, dtype)
+    y = y.to(input.dtype) if dtype is None else y  # (which autocast does not cast, as it does sums)
+    return y / total(there, dim, keepdim) if func.__name__ == "nanmean" else y

@@ -13,34 +13,31 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.parts import apply_to_variables, part_of_all, summed
 from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
-from distdl.globals.table import OPERATOR, REPLICATED
+from distdl.globals.table import OPERATOR, REPLICATED, by_name
 from distdl.tensors.modes import unobserved
 
 
-def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def register_hook(func: Any, self: Replica, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """A hook gets the gradient, and not this worker's part of it; what it returns counts once."""
+    of, parameter = _of_graph(self), parameter_of(self)
+    if parameter is not self:
+        return parameter.register_hook(hook)
+    with unobserved():  # (a node that knew the tensor itself would keep it, and so itself, for ever)
+        alike = Replica._of(torch.empty((), dtype=of.dtype, device=of.device).expand(of.shape), self._context)
 
-    def run(self: Replica, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        of, parameter = _of_graph(self), parameter_of(self)
-        if parameter is not self:
-            return parameter.register_hook(hook)
-        with unobserved():  # (a node that knew the tensor itself would keep it, and so itself, for ever)
-            alike = Replica._of(torch.empty((), dtype=of.dtype, device=of.device).expand(of.shape), self._context)
+    def on_part(part: torch.Tensor) -> torch.Tensor | None:
+        (whole,) = summed([alike], [part])
+        changed = hook(part if whole is None else whole)
+        return None if changed is None else part_of_all(plain_of(changed), alike._context)
 
-        def on_part(part: torch.Tensor) -> torch.Tensor | None:
-            (whole,) = summed([alike], [part])
-            changed = hook(part if whole is None else whole)
-            return None if changed is None else part_of_all(plain_of(changed), alike._context)
-
-        with torch._C.DisableTorchFunctionSubclass():
-            registered = func(of, on_part)
-        kept = of.__dict__.pop("_keeps", None)
-        if kept is not None:  # (what is kept is what all hooks leave)
-            kept.remove()
-            retain_grad(torch.Tensor.retain_grad, (self,), {})
-        return registered
-
-    return run(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        registered = func(of, on_part)
+    kept = of.__dict__.pop("_keeps", None)
+    if kept is not None:  # (what is kept is what all hooks leave)
+        kept.remove()
+        retain_grad(torch.Tensor.retain_grad, (self,), {})
+    return registered
 
 
 def register_post_accumulate_grad_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

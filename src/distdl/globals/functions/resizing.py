@@ -14,7 +14,7 @@ from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import apply, hashable, single, widened
 from distdl.globals.functions.judging import frozen, judge, judged, rough
 from distdl.globals.nested import map_tensors
-from distdl.globals.table import composite, handles
+from distdl.globals.table import by_name, composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.adaptive_pooling import AdaptiveAverage, AdaptiveMaximum
 from distdl.ops.interpolation import Interpolation
@@ -138,15 +138,13 @@ def power_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 @handles("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "torch functional")
-def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, output_size: Any) -> Any:
-        space = _space_of(func)
-        op = AdaptiveAverage(_extents(space, output_size))
-        if input.dim() > space + 2 > 3 and set(op.extents) == {1}:  # (torch takes a mean, and looks at no other dim)
-            return input.mean(tuple(range(-space, 0)), keepdim=True)
-        return _adaptive(func, input, output_size, op)
-
-    return run(*args, **kwargs)
+@by_name
+def adaptive_average_pooling(func: Any, input: Any, output_size: Any) -> Any:
+    space = _space_of(func)
+    op = AdaptiveAverage(_extents(space, output_size))
+    if input.dim() > space + 2 > 3 and set(op.extents) == {1}:  # (torch takes a mean, and looks at no other dim)
+        return input.mean(tuple(range(-space, 0)), keepdim=True)
+    return _adaptive(func, input, output_size, op)
 
 
 @handles(
@@ -154,14 +152,12 @@ def adaptive_average_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str,
     "adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices",
     "torch functional",
 )
-def adaptive_max_pooling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def run(input: Any, output_size: Any, return_indices: bool = False) -> Any:
-        # (torch.adaptive_max_pool1d always gives both)
-        indices = bool(return_indices) or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
-        op = AdaptiveMaximum(_extents(_space_of(func), output_size), indices)
-        return _adaptive(func, input, output_size, op)
-
-    return run(*args, **kwargs)
+@by_name
+def adaptive_max_pooling(func: Any, input: Any, output_size: Any, return_indices: bool = False) -> Any:
+    # (torch.adaptive_max_pool1d always gives both)
+    indices = bool(return_indices) or func.__name__.endswith("indices") or func is torch.adaptive_max_pool1d
+    op = AdaptiveMaximum(_extents(_space_of(func), output_size), indices)
+    return _adaptive(func, input, output_size, op)
 
 
 def _adaptive(func: Any, input: Any, output_size: Any, op: AdaptiveAverage | AdaptiveMaximum) -> Any:

@@ -9,27 +9,24 @@ import torch
 
 from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.judging import judged
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 
 
 @handles("normal", "torch")
-def normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def normal(func: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """Numbers around a mean for each element, with a deviation for each."""
-
-    def run(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-        judged(func, (mean, std), {})
-        if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
-            raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
-        sizes: Any = std.detach() if isinstance(std, torch.Tensor) else std
-        imagined = type(sizes) is GlobalTensor and sizes._context.comm.imagined
-        if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
-            raise RuntimeError("normal expects all elements of std >= 0.0")
-        around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
-        y = torch.randn_like(around.detach(), generator=generator) * sizes + around
-        return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
-
-    return run(*args, **kwargs)
+    judged(func, (mean, std), {})
+    if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
+        raise NotImplementedError(f"normal draws fractions and complex numbers; mean has the dtype {mean.dtype}")
+    sizes: Any = std.detach() if isinstance(std, torch.Tensor) else std
+    imagined = type(sizes) is GlobalTensor and sizes._context.comm.imagined
+    if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
+        raise RuntimeError("normal expects all elements of std >= 0.0")
+    around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
+    y = torch.randn_like(around.detach(), generator=generator) * sizes + around
+    return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
 
 
 def _zeros_of(x: Any) -> Any:
@@ -38,56 +35,48 @@ def _zeros_of(x: Any) -> Any:
 
 
 @handles("poisson", "torch")
-def poisson(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def poisson(func: Any, input: Any, generator: Any = None) -> Any:
     """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
-
-    def run(input: Any, generator: Any = None) -> Any:
-        func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
-        rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
-        if known and not rates.amin() >= 0:
-            raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
-        most = float(rates.amax()) if known else 0.0
-        if most == inf:
-            raise RuntimeError("poisson of a global tensor needs rates that are finite")
-        odds, low, high = (
-            torch.rand_like(rates, generator=generator),
-            rates * 0 - 1,
-            (rates + 12 * rates.sqrt() + 40).floor(),
-        )
-        for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
-            middle = ((low + high) / 2).floor()
-            enough = torch.special.gammaincc(middle + 1, rates) >= odds
-            low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-        return high.to(input.dtype) + zeroed(input)
-
-    return run(*args, **kwargs)
+    func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
+    rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
+    if known and not rates.amin() >= 0:
+        raise RuntimeError("invalid Poisson rate, expected rate to be non-negative")
+    most = float(rates.amax()) if known else 0.0
+    if most == inf:
+        raise RuntimeError("poisson of a global tensor needs rates that are finite")
+    odds, low, high = (
+        torch.rand_like(rates, generator=generator),
+        rates * 0 - 1,
+        (rates + 12 * rates.sqrt() + 40).floor(),
+    )
+    for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
+        middle = ((low + high) / 2).floor()
+        enough = torch.special.gammaincc(middle + 1, rates) >= odds
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high.to(input.dtype) + zeroed(input)
 
 
 @handles("multinomial", "torch Tensor")
-def multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
-
-    def run(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-        judged(func, (input, num_samples, replacement), {})
-        if num_samples <= 0:
-            raise RuntimeError("cannot sample n_sample <= 0 samples")
-        if not input.is_floating_point():
-            raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {input.dtype}")
-        odds = input.detach()
-        wrong, none = ~((odds >= 0) & odds.isfinite()), odds.sum(-1) <= 0
-        problem = 0 if odds._context.comm.imagined else int(2 * wrong.any() + none.any())
-        if problem:
-            told = "probability tensor contains either `inf`, `nan` or element < 0"
-            raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
-        if replacement and num_samples > 1 and generator is not None:  # (as torch draws on CPUs)
-            shares = odds.cumsum(-1) / odds.sum(-1, keepdim=True)
-            u = torch.rand(
-                (*odds.shape[:-1], num_samples), dtype=torch.float64, device=odds.device, generator=generator
-            )
-            return (shares.unsqueeze(-2)[..., :-1] < u.unsqueeze(-1)).sum(-1)
-        if replacement:
-            odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
-        race = odds / torch.empty_like(odds).exponential_(generator=generator)
-        return race.argmax(-1) if replacement else race.topk(num_samples).indices
-
-    return run(*args, **kwargs)
+    judged(func, (input, num_samples, replacement), {})
+    if num_samples <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not input.is_floating_point():
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {input.dtype}")
+    odds = input.detach()
+    wrong, none = ~((odds >= 0) & odds.isfinite()), odds.sum(-1) <= 0
+    problem = 0 if odds._context.comm.imagined else int(2 * wrong.any() + none.any())
+    if problem:
+        told = "probability tensor contains either `inf`, `nan` or element < 0"
+        raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
+    if replacement and num_samples > 1 and generator is not None:  # (as torch draws on CPUs)
+        shares = odds.cumsum(-1) / odds.sum(-1, keepdim=True)
+        u = torch.rand((*odds.shape[:-1], num_samples), dtype=torch.float64, device=odds.device, generator=generator)
+        return (shares.unsqueeze(-2)[..., :-1] < u.unsqueeze(-1)).sum(-1)
+    if replacement:
+        odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
+    race = odds / torch.empty_like(odds).exponential_(generator=generator)
+    return race.argmax(-1) if replacement else race.topk(num_samples).indices

@@ -9,48 +9,44 @@ from typing import Any
 import torch
 
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.judging import judge_dtype
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.operands import block_of, moved, moved_block
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local
 
 
 @handles("cumsum cumprod", "torch Tensor")
-def cumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def cumulate(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     """Each worker cumulates its block. What the blocks in front of it come to, along a split dim, comes to it."""
-
-    def run(input: Any, dim: Any, *, dtype: Any = None) -> Any:
-        name = func.__name__
-        wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
-        x = input.to(wanted)
-        dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
-        if not dims:
-            return GlobalTensor._of(block.clone(), layout)
-        judge_dtype(lambda one: func(one, 0, dtype=wanted), x)
-        if wanted is torch.bool:
-            func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # (for torch's error)
-        (along,) = dims
-        y = getattr(torch, name)(block, along, dtype=wanted)  # (else torch adds up small integers as larger ones)
-        y = y if name == "cumsum" else always_curved(y, block)
-        if not split_along(layout, dims):
-            return GlobalTensor._of(y, layout)
-        total: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else _product
-        reduce = partial(total, dim=along, keepdim=True, dtype=wanted)
-        shape, least = reduced_shape(layout, dims), (1,) * x.dim()
-        if layout.active and block.numel() == 0 and 0 not in shape:
-            whole = reduce(block)  # (0 or 1)
-        else:
-            whole = local(reduce, shape, (block, least))
-        owned, needed = layout.context.keep(("in front", layout, along), lambda: _in_front(layout, along))
-        before = moved_block(whole, owned, needed, name)
-        before = reduce(before) if layout.active else before.reshape(layout.local)
-        return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
-
-    return run(*args, **kwargs)
+    name = func.__name__
+    wanted = dtype or (input.dtype if input.is_floating_point() or input.is_complex() else torch.int64)
+    x = input.to(wanted)
+    dims, layout, block = dims_of(x, dim), x._layout, block_of(x)
+    if not dims:
+        return GlobalTensor._of(block.clone(), layout)
+    judge_dtype(lambda one: func(one, 0, dtype=wanted), x)
+    if wanted is torch.bool:
+        func(torch.zeros(1, dtype=wanted), 0, dtype=wanted)  # (for torch's error)
+    (along,) = dims
+    y = getattr(torch, name)(block, along, dtype=wanted)  # (else torch adds up small integers as larger ones)
+    y = y if name == "cumsum" else always_curved(y, block)
+    if not split_along(layout, dims):
+        return GlobalTensor._of(y, layout)
+    total: Callable[..., torch.Tensor] = torch.sum if name == "cumsum" else _product
+    reduce = partial(total, dim=along, keepdim=True, dtype=wanted)
+    shape, least = reduced_shape(layout, dims), (1,) * x.dim()
+    if layout.active and block.numel() == 0 and 0 not in shape:
+        whole = reduce(block)  # (0 or 1)
+    else:
+        whole = local(reduce, shape, (block, least))
+    owned, needed = layout.context.keep(("in front", layout, along), lambda: _in_front(layout, along))
+    before = moved_block(whole, owned, needed, name)
+    before = reduce(before) if layout.active else before.reshape(layout.local)
+    return GlobalTensor._of(y + before if name == "cumsum" else y * before, layout)
 
 
 def _product(x: torch.Tensor, dim: int, keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -67,25 +63,22 @@ def _in_front(layout: KnownLayout, dim: int) -> tuple[KnownLayout, KnownLayout]:
 
 
 @handles("cummax cummin logcumsumexp", "torch Tensor")
-def along_whole_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def along_whole_dim(func: Any, input: Any, dim: Any) -> Any:
     """The dim is made whole; other dims are split further instead."""
-
-    def run(input: Any, dim: Any) -> Any:
-        dims = dims_of(input, dim)
-        if not dims:
-            return fall_back(func, args, kwargs)
-        layout = pencils(input._layout, dims)
-        block, name = moved(input, layout, func.__name__), func.__name__
-        least = (1,) * input.dim()
-        if name == "logcumsumexp" or not block.numel():  # (torch's derivatives of nothing are not connected)
-            values = local(lambda one: _values(func(one, dims[0])), layout.local, (block, least))
-            nothing = torch.zeros(layout.local, dtype=torch.int64, device=block.device)
-            y = values if name == "logcumsumexp" else getattr(torch.return_types, name)((values, nothing))
-        else:
-            y = func(block, dims[0])
-        return wrapped(y, layout)
-
-    return run(*args, **kwargs)
+    dims = dims_of(input, dim)
+    if not dims:
+        return NotImplemented
+    layout = pencils(input._layout, dims)
+    block, name = moved(input, layout, func.__name__), func.__name__
+    least = (1,) * input.dim()
+    if name == "logcumsumexp" or not block.numel():  # (torch's derivatives of nothing are not connected)
+        values = local(lambda one: _values(func(one, dims[0])), layout.local, (block, least))
+        nothing = torch.zeros(layout.local, dtype=torch.int64, device=block.device)
+        y = values if name == "logcumsumexp" else getattr(torch.return_types, name)((values, nothing))
+    else:
+        y = func(block, dims[0])
+    return wrapped(y, layout)
 
 
 def _values(found: Any) -> torch.Tensor:

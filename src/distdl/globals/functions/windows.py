@@ -19,7 +19,7 @@ from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View, offset_of, strides_of
-from distdl.globals.table import handles
+from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
 from distdl.tensors.connection import refuses, zeros_on
@@ -48,33 +48,30 @@ def shuffle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @handles("unfold", "Tensor")
-def windows(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def windows(func: Any, self: Any, dimension: int, size: int, step: int) -> Any:
     """Windows along a dim. Where they overlap, the dim is whole."""
+    shape = shape_of(func, self, (dimension, size, step), {})
+    if not self.dim():
+        return NotImplemented
+    dim = dimension % self.dim()
+    count = shape[dim]
+    if size == step and len(self._layout.intervals[dim]) > 1:
+        kept: Any = part(self, [*[slice(None)] * dim, slice(0, count * size)])
+        return kept.unflatten(dim, (count, size)).movedim(dim + 1, -1)
+    x = whole_along(self, [dim], "unfold")
+    layout, context = x._layout, x._context
 
-    def run(self: Any, dimension: int, size: int, step: int) -> Any:
-        shape = shape_of(func, self, (dimension, size, step), {})
-        if not self.dim():
-            return fall_back(func, args, kwargs)
-        dim = dimension % self.dim()
-        count = shape[dim]
-        if size == step and len(self._layout.intervals[dim]) > 1:
-            kept: Any = part(self, [*[slice(None)] * dim, slice(0, count * size)])
-            return kept.unflatten(dim, (count, size)).movedim(dim + 1, -1)
-        x = whole_along(self, [dim], "unfold")
-        layout, context = x._layout, x._context
+    def make() -> KnownLayout:
+        intervals = [*layout.intervals, ((0, size),)]
+        intervals[dim] = ((0, count),)
+        return context.layout(layout.partition.workers[..., None], intervals)
 
-        def make() -> KnownLayout:
-            intervals = [*layout.intervals, ((0, size),)]
-            intervals[dim] = ((0, count),)
-            return context.layout(layout.partition.workers[..., None], intervals)
-
-        target = context.keep(("windows", layout, dim, size, step), make)
-        block = block_of(x)
-        block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
-        view = View(("unfold", dim, size, step), lambda whole: whole.unfold(dim, size, step))
-        return view_of(self, block, target, x is not self, view)
-
-    return run(*args, **kwargs)
+    target = context.keep(("windows", layout, dim, size, step), make)
+    block = block_of(x)
+    block = block.unfold(dim, size, step) if layout.active else block.reshape(target.local)
+    view = View(("unfold", dim, size, step), lambda whole: whole.unfold(dim, size, step))
+    return view_of(self, block, target, x is not self, view)
 
 
 class _Line(NamedTuple):
@@ -144,33 +141,30 @@ def _runs(x: GlobalTensor) -> tuple[list[int], list[_Run]]:
 
 
 @handles("as_strided", "torch Tensor")
-def as_strided(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Windows, slices and other orders of dims, as strides of the memory that the whole tensor would have.
 
     Raises: RuntimeError where that has cells between those of the tensor, and the strides may meet them.
     """
-
-    def run(input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-        size, stride = tuple(size), tuple(stride)
-        offset = 0 if storage_offset is None else storage_offset - offset_of(input)
-        order, runs = _runs(input)
-        lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
-        found = None if lines is None or offset < 0 else _placed(lines, runs, offset, size)
-        if found is None:
-            if (offset < 0 or not _fills(runs)) and 0 not in (*size, input.numel()):
-                func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
-                _refuse("as_strided", input, size, stride, storage_offset)
-            return fall_back(func, (input, size, stride, offset), {})
-        extents, cells = found
-        y: Any = part(input.permute(order).reshape(extents), cells)
-        places = [line.dim for line in lines or ()]
-        for place, line in enumerate(lines or ()):
-            if line.window is not None:
-                y = y.unfold(place, size[line.window], line.step)
-                places.append(line.window)
-        return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
-
-    return run(*args, **kwargs)
+    size, stride = tuple(size), tuple(stride)
+    offset = 0 if storage_offset is None else storage_offset - offset_of(input)
+    order, runs = _runs(input)
+    lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
+    found = None if lines is None or offset < 0 else _placed(lines, runs, offset, size)
+    if found is None:
+        if (offset < 0 or not _fills(runs)) and 0 not in (*size, input.numel()):
+            func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
+            _refuse("as_strided", input, size, stride, storage_offset)
+        return fall_back(func, (input, size, stride, offset), {})
+    extents, cells = found
+    y: Any = part(input.permute(order).reshape(extents), cells)
+    places = [line.dim for line in lines or ()]
+    for place, line in enumerate(lines or ()):
+        if line.window is not None:
+            y = y.unfold(place, size[line.window], line.step)
+            places.append(line.window)
+    return y.permute([places.index(dim) for dim in sorted(places)]).reshape(size)
 
 
 @handles("as_strided_copy", "torch")
@@ -231,68 +225,68 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 @handles("unfold", "functional")
-def im2col(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def im2col(func: Any, input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
     """Windows as columns. Where they fit side by side, by reshapes; else the space is whole."""
+    shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
+    if input.dim() == 3:
+        return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
+    kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
+    b, c, h, w = input.shape
+    if kernel == strides and dilated == (1, 1) and padded == (0, 0):
+        (k, m), i, j = kernel, h // kernel[0], w // kernel[1]
+        kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
+        columns = kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4)
+        moves = (i > 1 and k * m > 1) or (j > 1 and m > 1)
+        return (columns if moves else columns.clone()).reshape(shape)  # (torch's are never a view)
+    x = whole_along(input, [2, 3], "unfold")
+    layout, context = x._layout, x._context
+    cells = kernel[0] * kernel[1]
 
-    def run(input: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Any:
-        shape = shape_of(func, input, (kernel_size, dilation, padding, stride), {})
-        if input.dim() == 3:
-            return func(input.unsqueeze(0), kernel_size, dilation, padding, stride).squeeze(0)
-        kernel, dilated, padded, strides = map(_pair, (kernel_size, dilation, padding, stride))
-        b, c, h, w = input.shape
-        if kernel == strides and dilated == (1, 1) and padded == (0, 0):
-            (k, m), i, j = kernel, h // kernel[0], w // kernel[1]
-            kept = part(input, [slice(None), slice(None), slice(0, i * k), slice(0, j * m)])
-            columns = kept.reshape(b, c, i, k, j, m).permute(0, 1, 3, 5, 2, 4)
-            moves = (i > 1 and k * m > 1) or (j > 1 and m > 1)
-            return (columns if moves else columns.clone()).reshape(shape)  # (torch's are never a view)
-        x = whole_along(input, [2, 3], "unfold")
-        layout, context = x._layout, x._context
-        cells = kernel[0] * kernel[1]
+    def make() -> KnownLayout:
+        along = tuple((i * cells, j * cells) for i, j in layout.intervals[1])
+        grid = layout.partition.workers[..., 0]
+        return context.layout(grid, [layout.intervals[0], along, ((0, shape[2]),)])
 
-        def make() -> KnownLayout:
-            along = tuple((i * cells, j * cells) for i, j in layout.intervals[1])
-            grid = layout.partition.workers[..., 0]
-            return context.layout(grid, [layout.intervals[0], along, ((0, shape[2]),)])
-
-        target = context.keep(("im2col", layout, shape, cells), make)
-        block = block_of(x)
-        refuses(lambda one: func(one, kernel, dilated, padded, strides), block, (1, 1, h, w))
-        if block.numel():
-            return GlobalTensor._of(func(block, kernel, dilated, padded, strides), target)
-        return GlobalTensor._of(zeros_on(block, target.local), target)
-
-    return run(*args, **kwargs)
+    target = context.keep(("im2col", layout, shape, cells), make)
+    block = block_of(x)
+    refuses(lambda one: func(one, kernel, dilated, padded, strides), block, (1, 1, h, w))
+    if block.numel():
+        return GlobalTensor._of(func(block, kernel, dilated, padded, strides), target)
+    return GlobalTensor._of(zeros_on(block, target.local), target)
 
 
 @handles("fold", "functional")
-def col2im(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def col2im(
+    func: Any,
+    input: Any,
+    output_size: Any,
+    kernel_size: Any,
+    dilation: Any = 1,
+    padding: Any = 0,
+    stride: Any = 1,
+) -> Any:
     """Columns as windows, which add up where they overlap."""
+    shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
+    if input.dim() == 2:
+        return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
+    kernel = _pair(kernel_size)
+    cells = kernel[0] * kernel[1]
+    b, _, count = input.shape
+    x: GlobalTensor = whole_along(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
+    layout, context = x._layout, x._context
 
-    def run(
-        input: Any, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
-    ) -> Any:
-        shape = shape_of(func, input, (output_size, kernel_size, dilation, padding, stride), {})
-        if input.dim() == 2:
-            return func(input.unsqueeze(0), output_size, kernel_size, dilation, padding, stride).squeeze(0)
-        kernel = _pair(kernel_size)
-        cells = kernel[0] * kernel[1]
-        b, _, count = input.shape
-        x: GlobalTensor = whole_along(input.reshape(b, shape[1], cells, count), [2, 3], "fold")
-        layout, context = x._layout, x._context
+    def make() -> KnownLayout:
+        return context.layout(layout.partition.workers, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
 
-        def make() -> KnownLayout:
-            return context.layout(layout.partition.workers, [*layout.intervals[:2], ((0, shape[2]),), ((0, shape[3]),)])
-
-        target = context.keep(("col2im", layout, shape), make)
-        block = block_of(x)
-        refuses(lambda one: func(one, output_size, kernel_size, dilation, padding, stride), block, (1, cells, count))
-        if not block.numel():
-            return GlobalTensor._of(zeros_on(block, target.local), target)
-        block = block.reshape(block.shape[0], -1, count)
-        return GlobalTensor._of(func(block, output_size, kernel_size, dilation, padding, stride), target)
-
-    return run(*args, **kwargs)
+    target = context.keep(("col2im", layout, shape), make)
+    block = block_of(x)
+    refuses(lambda one: func(one, output_size, kernel_size, dilation, padding, stride), block, (1, cells, count))
+    if not block.numel():
+        return GlobalTensor._of(zeros_on(block, target.local), target)
+    block = block.reshape(block.shape[0], -1, count)
+    return GlobalTensor._of(func(block, output_size, kernel_size, dilation, padding, stride), target)
 
 
 @handles("pad", "functional")
