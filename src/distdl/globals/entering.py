@@ -35,6 +35,7 @@ from distdl.exchange.packing import Packing
 from distdl.globals.context import Context
 from distdl.globals.samples import BITS
 from distdl.plan.planning import all_sum
+from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense, empty, readable
@@ -156,10 +157,10 @@ class _Sum:
         structure = (*map(tuple, shapes), (len(shapes),), (bits,))
         count = sum(map(prod, structure))
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (count,)), context.me)
-        self.context, self.shapes, self._bits = context, structure[:-2], bits
+        self.context, self.shapes = context, structure[:-2]
         self._packing = Packing(structure, (count,))
-        self._all: dict[torch.device, torch.Tensor] = {}  # by device: what says that all parts are there
-        self._no_bits: dict[torch.device, torch.Tensor] = {}
+        self._all = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))  # (all parts are there)
+        self._no_bits = Constant(torch.zeros(bits, dtype=dtype, device="cpu"))
         # (with what tells messages apart: some transports end the process where messages of two lengths meet)
         named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
         label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
@@ -219,19 +220,13 @@ class _Sum:
             for part, shape in zip(parts, self.shapes, strict=True)
         ]
         missing = [place for place, part in enumerate(parts) if part is None]
-        owned = self._all.get(device)
-        if owned is None:
-            owned = self._all[device] = torch.ones(len(parts), dtype=dtype, device=device)
+        owned = self._all.on(device)
         if missing:
             owned = owned.clone()
             owned[missing] = 0
         bits = None if compared is None else compared.bits
-        if bits is not None:
-            return self._packing.pack((*full, owned, bits.to(device, dtype, non_blocking=True)))
-        bits = self._no_bits.get(device)
-        if bits is None:
-            bits = self._no_bits[device] = torch.zeros(self._bits, dtype=dtype, device=device)
-        return self._packing.pack((*full, owned, bits))
+        sent = self._no_bits.on(device) if bits is None else bits.to(device, dtype, non_blocking=True)
+        return self._packing.pack((*full, owned, sent))
 
     def totals(
         self, moved: torch.Tensor, compared: Compared | None, parts: Sequence[torch.Tensor | None]
