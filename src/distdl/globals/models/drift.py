@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class Drift:
         self._before: list[int] = []  # how often each had been written then
         self._most = 0  # of how many workers bits can be added up in their dtypes
         self._waiting: list[Seen] = []  # the last, until a backward has sent its bits
-        self._last: _Settled | None = None  # on a GPU, the last that was looked at; it is read with the next
+        self._last: Callable[[], None] | None = None  # on a GPU, settles what was looked at last; called with the next
 
     def look(
         self,
@@ -153,16 +154,30 @@ class Drift:
         module = owner()
         return None if module is None else module._buffers.get(name)  # (the forward may have set another)
 
-    def settle(self, found: _Settled) -> None:
+    def settle(self, sums: torch.Tensor, workers: int, compare: Callable[[], None]) -> None:
         """Compare what has been looked at if the workers' bits differ. Collective.
 
         On a GPU one backward later: to read the bits of this one would wait for all that it has been told to do.
+
+        Args:
+            sums: of the bits, over so many workers.
+            compare: what compares it.
         """
-        ready: _Settled | None = found
-        if not found.sums.is_cpu:
-            ready, self._last = self._last, found.coming()
-        if ready is not None and ready.differs():
-            self.compare(ready.context, ready.one, ready.seen, ready.counted)
+        arrived: torch.Event | None = None
+
+        def settle_now() -> None:
+            if arrived is not None:
+                arrived.synchronize()
+            if differ(sums, workers):
+                compare()
+
+        ready: Callable[[], None] | None = settle_now
+        if not sums.is_cpu:
+            sums, arrived = sums.to("cpu", non_blocking=True), torch.Event(sums.device)
+            arrived.record()
+            ready, self._last = self._last, settle_now
+        if ready is not None:
+            ready()
 
     def compare(self, context: Context, one: torch.Tensor | None, seen: Seen, counted: Sequence[torch.Tensor]) -> None:
         """Compare what this worker has looked at with what the others have. Collective.
@@ -271,34 +286,6 @@ def _check_alike(first: Sample, theirs: Sample, worker: int) -> None:
     )
 
 
-class _Settled(NamedTuple):
-    """What was looked at, and what has come of it.
-
-    Attributes:
-        sums: of its bits, over all workers.
-        arrived: when they are there.
-    """
-
-    sums: torch.Tensor
-    context: Context
-    one: torch.Tensor | None
-    seen: Seen
-    counted: Sequence[torch.Tensor]
-    arrived: torch.Event | None = None
-
-    def coming(self) -> _Settled:
-        """With sums that are on their way to the host."""
-        sums, arrived = self.sums.to("cpu", non_blocking=True), torch.Event(self.sums.device)
-        arrived.record()
-        return self._replace(sums=sums, arrived=arrived)
-
-    def differs(self) -> bool:
-        """Whether the bits were not the same on all workers."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return differ(self.sums, len(self.context.everyone))
-
-
 class Look:
     """What is looked at in a forward, and what travels of it.
 
@@ -327,4 +314,6 @@ class Look:
             sums: of the bits, over all workers.
         """
         if self.waiting:
-            self._drift.settle(_Settled(sums, self._context, self._one, self.waiting.pop(), self._counted))
+            context = self._context
+            compare = partial(self._drift.compare, context, self._one, self.waiting.pop(), self._counted)
+            self._drift.settle(sums, len(context.everyone), compare)
