@@ -95,11 +95,16 @@ class Shares:
         self._course.forget()
         self.keep.forget()
 
-    def begin_module(self, module: torch.nn.Module) -> None:
-        self._frames.append(_Frame(module, _hooks_now(), self.forget))
+    def begin_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        """A hook: the forward of a module begins."""
+        with torch._C.DisableTorchFunction():
+            self._frames.append(_Frame(module, _hooks_now(), self.forget))
 
-    def end_module(self, module: torch.nn.Module, result: Any) -> None:
-        if self._frames and self._frames[-1].module is module:
+    def end_module(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        """A hook: it has ended, or failed."""
+        if not (self._frames and self._frames[-1].module is module):
+            return
+        with torch._C.DisableTorchFunction():
             frame = self._frames.pop()
             try:
                 frame.settle_writes()
@@ -110,6 +115,9 @@ class Shares:
                     _gather_before(result, self.keep, frame.gathered, frame.first)
                 for one in frame.gathered:
                     one.release()
+
+    leave_uncompiled(begin_module)
+    leave_uncompiled(end_module)
 
     def of(self, owner: Parameters, parameter: torch.Tensor) -> torch.Tensor:
         if type(parameter) is not GlobalTensor:
@@ -142,8 +150,8 @@ class Shares:
     def enlarged(self, modules: list[torch.nn.Module]) -> None:
         """(New parameters stay whole on every worker; those that a parametrisation takes over are in shares.)"""
         for child in modules:
-            child.register_forward_pre_hook(_Begin(self))
-            child.register_forward_hook(_End(self), always_call=True)
+            child.register_forward_pre_hook(self.begin_module)
+            child.register_forward_hook(self.end_module, always_call=True)
             child.register_state_dict_post_hook(whole_state)
             child.register_load_state_dict_pre_hook(_check_assignment)
 
@@ -323,28 +331,6 @@ def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _data: Any = torch.Tensor.data
 REPLICATED[_data.__get__] = _data_of
-
-
-class _Begin:
-    def __init__(self, shares: Shares) -> None:
-        self.shares = shares
-
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            self.shares.begin_module(module)
-
-    leave_uncompiled(__call__)
-
-
-class _End:
-    def __init__(self, shares: Shares) -> None:
-        self.shares = shares
-
-    def __call__(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            self.shares.end_module(module, result)
-
-    leave_uncompiled(__call__)
 
 
 def _hooks_now() -> Any:
