@@ -34,7 +34,7 @@ def of_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     if count > 1:  # (a factor for all of them comes once)
         args = tuple(one.full_tensor() if type(one) is GlobalTensor and _is_number(one) else one for one in args)
-    alike = _alike(args, count)
+    alike = _alike(args)
     found = dict(zip(alike, _at_once(func, _of_places(args, alike), kwargs), strict=True)) if alike else {}
     for place in range(count):
         if place not in found:
@@ -47,7 +47,7 @@ def _of_places(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
     return tuple([one[place] for place in places] if isinstance(one, (tuple, list)) else one for one in args)
 
 
-def _alike(args: Sequence[Any], count: int) -> list[int]:
+def _alike(args: Sequence[Any]) -> list[int]:
     """The places at which all tensors of the lists lie on the same workers. (Those of optimisers do at most.)"""
     if any(isinstance(one, torch.Tensor) and not _is_number(one) for one in args):
         return []

@@ -241,35 +241,23 @@ def split(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 _OF_MANY_VIEWS = ("split", "chunk", "split_with_sizes")
 
 
-class _Pieces(NamedTuple):
-    """Parts of a tensor that cover a dim.
-
-    Attributes:
-        sizes: of this worker's parts of them.
-        targets: their layouts.
-        views: how each of them is taken.
-    """
-
-    sizes: list[int]
-    targets: list[KnownLayout]
-    views: list[View]
-
-
 def _pieces(x: GlobalTensor, dim: int, steps: Sequence[slice | int]) -> list[GlobalTensor]:
     """Parts of a tensor that cover a dim, by one function: torch does not let such views be written with gradients."""
     layout = x._layout
     key = tuple(map(frozen, steps))
 
-    def make() -> _Pieces:
-        found = _Pieces([], [], [])
-        (first, last) = layout.box[dim]
+    def make() -> tuple[list[int], list[KnownLayout], list[View]]:
+        """How many cells of each part this worker has, the layouts of the parts, and how each of them is taken."""
+        sizes: list[int] = []
+        targets, views = [], []
+        first, last = layout.box[dim]
         for step, own in zip(steps, key, strict=True):
             index = (*[slice(None)] * dim, step)
             start, stop = (step.start, step.stop) if isinstance(step, slice) else (step, step + 1)
-            found.sizes.append(max(min(last, stop) - max(first, start), 0) if layout.active else 0)
-            found.targets.append(_plan_part(layout, index).target)
-            found.views.append(View(("piece", dim, own), operator.itemgetter(index)))
-        return found
+            sizes.append(max(min(last, stop) - max(first, start), 0) if layout.active else 0)
+            targets.append(_plan_part(layout, index).target)
+            views.append(View(("piece", dim, own), operator.itemgetter(index)))
+        return sizes, targets, views
 
     sizes, targets, views = x._context.keep(("pieces", layout, dim, key), make)
     block = block_of(x)
