@@ -15,7 +15,7 @@ import torch
 from distdl import environment
 from distdl.environment.arguments import known
 from distdl.exchange import Operator
-from distdl.geometry.boxes import Box, Interval, Intervals, Shape, balanced, shape
+from distdl.geometry.boxes import Box, Intervals, Shape, balanced, shape
 from distdl.globals import debug
 from distdl.globals.comparing import Looks
 from distdl.globals.samples import Samples
@@ -73,14 +73,6 @@ class KnownLayout(Layout):
     ) -> Any:
         # (also in other places, where torch then refuses it)
         return func(*map(_with_strided, args), **{key: _with_strided(one) for key, one in (kwargs or {}).items()})
-
-    @cached_property
-    def extents(self) -> Shape:
-        return tuple(ruler.intervals[-1][1] for ruler in self.rulers)
-
-    @cached_property
-    def intervals(self) -> tuple[tuple[Interval, ...], ...]:
-        return tuple(ruler.intervals for ruler in self.rulers)
 
     @cached_property
     def size(self) -> torch.Size:

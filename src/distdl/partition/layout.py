@@ -156,7 +156,7 @@ class Layout(Mapping[int, Box]):
         """The box of any worker: an empty one where it has none."""
         return self[worker] if worker in self.partition else ((0, 0),) * len(self.rulers)
 
-    @property
+    @cached_property
     def extents(self) -> Shape:
         """Global shape of a tensor tiled by this layout."""
         return tuple(ruler.intervals[-1][1] for ruler in self.rulers)
@@ -166,16 +166,18 @@ class Layout(Mapping[int, Box]):
         """From a worker to the shape of its box."""
         return Lookup(tuple(self), lambda worker: shape(self[worker]))
 
-    @property
+    @cached_property
     def intervals(self) -> tuple[tuple[Interval, ...], ...]:
         """The intervals along each dim."""
         return tuple(ruler.intervals for ruler in self.rulers)
 
     def gathered(self, axes: Sequence[int]) -> Layout:
         """The layout in which every worker has the whole extent of the given dims, and its own range of the others."""
-        whole = [[(0, extent)] * len(ruler.intervals) for ruler, extent in zip(self.rulers, self.extents, strict=True)]
-        kept = [ruler.intervals for ruler in self.rulers]
-        return Layout.along(self.partition, [whole[dim] if dim in axes else kept[dim] for dim in range(len(kept))])
+        found = [
+            [(0, extent)] * len(along) if dim in axes else along
+            for dim, (along, extent) in enumerate(zip(self.intervals, self.extents, strict=True))
+        ]
+        return Layout.along(self.partition, found)
 
     def block(self, tensor: Any) -> Any:
         """This worker's block of a tensor (or array) of the global shape; an empty one where it has none. A view."""
