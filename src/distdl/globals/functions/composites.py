@@ -213,40 +213,38 @@ def local_response_norm(
     return input / (mean * alpha + k).pow(beta)
 
 
-def _unpooling(dims: int) -> Any:
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put each value into the cell of its plane that its index says; planes are whole meanwhile."""
-
-        def run(
-            input: Any, indices: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, output_size: Any = None
-        ) -> Any:
-            kernel, margins = _each(kernel_size, dims), _each(padding, dims)
-            steps = kernel if stride is None else _each(stride, dims)
-            if output_size is not None and len(output_size) > dims:
-                output_size = output_size[-dims:]
-            blank = torch.empty(input.shape, device="meta")
-            extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
-            size = extents(blank, kernel, steps, margins, output_size)
-            if indices.shape != input.shape:
-                raise RuntimeError(
-                    f"Expected shape of indices to be same as that of the input tensor ({list(input.shape)}) but got "
-                    f"indices tensor with shape: {list(indices.shape)}"
-                )
-            values = input.flatten(-dims)
-            y = values.new_zeros((*values.shape[:-1], prod(size)))
-            return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))
-
-        return run(*args, **kwargs)
-
-    return handler
+@handles("max_unpool1d max_unpool2d max_unpool3d", "functional")
+@by_name
+def max_unpooling(
+    func: Any,
+    input: Any,
+    indices: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    output_size: Any = None,
+) -> Any:
+    """Put each value into the cell of its plane that its index says; planes are whole meanwhile."""
+    dims = int(func.__name__[-2])
+    kernel, margins = _each(kernel_size, dims), _each(padding, dims)
+    steps = kernel if stride is None else _each(stride, dims)
+    if output_size is not None and len(output_size) > dims:
+        output_size = output_size[-dims:]
+    blank = torch.empty(input.shape, device="meta")
+    extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
+    size = extents(blank, kernel, steps, margins, output_size)
+    if indices.shape != input.shape:
+        raise RuntimeError(
+            f"Expected shape of indices to be same as that of the input tensor ({list(input.shape)}) but got "
+            f"indices tensor with shape: {list(indices.shape)}"
+        )
+    values = input.flatten(-dims)
+    y = values.new_zeros((*values.shape[:-1], prod(size)))
+    return y.scatter(-1, indices.flatten(-dims), values).unflatten(-1, tuple(size))
 
 
 def _each(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
-
-
-for _dims, _unpool in ((1, functional.max_unpool1d), (2, functional.max_unpool2d), (3, functional.max_unpool3d)):
-    TABLE[_unpool] = _unpooling(_dims)
 
 
 def _reduced(losses: Any, reduction: str, average: Any, reduce: Any) -> Any:

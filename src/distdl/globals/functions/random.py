@@ -117,23 +117,24 @@ def _dropping(
         alpha: whether it keeps mean and variance of what comes out of SELU.
     """
 
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        in_place = func.__name__.endswith("_")
-
-        def run(
-            input: GlobalTensor, p: float = 0.5, training: bool = not alpha, inplace: bool = in_place, train: Any = None
-        ) -> Any:
-            training = training if train is None else train
-            if not 0.0 <= p <= 1.0:
-                raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-            if not training or p == 0:
-                return input
-            if leading == 2 and input.dim() < 2:
-                raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
-            dims = leading if leading is None or batched is None or input.dim() >= batched else 1
-            return dropped(input, float(p), dims, alpha, inplace, name)
-
-        return run(*args, **kwargs)
+    @by_name
+    def handler(
+        func: Any,
+        input: GlobalTensor,
+        p: float = 0.5,
+        training: bool = not alpha,
+        inplace: bool = False,
+        train: Any = None,
+    ) -> Any:
+        training = training if train is None else train
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
+        if not training or p == 0:
+            return input
+        if leading == 2 and input.dim() < 2:
+            raise RuntimeError(f"{name} needs a tensor of at least 2 dims; got {tuple(input.shape)}")
+        dims = leading if leading is None or batched is None or input.dim() >= batched else 1
+        return dropped(input, float(p), dims, alpha, inplace or func.__name__.endswith("_"), name)
 
     return handler
 
@@ -272,28 +273,26 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("rrelu rrelu_", "torch functional")
-def rrelu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@by_name
+def rrelu(
+    func: Any,
+    input: GlobalTensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
     """A leaky ReLU whose slope is drawn for each element while training."""
-    in_place = func.__name__.endswith("_")
-
-    def run(
-        input: GlobalTensor,
-        lower: float = 0.125,
-        upper: float = 1 / 3,
-        training: bool = False,
-        inplace: bool = in_place,
-    ) -> Any:
-        if lower > upper:
-            raise RuntimeError("Lower bound should be less than or equal to the upper bound")
-        if not training:
-            return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
-        slope = random_like(input, between(lower, upper, input.dtype))
-        block = block_of(input)
-        y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
-        z = GlobalTensor._of(y, input._layout)
-        return write_back(input, z, "rrelu_") if inplace else z
-
-    return run(*args, **kwargs)
+    inplace = inplace or func.__name__.endswith("_")
+    if lower > upper:
+        raise RuntimeError("Lower bound should be less than or equal to the upper bound")
+    if not training:
+        return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
+    slope = random_like(input, between(lower, upper, input.dtype))
+    block = block_of(input)
+    y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
+    z = GlobalTensor._of(y, input._layout)
+    return write_back(input, z, "rrelu_") if inplace else z
 
 
 @handles("gumbel_softmax", "functional")
