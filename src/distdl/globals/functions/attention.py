@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from distdl.geometry.boxes import Interval, Intervals, Shape
-from distdl.globals.context import KnownLayout
+from distdl.globals.context import Context, KnownLayout
 from distdl.globals.functions.applying import autocast_dtype
 from distdl.globals.functions.judging import judged
 from distdl.globals.functions.products import batch_labels
-from distdl.globals.functions.work import Work, checked, work_on
+from distdl.globals.functions.work import checked, work_on
 from distdl.globals.operands import block_of, part_of, sample, taken
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import by_name, composite, handles
@@ -64,7 +64,9 @@ def attention(
     q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
     work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
     if enable_gqa:
-        k, v = _grouped(work, query, key, k), _grouped(work, query, value, v)
+        heads, count = work.mine(batch[-1]), query.shape[-3]
+        k = shared_heads(k, heads, count // key.shape[-3], work.context)
+        v = shared_heads(v, heads, count // value.shape[-3], work.context)
     rows = work.mine("l")
     split = is_causal and rows != (0, query.shape[-2])
     if split:
@@ -100,17 +102,12 @@ def _of_mask(mask: Any) -> tuple[Hashable, ...]:
     return (*batch_labels(mask, 2), "l", "s")[-mask.dim() :] if mask.dim() else ()
 
 
-def _grouped(work: Work, query: Any, whole: Any, part: torch.Tensor) -> torch.Tensor:
-    """Of keys or values, which may be of other heads each: the head that each of this worker's queries reads."""
+def shared_heads(part: torch.Tensor, heads: Interval, groups: int, context: Context) -> torch.Tensor:
+    """Of keys or values, the head that each of these heads of the queries reads; so many of them read one."""
     if not part.numel():
         return part
-    heads, shared = query.shape[-3], whole.shape[-3]
-
-    def find() -> Constant:
-        start, stop = work.mine(batch_labels(query, 2)[-1])
-        return Constant(torch.arange(start, stop, device="cpu") // (heads // shared))
-
-    return part.index_select(-3, work.context.keep(("groups", work, heads, shared), find).on(part.device))
+    read = context.keep(("shared heads", heads, groups), lambda: Constant(torch.arange(*heads, device="cpu") // groups))
+    return part.index_select(-3, read.on(part.device))
 
 
 def _causal(rows: Interval, keys: int, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.attention import flex_attention as flex
 from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.context import Context
 from distdl.globals.functions.applying import autocast_dtype, cast_to
+from distdl.globals.functions.attention import shared_heads
 from distdl.globals.functions.work import Work, checked, work_on
 from distdl.globals.higher_order.capturing import Captured, mapped
 from distdl.globals.nested import tensors_in
@@ -31,7 +31,6 @@ from distdl.globals.strides import strides_if
 from distdl.globals.table import REPLICATED, TABLE, composite, copied
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
-from distdl.tensors.constants import Constant
 from distdl.tensors.dtypes import without_autocast
 
 _NAME = "flex_attention"
@@ -82,10 +81,7 @@ def _attend(
     placed = _placed(query, key, value, groups)
     q, k, v = placed.parts
     if groups > 1:
-        start, stop = placed.box[1]
-        make = partial(_shared_heads, start, stop, groups)
-        heads = placed.context.keep(("shared heads", start, stop, groups), make)
-        k, v = (one.index_select(1, heads.on(one.device)) if one.numel() else one for one in (k, v))
+        k, v = (shared_heads(one, placed.box[1], groups, placed.context) for one in (k, v))
     order = _order(query.stride())
 
     def weigh(scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -200,11 +196,6 @@ def _shapes_fit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
     """Compute as torch does. Raises what it raises."""
     key, value = (one.repeat_interleave(query.size(1) // key.size(1), 1) for one in (key, value))
     torch._safe_softmax(query @ key.transpose(-2, -1), -1) @ value.expand(query.size(0), *value.shape[1:])
-
-
-def _shared_heads(start: int, stop: int, groups: int) -> Constant:
-    """Which head of the keys each of these heads of the queries reads."""
-    return Constant(torch.arange(start, stop, device="cpu") // groups)
 
 
 def _order(strides: Sequence[int]) -> list[int]:
