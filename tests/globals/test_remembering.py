@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from distdl.globals.models.rehearsal import rehearse
 from distdl.globals.models.remembering import Memory, Remembering
@@ -20,11 +21,19 @@ def seen(function, known):
     listed = list(given) if isinstance(given, (tuple, list)) else [given]
     storages = [None if one is None else one.untyped_storage()._cdata for one in listed]
     told = [
-        one if one is None else (one.shape, one.stride(), one.dtype, one.untyped_storage().nbytes(), one._version)
+        one
+        if one is None
+        else (one.shape, one.stride(), one.dtype, one.is_conj(), one.untyped_storage().nbytes(), one._version)
         for one in listed
     ]
     return type(given), told, [storages.index(one) for one in storages]
 
+
+OWN = torch.library.Library("distdl_remembering", "DEF")
+for schema, function in (("conjugate(Tensor x) -> Tensor", lambda x: x.clone().conj()),
+                         ("times(Tensor x, Dict(str, int) by) -> Tensor", lambda x, by: x * by["n"])):  # fmt: skip
+    OWN.define(schema)
+    OWN.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
 
 CALLS = {
     "batch norm": lambda: torch.native_batch_norm(empty(2, 3, 4), None, None, None, None, True, 0.1, 1e-5),
@@ -45,6 +54,9 @@ CALLS = {
     "conjugate": lambda: empty(3, dtype=torch.complex64).conj() * empty(3),
     "imaginary": lambda: torch.add(empty(3, dtype=torch.complex64).conj().imag, 1),
     "parts": lambda: torch.split_with_sizes_copy(empty(5, 2), [2, 3]),
+    "nothing": lambda: torch.ops.aten._assert_async(empty(dtype=torch.bool)),
+    "conjugate as told": lambda: torch.ops.distdl_remembering.conjugate(empty(3, dtype=torch.complex64)),
+    "named numbers": lambda: torch.ops.distdl_remembering.times(empty(3), {"n": 2}),
     "beside memory": lambda: empty(3, dtype=torch.int32) * torch.tensor(2.5),
 }
 
@@ -61,6 +73,15 @@ def test_calls_that_are_equal_to_python_are_apart():
     for call, dtype in (("a number", torch.int32), ("a fraction", torch.float32), ("a truth", torch.bool),
                         ("the number of it", torch.int64)):  # fmt: skip
         assert seen(CALLS[call], known)[1][0][2] is dtype
+
+
+def test_tensors_made_of_others_are_no_plain_ones():
+    """Whichever of them has come first, what they give is of their class, or is none of it."""
+    for first in (0, 1):
+        known, given = Memory(), (empty(3), TwoTensor(empty(3), empty(3)))
+        for one in (given[first], given[1 - first]) * 2:
+            with Remembering(known):
+                assert type(one * 2) is type(one)
 
 
 def test_errors_stay():

@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distdl.environment.arguments import checks_arguments
 
 
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that says what operators make of it: it has no memory of its own."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
 class Footprint(TorchDispatchMode):
     """Counts the memory of all tensors that torch's operators meet on this worker's thread, while it is open.
 
@@ -69,9 +74,7 @@ class Footprint(TorchDispatchMode):
                 self._note_all(one)
 
     def _note(self, value: torch.Tensor) -> None:
-        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return  # (one that is made of others has no memory of its own)
-        if value.is_meta is not self._meta:
+        if is_made_of_others(value) or value.is_meta is not self._meta:
             return
         try:
             storage = value.untyped_storage()

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from distdl.workers.footprint import Footprint
+from distdl.workers.footprint import Footprint, is_made_of_others
 
 Key = tuple[Any, ...]
 Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides and dtype of a new tensor
-Results = tuple[type[Any], list[Made | int | None]]
-"""A tensor, tuple or list of results: of each what is new, or which of the arguments it is, or that it is None."""
+Results = tuple[type[Any] | None, list[Made | int | None]]
+"""A tuple or list, or one result alone: of each what is new, or which of the arguments it is, or that it is None."""
 
 
 class Memory(dict[Key, Results | None]):
@@ -48,7 +48,7 @@ class Remembering(Footprint):
             return func(*args, **kwargs)
         kind, each = results
         made = [_made(one, given) for one in each]
-        return made[0] if issubclass(kind, torch.Tensor) else kind(made)
+        return made[0] if kind is None else kind(made)
 
 
 class _Unknown(Exception):
@@ -61,18 +61,28 @@ def _key(value: Any, given: list[torch.Tensor]) -> Any:
     Raises: _Unknown
     """
     if isinstance(value, torch.Tensor):
-        if not value.is_meta or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        if not _is_told_by_shape(value):
             raise _Unknown
         given.append(value)
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
         return type(value), tuple([_key(one, given) for one in value])
+    if type(value).__hash__ is None:  # (as of dicts)
+        raise _Unknown
     return type(value), value
+
+
+def _is_told_by_shape(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what its shape, strides and dtype say, and nothing else."""
+    if is_made_of_others(tensor) or not tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def _noted(result: Any, given: Sequence[torch.Tensor]) -> Results | None:
     """What a call has given; None if that cannot be made again from shapes alone."""
-    listed = list(result) if type(result) in (tuple, list) else [result]
+    kind = type(result) if type(result) in (tuple, list) else None
+    listed = [result] if kind is None else list(result)
     met = {one.untyped_storage()._cdata for one in given}
     each: list[Made | int | None] = []
     for one in listed:
@@ -80,7 +90,7 @@ def _noted(result: Any, given: Sequence[torch.Tensor]) -> Results | None:
         if one is None or place is not None:
             each.append(place)
             continue
-        if not isinstance(one, torch.Tensor) or not one.is_meta or one.layout is not torch.strided:
+        if not isinstance(one, torch.Tensor) or not _is_told_by_shape(one):
             return None
         storage = one.untyped_storage()
         least = 1 + sum((n - 1) * step for n, step in zip(one.shape, one.stride(), strict=True)) if one.numel() else 0
@@ -88,7 +98,7 @@ def _noted(result: Any, given: Sequence[torch.Tensor]) -> Results | None:
             return None
         met.add(storage._cdata)
         each.append((tuple(one.shape), one.stride(), one.dtype))
-    return type(result), each
+    return kind, each
 
 
 def _made(one: Made | int | None, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
