@@ -22,6 +22,7 @@ from distdl.globals.table import TABLE, Handler, by_name, composite, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
 from distdl.tensors.dtypes import HALVES
+from distdl.tensors.modes import uncounted
 
 
 def _made_of_others(func: Any) -> Handler:
@@ -230,9 +231,9 @@ def max_unpooling(
     steps = kernel if stride is None else _each(stride, dims)
     if output_size is not None and len(output_size) > dims:
         output_size = output_size[-dims:]
-    blank = torch.empty(input.shape, device="meta")
     extents: Any = getattr(functional, "_unpool_output_size")  # noqa: B009 (torch does not export it)
-    size = extents(blank, kernel, steps, margins, output_size)
+    with uncounted():
+        size = extents(torch.empty(input.shape, device="meta"), kernel, steps, margins, output_size)
     if indices.shape != input.shape:
         raise RuntimeError(
             f"Expected shape of indices to be same as that of the input tensor ({list(input.shape)}) but got "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.functions.judging import judged
+from distdl.globals.functions.judging import judge, judged
 from distdl.globals.functions.spreading import pencils
 from distdl.globals.functions.work import checked
 from distdl.globals.operands import moved
@@ -135,12 +135,10 @@ def stft(
     """Transforms of the pieces of signals that a window shows: the pieces are split, each is whole."""
     if not return_complex or type(window) is GlobalTensor or options.get("align_to_window"):
         return NotImplemented
-    blank = torch.empty(input.shape, dtype=input.dtype, device="meta")
     length, step = win_length or n_fft, n_fft // 4 if hop_length is None else hop_length
     weights = torch.ones(max(length, 0), device=input.device) if window is None else window
-    shown = torch.empty(weights.shape, dtype=weights.dtype, device="meta")
     choices = (center, pad_mode, normalized, onesided, return_complex)
-    torch.stft(blank, n_fft, hop_length, win_length, shown, *choices)  # (for torch's error)
+    judge(torch.stft, (input, n_fft, hop_length, win_length, weights, *choices), {})
     weights = functional.pad(weights, ((n_fft - length) // 2, n_fft - length - (n_fft - length) // 2))
     signals = input if input.dim() > 1 else input.unsqueeze(0)
     if center:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -197,12 +196,15 @@ def interpolation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
         def check() -> None:
             """Let torch check the options. (That cells come out is checked apart.)"""
-            # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
-            shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
-            one = torch.empty(shape, dtype=input.dtype, device="meta")
-            asked = partial(judge, lambda x: torch.nn.functional.interpolate(x, *options), (one,), {})
+
+            def ask() -> bool:
+                # (of no samples, torch's own check of nearest ones raises another error, without memory alone)
+                shape = (*(max(n, 1) for n in input.shape[:1]), *input.shape[1:])
+                one = torch.empty(shape, dtype=input.dtype, device="meta")
+                return judge(lambda x: torch.nn.functional.interpolate(x, *options), (one,), {})
+
             try:
-                input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), asked)
+                input._context.keep(("interpolate", rough(input.shape), input.dtype, frozen(options)), ask)
             except ZeroDivisionError:  # (of tensors without memory, torch divides by what factors give)
                 _check_cells(input, _scaled(input, scale_factor))
                 raise
