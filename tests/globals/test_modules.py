@@ -635,6 +635,31 @@ def test_a_block_without_gradients_of_worker_0_alone_meets_weights_beside_a_glob
     assert_close(*found)
 
 
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", [
+    lambda y, w, p: y, lambda y, w, p: y * p[0], lambda y, w, p: y * w[0].exp() + w[1],
+])  # fmt: skip
+@pytest.mark.parametrize("make", [lambda P: nn.SumReduce(P, P[:1]), lambda P: nn.Repartition(P, P[:1])])
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_what_layers_bring_to_worker_0_of_weights_is_a_copy_beside_a_global_loss(active, make, use, weights):
+    """Workers outside of the layer have clones of the weight, which count nothing."""
+    layer, found, p = make(grid(active)), [], noise(5).requires_grad_()
+
+    def forward(model, x):
+        is_global = type(x) is distdl.GlobalTensor
+        y = layer(model.v).sum() if is_global else active * model.v.sum()
+        return x.square().sum() + use(y.square(), model.v, p)
+
+    model = distdl.distribute(Calling(forward), grid(2), weights=weights)
+    for given, one in ((split(noise(5), 2), model), (noise(5), Calling(forward))):
+        p.grad = None
+        one(given).backward()
+        found.append([one.v.grad, torch.zeros(5) if p.grad is None else p.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("active", [1, 2, 3])
 @on_workers
 def test_what_blocks_and_layers_of_weights_make_is_refused_beside_a_global_loss(active):
