@@ -620,6 +620,25 @@ def test_what_blocks_without_gradients_and_weights_make_is_refused_beside_a_glob
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("cast", [lambda w, h: w.to(h), lambda w, h: w.to(tensor=h), lambda w, h: w.type_as(h)])
+@pytest.mark.parametrize("active", [2, 3])
+@on_workers
+def test_a_weight_of_the_dtype_of_a_block_is_the_whole_weight(active, cast, weights):
+    found = []
+
+    def forward(model, x):
+        h = x.float()
+        h = h.to_local() if type(x) is distdl.GlobalTensor else h
+        return (x * cast(model.v, h)).square().sum() + cast(model.v, h).square().sum()
+
+    model = distdl.distribute(Calling(forward), grid(active, 1), weights=weights)
+    for given, one in ((split(noise(6, 5), active, 1), model), (noise(6, 5), Calling(forward))):
+        one(given).backward()
+        found.append(one.v.grad)
+    torch.testing.assert_close(*(one.full_tensor() if type(one) is distdl.GlobalTensor else one for one in found))
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @on_workers
 def test_a_block_without_gradients_of_worker_0_alone_meets_weights_beside_a_global_loss(weights):
     found = []

@@ -176,7 +176,8 @@ class Replica(torch.Tensor):
                 target = None  # (which stays what it is)
         # (a tensor that has not entered would get this worker's part of its gradient only)
         copies: dict[int, Replica] = {}
-        blocks = [value for value in every if type(value) is not Replica and may_differ(value)]
+        read = every[:1] if func in _OF_KIND else every
+        blocks = [value for value in read if type(value) is not Replica and may_differ(value)]
 
         def plain(value: torch.Tensor) -> torch.Tensor:
             own = entered(value, context, False)
@@ -209,6 +210,7 @@ class Replica(torch.Tensor):
 
 _base: Any = torch._C.TensorBase
 _raw_node = _base.grad_fn.__get__
+_OF_KIND = frozenset([torch.Tensor.to, torch.Tensor.type_as])  # that read of another tensor its dtype and device alone
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
