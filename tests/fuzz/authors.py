@@ -127,6 +127,7 @@ _NEVER = (3, "a", object())
 VALUES: dict[str, tuple[Any, ...]] = {  # always wrong: the call has to raise
     "anything": (),
     "of a class": (*_NEVER, None, torch.nn.ReLU()),
+    "of a class or None": (*_NEVER, torch.nn.ReLU()),
     "tensor": (*_NEVER, None, [1.0], np.zeros(3)),
     "tensor in one piece": (*_NEVER, None, torch.zeros(2, 3).T),
     "workers or None": (*_NEVER, [[0, 1]], np.zeros((2, 2)), np.zeros(2, dtype=int)),
@@ -171,6 +172,7 @@ VALUES: dict[str, tuple[Any, ...]] = {  # always wrong: the call has to raise
 }
 _KINDS = {
     "anything": "self detail options",
+    "of a class or None": "at",
     "of a class": "P P_x P_y *operators *steps *x comm derivatives derive dtype everyone label layout needed "
     "op owned partition pattern plan rows store to work",
     "tensor": "block",
