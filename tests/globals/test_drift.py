@@ -15,7 +15,7 @@ from torch import nn
 
 import distdl
 from distdl.globals.comparing import bits_of_all
-from distdl.globals.models import copies
+from distdl.globals.models import copies, drift
 from distdl.globals.models.drift import Drift, Seen
 from distdl.globals.models.equality import _parts
 from distdl.globals.samples import Kept, Samples, difference
@@ -313,8 +313,8 @@ def test_other_parameters_between_a_forward_and_its_backward():
 def test_each_kind_of_difference_that_is_none_is_looked_at_seldomer(monkeypatch):
     """Rounding of weights, of plain tensors, and writes that leave weights equal, all at once and in each step."""
     compared = []
-    compare = Drift.compare
-    monkeypatch.setattr(Drift, "compare", lambda *given: [compared.append(given), compare(*given)][1])
+    compare = Drift._compare
+    monkeypatch.setattr(Drift, "_compare", lambda *given: [compared.append(given), compare(*given)][1])
 
     def work():
         rank = distdl.world().rank
@@ -631,8 +631,12 @@ def test_one_weight_that_is_rounded_otherwise_hides_no_other():
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("bucket", [64, 1 << 22])
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), _net], ids=["without buffers", "with buffers"])
-def test_a_model_that_was_trained_is_freed(make, bucket, weights, monkeypatch):
+@pytest.mark.parametrize("later", [False, True], ids=["", "bits are read with the next"])  # (as those of a GPU are)
+def test_a_model_that_was_trained_is_freed(later, make, bucket, weights, monkeypatch):
     monkeypatch.setattr(copies, "_BUCKET", bucket)
+    if later:
+        monkeypatch.setattr(drift, "_is_far", lambda sums: True)
+        monkeypatch.setattr(drift, "_copied", lambda sent: sent)
     made = []
 
     def work():

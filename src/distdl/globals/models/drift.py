@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -55,6 +54,17 @@ class Seen(NamedTuple):
         return hash((self.kept.number, self.writes))  # (of numbers: the same everywhere)
 
 
+class _Sent(NamedTuple):
+    """What has been looked at, and the sums of its bits over all workers, which a GPU copies to the host until then."""
+
+    sums: torch.Tensor
+    arrived: torch.Event | None
+    context: Context
+    one: torch.Tensor | None
+    seen: Seen
+    counted: Sequence[torch.Tensor]
+
+
 class _Turns:
     """When something is looked at that may be left out: the more seldom, the more often it came to nothing.
 
@@ -91,7 +101,7 @@ class Drift:
         self._before: list[int] = []  # how often each had been written then
         self._most = 0  # of how many workers bits can be added up in their dtypes
         self._waiting: list[Seen] = []  # the last, until a backward has sent its bits
-        self._last: Callable[[], None] | None = None  # on a GPU, settles what was looked at last; called with the next
+        self._last: _Sent | None = None  # on a GPU, what was looked at last; settled with the next
 
     def look(
         self,
@@ -154,32 +164,22 @@ class Drift:
         module = owner()
         return None if module is None else module._buffers.get(name)  # (the forward may have set another)
 
-    def settle(self, sums: torch.Tensor, workers: int, compare: Callable[[], None]) -> None:
+    def settle(self, sent: _Sent) -> None:
         """Compare what has been looked at if the workers' bits differ. Collective.
 
         On a GPU one backward later: to read the bits of this one would wait for all that it has been told to do.
-
-        Args:
-            sums: of the bits, over so many workers.
-            compare: what compares it.
         """
-        arrived: torch.Event | None = None
+        ready: _Sent | None = sent
+        if _is_far(sent.sums):
+            ready, self._last = self._last, _copied(sent)
+        if ready is None:
+            return
+        if ready.arrived is not None:
+            ready.arrived.synchronize()
+        if differ(ready.sums, len(ready.context.everyone)):
+            self._compare(ready.context, ready.one, ready.seen, ready.counted)
 
-        def settle_now() -> None:
-            if arrived is not None:
-                arrived.synchronize()
-            if differ(sums, workers):
-                compare()
-
-        ready: Callable[[], None] | None = settle_now
-        if not sums.is_cpu:
-            sums, arrived = sums.to("cpu", non_blocking=True), torch.Event(sums.device)
-            arrived.record()
-            ready, self._last = self._last, settle_now
-        if ready is not None:
-            ready()
-
-    def compare(self, context: Context, one: torch.Tensor | None, seen: Seen, counted: Sequence[torch.Tensor]) -> None:
+    def _compare(self, context: Context, one: torch.Tensor | None, seen: Seen, counted: Sequence[torch.Tensor]) -> None:
         """Compare what this worker has looked at with what the others have. Collective.
 
         Raises: ValueError, the same on every worker, if anything differs by more than rounding.
@@ -238,6 +238,19 @@ class Drift:
                 "values that are drawn again come from one seed, or from one state_dict. (DISTDL_DEBUG=1 compares all "
                 "of them before each forward)"
             )
+
+
+def _is_far(sums: torch.Tensor) -> bool:
+    """Whether it takes a wait to read them."""
+    return not sums.is_cpu
+
+
+def _copied(sent: _Sent) -> _Sent:
+    """The same with its sums on the host, once they have arrived there."""
+    arrived = torch.Event(sent.sums.device)
+    sent = sent._replace(sums=sent.sums.to("cpu", non_blocking=True), arrived=arrived)
+    arrived.record()
+    return sent
 
 
 def _is_captured(counted: Sequence[torch.Tensor]) -> bool:
@@ -314,6 +327,4 @@ class Look:
             sums: of the bits, over all workers.
         """
         if self.waiting:
-            context = self._context
-            compare = partial(self._drift.compare, context, self._one, self.waiting.pop(), self._counted)
-            self._drift.settle(sums, len(context.everyone), compare)
+            self._drift.settle(_Sent(sums, None, self._context, self._one, self.waiting.pop(), self._counted))
