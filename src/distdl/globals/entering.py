@@ -160,7 +160,7 @@ class _Sum:
         self.context, self.shapes = context, structure[:-2]
         self._packing = Packing(structure, (count,))
         self._all = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))  # (all parts are there)
-        self._no_bits = Constant(torch.zeros(bits, dtype=dtype, device="cpu"))
+        self._bits = bits
         # (with what tells messages apart: some transports end the process where messages of two lengths meet)
         named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
         label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
@@ -225,7 +225,10 @@ class _Sum:
             owned = owned.clone()
             owned[missing] = 0
         bits = None if compared is None else compared.bits
-        sent = self._no_bits.on(device) if bits is None else bits.to(device, dtype, non_blocking=True)
+        if bits is None:  # (first perhaps in a step that a CUDA graph captures, into which nothing is copied)
+            sent = torch.zeros(self._bits, dtype=dtype, device=device)
+        else:
+            sent = bits.to(device, dtype, non_blocking=True)
         return self._packing.pack((*full, owned, sent))
 
     def totals(
