@@ -264,6 +264,7 @@ def capture(step, parameters):
     torch.cuda.synchronize()
     for parameter, gradient in zip(parameters, expected, strict=True):
         assert torch.allclose(parameter.grad, gradient, rtol=1e-9, atol=1e-12)
+    return graph
 
 
 def captured():
@@ -426,3 +427,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["nccl"]:
         captured()  # (first: nothing of another step is on the device yet)
         trains(HALVES)
+        model, x, labels = distributed(network(), HALVES[1], "replicated")
+        weights = list(model.parameters())
+        still_there = capture(lambda: functional.cross_entropy(model(x), labels).backward(), weights)  # (at the end)

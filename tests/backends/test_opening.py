@@ -218,6 +218,38 @@ def test_a_connection_that_is_refused_is_told_at_once_with_the_cure(store, monke
     assert second == f"worker {1 - refused} of 2 gave up, after another worker had: {first}"
 
 
+def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
+    """(No GPU: NCCL, which waits for ever for graphs that are still there, and they, are imitated.)"""
+    said = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *given):
+            self.abort = lambda: said.append("aborted")
+
+    class Graph:
+        def reset(self):
+            said.append("reset")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    one, graph = link(store, 0, 1), Graph()
+    one._group((0,), True)
+    one.release()
+    assert said == ["aborted"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group = one._group((0,), True)
+    one.release()
+    assert one._group((0,), True) is group and said == ["aborted"]
+    one.leave()
+    assert said == ["aborted", "reset", "aborted"]
+    del graph
+
+
 # -- after that: gloo
 
 

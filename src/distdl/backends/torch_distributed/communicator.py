@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import re
 import sys
 import threading
@@ -70,6 +71,7 @@ class TorchCommunicator(Communicator):
         self._store = store
         self._nccl = nccl
         self._groups: dict[tuple[bool, Group], Any] = {}
+        self._captured: set[tuple[bool, Group]] = set()  # those of which a CUDA graph has messages
         self._host = host
         self._last_limit = self.timeout, timedelta(seconds=self.timeout)
         self._watch = Watch(store, rank)
@@ -151,9 +153,11 @@ class TorchCommunicator(Communicator):
         return self._pending(work, group, y, buffer)
 
     def release(self) -> None:
-        """Close the process groups. Collective. They are made again when they are needed."""
+        """Close the process groups, but those of CUDA graphs. Collective. They are made again when they are needed."""
         super().release()
+        captured = {key: self._groups.pop(key) for key in self._captured}
         self._close()
+        self._groups = captured
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Write into the store that this worker has come to its end, or failed, and close its connections."""
@@ -165,6 +169,8 @@ class TorchCommunicator(Communicator):
             with suppress(RuntimeError):  # the store went away together with the worker that kept it
                 within(_MARGIN, lambda: self._store.set(f"{_LEFT}/{self._store.add(_LEFT, 1)}", text))
         self._watch.stop()
+        if self._captured:
+            _end_graphs()
         self._close(failure is not None)
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
@@ -236,6 +242,8 @@ class TorchCommunicator(Communicator):
             else:
                 made = self._gloo(store, workers)
             self._groups[direct, workers] = made
+        if direct and torch.cuda.is_current_stream_capturing():
+            self._captured.add((direct, workers))
         return self._groups[direct, workers]
 
     def _gather_in(self, store: dist.Store, workers: Group) -> None:
@@ -339,6 +347,13 @@ def _failure_of_another(store: dist.Store, ended: threading.Event) -> None:
     while not ended.wait(_PATIENCE):
         if store.check([_FAILED]):
             raise RuntimeError("another worker failed")
+
+
+def _end_graphs() -> None:
+    """Let go of CUDA graphs that are still there at the end: NCCL waits for ever for those that have messages."""
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.cuda.CUDAGraph):
+            one.reset()
 
 
 def _reason(error: Exception) -> str:
