@@ -73,6 +73,16 @@ def test_keys_and_values_of_other_heads_each(heads):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("heads", [0, 4])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_shared_keys_and_values_of_no_heads(p, heads):
+    queries, keys = noise(2, heads, 5, 4), noise(2, 0, 7, 4, seed=1)
+    assert_same(
+        lambda q, k: attend(q, k, k, dropout_p=p, enable_gqa=True), Global(queries), Global(keys),
+        grids=[(1, 4, 1, 1), (2, 1, 2, 1)],
+    )  # fmt: skip
+
+
 def test_queries_that_every_worker_has():
     assert_same(lambda k, q: attend(q, k, k), Global(k), q, grids=GRIDS)
     assert_same(lambda k, q: attend(q, k, k), Global(k), noise(2, 3, 1, 4), grids=GRIDS)

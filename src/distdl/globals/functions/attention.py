@@ -51,7 +51,8 @@ def attention(
     options = (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa))
     operands = given if attn_mask is None else [*given, attn_mask]
     checked(_checking(options), operands, compares=not enable_gqa)
-    if dropout_p > 0:
+    is_void = enable_gqa and not key.shape[-3]  # (keys have no heads)
+    if dropout_p > 0 and not is_void:
         return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     batch = max((batch_labels(one, 2) for one in operands), key=len)
     theirs = _batches(key, enable_gqa), _batches(value, enable_gqa)
@@ -63,7 +64,7 @@ def attention(
     work = work_on(operands, labels, (*batch, "l", "f"), adds=False, lead=lead, whole=("f",))
     q, k, v, *masks = work.parts(operands, "scaled_dot_product_attention")
     work.result_dtype(_checking(options), operands, "scaled_dot_product_attention")  # (for torch's error)
-    if enable_gqa:
+    if enable_gqa and not is_void:
         heads, count = work.mine(batch[-1]), query.shape[-3]
         k = shared_heads(k, heads, count // key.shape[-3], work.context)
         v = shared_heads(v, heads, count // value.shape[-3], work.context)
