@@ -214,6 +214,8 @@ BY_GENERATOR = {
     "one class": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 1, generator=g),
     "classes": lambda x, g: x[:, 0, 0].softmax(-1).multinomial(3, generator=g),
     "classes again": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 9, True, generator=g),
+    "rrelu": lambda x, g: torch.rrelu(x.transpose(0, 2), 0.1, 0.3, True, g),
+    "rrelu_": lambda x, g: torch.rrelu_(x.clone(), training=True, generator=g),
     "a number": lambda x, g: torch.rand_like(x.sum(), generator=g),
 }
 

@@ -30,7 +30,7 @@ from distdl.globals.functions.distributions import (
     normal,
 )
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import aligned, block_of
+from distdl.globals.operands import aligned, block_of, entire
 from distdl.globals.replicas import Replica, copy_of
 from distdl.globals.table import REPLICATED, TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
@@ -280,16 +280,32 @@ def rrelu(
     lower: float = 0.125,
     upper: float = 1 / 3,
     training: bool = False,
+    last: Any = None,
+    *,
     inplace: bool = False,
+    generator: Any = None,
 ) -> Any:
-    """A leaky ReLU whose slope is drawn for each element while training."""
-    inplace = inplace or func.__name__.endswith("_")
+    """A leaky ReLU whose slope is drawn for each element while training.
+
+    Args:
+        last: ``inplace`` of torch.nn.functional.rrelu, and ``generator`` of the others.
+    """
+    if func is functional.rrelu:
+        inplace = inplace or bool(last)
+    else:
+        inplace, generator = func.__name__.endswith("_"), last if generator is None else generator
     if lower > upper:
         raise RuntimeError("Lower bound should be less than or equal to the upper bound")
     if not training:
         return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
-    slope = random_like(input, between(lower, upper, input.dtype))
     block = block_of(input)
+    if generator is None:
+        slope = random_like(input, between(lower, upper, input.dtype))
+    else:
+        signs = 1 - 2 * entire(input.detach() <= 0).to(input.dtype)  # (torch draws for these elements alone)
+        slope = whole_by_generator(
+            input, lambda _: torch.rrelu(signs, lower, upper, True, generator=generator) * signs, "rrelu"
+        )
     y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
     z = GlobalTensor._of(y, input._layout)
     return write_back(input, z, "rrelu_") if inplace else z
