@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -23,7 +24,15 @@ def seen(function, known):
     told = [
         one
         if one is None
-        else (one.shape, one.stride(), one.dtype, one.is_conj(), one.untyped_storage().nbytes(), one._version)
+        else (
+            one.shape,
+            one.stride(),
+            one.dtype,
+            one.is_conj(),
+            one._is_zerotensor(),
+            one.untyped_storage().nbytes(),
+            one._version,
+        )
         for one in listed
     ]
     return type(given), told, [storages.index(one) for one in storages]
@@ -57,6 +66,8 @@ CALLS = {
     "nothing": lambda: torch.ops.aten._assert_async(empty(dtype=torch.bool)),
     "conjugate as told": lambda: torch.ops.distdl_remembering.conjugate(empty(3, dtype=torch.complex64)),
     "named numbers": lambda: torch.ops.distdl_remembering.times(empty(3), {"n": 2}),
+    "zeros that are not written": lambda: torch._efficientzerotensor((3,), device="meta"),
+    "what follows from these": lambda: torch.neg(torch._efficientzerotensor((3,), device="meta")),
     "beside memory": lambda: empty(3, dtype=torch.int32) * torch.tensor(2.5),
 }
 
@@ -82,6 +93,15 @@ def test_tensors_made_of_others_are_no_plain_ones():
         for one in (given[first], given[1 - first]) * 2:
             with Remembering(known):
                 assert type(one * 2) is type(one)
+
+
+def test_derivatives_forward_are_known():
+    """Torch multiplies tangents by zeros that it does not write, and refuses others in their place."""
+    known = Memory()
+    for _ in range(2):
+        with Remembering(known), forward_ad.dual_level():
+            y = forward_ad.make_dual(empty(3), empty(3)) * 2
+            assert forward_ad.unpack_dual(y).tangent.shape == (3,)
 
 
 def test_errors_stay():

@@ -76,7 +76,7 @@ def _is_told_by_shape(tensor: torch.Tensor) -> bool:
     """Whether a tensor is what its shape, strides and dtype say, and nothing else."""
     if is_made_of_others(tensor) or not tensor.is_meta or tensor.layout is not torch.strided:
         return False
-    return not (tensor.is_conj() or tensor.is_neg())
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 def _noted(result: Any, given: Sequence[torch.Tensor]) -> Results | None:
