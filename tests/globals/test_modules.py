@@ -620,7 +620,10 @@ def test_what_blocks_without_gradients_and_weights_make_is_refused_beside_a_glob
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("cast", [lambda w, h: w.to(h), lambda w, h: w.to(tensor=h), lambda w, h: w.type_as(h)])
+@pytest.mark.parametrize("cast", [
+    lambda w, h: w.to(h), lambda w, h: w.to(tensor=h), lambda w, h: w.type_as(h),
+    torch.ops.aten.to.other, torch.ops.aten.to, torch.ops.aten.type_as, torch.ops.aten.type_as.default,
+])  # fmt: skip
 @pytest.mark.parametrize("active", [2, 3])
 @on_workers
 def test_a_weight_of_the_dtype_of_a_block_is_the_whole_weight(active, cast, weights):

@@ -210,7 +210,10 @@ class Replica(torch.Tensor):
 
 _base: Any = torch._C.TensorBase
 _raw_node = _base.grad_fn.__get__
-_OF_KIND = frozenset([torch.Tensor.to, torch.Tensor.type_as])  # that read of another tensor its dtype and device alone
+_aten: Any = torch.ops.aten
+_OF_KIND = frozenset([  # functions that read of another tensor its dtype and device alone
+    torch.Tensor.to, _aten.to, _aten.to.other, torch.Tensor.type_as, _aten.type_as, _aten.type_as.default,
+])  # fmt: skip
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
