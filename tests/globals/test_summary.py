@@ -577,6 +577,9 @@ WHOLE = {
         (1, 4, 64, 64),
     ),
     "unpooled": (lambda x: F.max_unpool2d(x, x.long(), 1), (4, 4, 1, 1), (8, 8, 16, 16)),
+    "written there": (lambda x: torch.add(x.detach(), 1, out=torch.empty_like(x)), (4, 4, 1, 1), (8, 8, 16, 16)),
+    "dtypes": (lambda x: x.to(torch.result_type(x, 1.0)), (4, 4, 1, 1), (8, 8, 16, 16)),
+    "written by index": (lambda x: torch.index_put(x, (torch.arange(8),), x), (1, 4, 4, 1), (8, 8, 16, 16)),
     "spectra": (lambda x: torch.stft(x, 8, window=torch.ones(8), return_complex=True), (16, 1), (64, 64)),
 }
 

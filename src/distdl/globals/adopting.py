@@ -20,6 +20,7 @@ from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import lies_alone
 from distdl.globals.writes import memory_of
 from distdl.tensors.connection import zeros_on
+from distdl.tensors.modes import uncounted
 
 
 class UnwrittenError(RuntimeError):
@@ -207,9 +208,10 @@ def _judge_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         made = torch.empty(one.shape, dtype=one.dtype, device="meta")
         return made.requires_grad_() if one.requires_grad else made
 
-    given, named = map_tensors((args, kwargs), without_memory)
     try:
-        func(*given, **named)
+        with uncounted():
+            given, named = map_tensors((args, kwargs), without_memory)
+            func(*given, **named)
     except NotImplementedError:
         return False
     except RuntimeError as error:

@@ -24,6 +24,7 @@ from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
 from distdl.partition.sharing import gather_values
+from distdl.tensors.modes import uncounted
 
 
 class _Rows(NamedTuple):
@@ -121,7 +122,8 @@ def check_value(x: GlobalTensor, value: torch.Tensor, shape: Sequence[int]) -> N
         )
     if len(value.shape) > len(shape) and set(value.shape[: len(value.shape) - len(shape)]) == {1}:
         shape = (*value.shape[: len(value.shape) - len(shape)], *shape)
-    torch.empty(tuple(value.shape), device="meta").expand(tuple(shape))
+    with uncounted():
+        torch.empty(tuple(value.shape), device="meta").expand(tuple(shape))
 
 
 def is_number(value: Any) -> bool:

@@ -14,6 +14,7 @@ from distdl.globals.operands import number
 from distdl.globals.signatures import numbers_of
 from distdl.globals.table import TABLE, Handler, named
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.modes import uncounted
 
 # functions of one tensor, or of one list of tensors: what else they get are numbers
 _OF_ONE = """
@@ -52,9 +53,10 @@ def _check_taken(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return torch.ones(one.shape, dtype=one.dtype, requires_grad=True)
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
-    given, named = map_tensors((args, kwargs), without_values)
     try:
-        func(*given, **named)
+        with uncounted():
+            given, named = map_tensors((args, kwargs), without_values)
+            func(*given, **named)
     except TypeError:
         raise
     except Exception:  # (torch may need values)

@@ -12,6 +12,7 @@ from distdl.globals.entry import value_of
 from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
+from distdl.tensors.modes import uncounted
 
 # (what a worker says that waits for others)
 _VALUE = "the value of a global tensor (item, float, bool, print), for which every worker has to ask"
@@ -55,9 +56,11 @@ _compare_whole()
 @handles("result_type is_same_size", "torch Tensor")
 def known(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What follows from shapes and dtypes."""
-    return func(
-        *(torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args)
-    )
+    with uncounted():
+        blank = [
+            torch.empty(one.shape, dtype=one.dtype, device="meta") if type(one) is GlobalTensor else one for one in args
+        ]
+        return func(*blank)
 
 
 @handles("_has_compatible_shallow_copy_type", "torch")

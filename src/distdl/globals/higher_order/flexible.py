@@ -32,6 +32,7 @@ from distdl.globals.table import REPLICATED, TABLE, composite, copied
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import local
 from distdl.tensors.dtypes import without_autocast
+from distdl.tensors.modes import uncounted
 
 _NAME = "flex_attention"
 _RESULT = ("b", "h", "l", "f")
@@ -206,8 +207,9 @@ def _order(strides: Sequence[int]) -> list[int]:
 
 def _strides(shape: Shape, order: Sequence[int]) -> Shape:
     """Those of a tensor whose dims lie in this order; none if it is contiguous."""
-    whole = torch.empty([shape[dim] for dim in order], device="meta")
-    return strides_if(whole.permute([order.index(dim) for dim in range(len(shape))]))
+    with uncounted():
+        whole = torch.empty([shape[dim] for dim in order], device="meta")
+        return strides_if(whole.permute([order.index(dim) for dim in range(len(shape))]))
 
 
 def _options(
