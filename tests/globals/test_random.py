@@ -198,6 +198,14 @@ def test_numbers_without_dims_are_drawn(name):
     assert_same(functions[name], Global(torch.tensor(1.5, dtype=torch.float64)))
 
 
+@on_workers
+def test_zeros_have_a_slope_of_rrelu_that_is_drawn():
+    x = split(torch.zeros(4, 6), 1, 2).requires_grad_()
+    F.rrelu(x, 0.1, 0.3, training=True).sum().backward()
+    slopes = x.grad.full_tensor()
+    assert slopes.min() >= 0.1 and slopes.max() <= 0.3
+
+
 BY_GENERATOR = {
     "rand_like": lambda x, g: torch.rand_like(x, generator=g),
     "randn_like": lambda x, g: torch.randn_like(x, generator=g, dtype=torch.float32),

@@ -306,7 +306,7 @@ def rrelu(
         slope = whole_by_generator(
             input, lambda _: torch.rrelu(signs, lower, upper, True, generator=generator) * signs, "rrelu"
         )
-    y = block * torch.where(block.detach() >= 0, torch.ones_like(slope), slope)
+    y = block * torch.where(block.detach() <= 0, slope, torch.ones_like(slope))
     z = GlobalTensor._of(y, input._layout)
     return write_back(input, z, "rrelu_") if inplace else z
 
