@@ -180,7 +180,8 @@ _KINDS = {
     "function": "alone local move_in move_out opener operator",
     "function or None": "check command configure finish start",
     "string": "host name unit what",
-    "flag": "adds copies gradient keeps_format lends meta preserve_batch reuses still tangent tangent_gradient whole",
+    "flag": "adds alike copies gradient keeps_format lends meta preserve_batch reuses still tangent tangent_gradient "
+    "whole",
     "number": "offset",
     "place": "dims initial_capacity local_rank number rank size source target tensors",
     "default": "default",

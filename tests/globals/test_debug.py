@@ -193,6 +193,29 @@ def test_what_a_layer_gives_as_it_is_requires_a_gradient_on_every_worker(monkeyp
     distdl.run_workers(work, 3)
 
 
+def test_a_weight_that_one_worker_alone_gives_to_a_primitive_is_the_same_on_all(monkeypatch):
+    """It gets a copy of a weight, where others get what may be a part of a sum."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            P = distdl.world()
+            empty = distdl.utilities.torch.zero_volume_tensor(dtype=x.dtype, requires_grad=True)
+            own = self.weight if P.rank == 0 else empty
+            return x * (self.first(own) * self.weight).sum() + self.weight.sum()
+
+    def work():
+        P = distdl.world()
+        model = Scaled(5, 1, False, dtype=torch.float64)
+        model.weight.data = noise(1, 5)
+        model.first = distdl.nn.Broadcast(P[:1], P)
+        model = distdl.distribute(model, P[:2])
+        model(split(x35)).sum().backward()
+        assert torch.allclose(model.weight.grad, 2 * noise(1, 5) * x35.sum() + 15)
+
+    distdl.run_workers(work, 3)
+
+
 def test_workers_that_do_the_same_compute_the_same(monkeypatch):
     monkeypatch.setenv("DISTDL_DEBUG", "1")
 

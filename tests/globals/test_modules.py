@@ -682,6 +682,78 @@ def test_what_layers_bring_to_worker_0_of_weights_is_a_copy_beside_a_global_loss
         assert_close(ours, theirs)
 
 
+def whole(x):
+    return x.full_tensor() if type(x) is distdl.GlobalTensor else x
+
+
+def gradient_inside(x, y, v):
+    (dv,) = torch.autograd.grad(y.sin().sum(), v, create_graph=True)
+    return x.square().sum() + dv.square().sum()
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", [
+    lambda x, y, v: y.sin().sum(), lambda x, y, v: (y.sin() * v[0]).sum(), lambda x, y, v: (whole(x) * y.sum()).sum(),
+    lambda x, y, v: (x * y.sum()).square().sum(), lambda x, y, v: (x * Square.apply(y.sum())).square().sum(),
+    lambda x, y, v: (x * (y * noise(5)[0].requires_grad_()).sum()).square().sum(), gradient_inside,
+])  # fmt: skip
+@pytest.mark.parametrize(("make", "copies"), [
+    (lambda P: nn.Broadcast(P, P), False), (lambda P: nn.Broadcast(P[:1], P), False),
+    (lambda P: nn.AllSumReduce(P, (0,)), True), (lambda P: nn.AllGather(P, (0,)), True),
+])  # fmt: skip
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_what_primitives_make_of_weights_is_one_variable(active, make, copies, use, weights):
+    """In the sequential model they work on as many equal copies as they have workers. A loss of that counts once."""
+    layer, found = make(grid(active)), []
+
+    def forward(model, x):
+        if type(x) is distdl.GlobalTensor:
+            y = layer(model.v)
+        else:
+            y = torch.stack([model.v] * (active if copies else 1))
+            y = y.reshape(-1) if isinstance(layer, nn.AllGather) else y.sum(0)
+        return use(x, y, model.v)
+
+    model = distdl.distribute(Calling(forward), grid(2, 1), weights=weights)
+    for given, one in ((split(noise(6, 5), 2, 1), model), (noise(6, 5), Calling(forward))):
+        y = one(given)
+        y.backward()
+        found.append([whole(y), whole(one.v.grad)])
+    (ours, gradient), (theirs, expected) = found
+    assert_close(gradient, expected)
+    if distdl.world().rank < active:  # (another has a clone of the weight)
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("use", [lambda x, y: x * y.sum(), lambda x, y: x.square().sum() + y.sin().sum()])
+@on_workers
+def test_sums_of_weights_on_some_workers_are_copies_beside_a_global_tensor(use):
+    layer, found = nn.SumReduce(grid(1, 2), grid(1, 2)), []
+
+    def forward(model, x):
+        return use(x, layer(model.v) if type(x) is distdl.GlobalTensor else model.v)
+
+    model = distdl.distribute(Calling(forward), grid(2, 1))
+    for given, one in ((split(noise(6, 5), 2, 1), model), (noise(6, 5), Calling(forward))):
+        one(given).square().sum().backward()
+        found.append(one.v.grad)
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("make", [lambda P: nn.Broadcast(P[:1], P[1:]), lambda P: nn.AllSumReduce(P[1:], (0,))])
+@on_workers
+def test_what_primitives_make_of_weights_on_others_than_worker_0_alone_is_no_copy(make):
+    """Each of these workers has a loss of its own."""
+    layer = make(grid(3))
+    model = distdl.distribute(Calling(lambda model, x: layer(model.v).sin().sum()), grid(2))
+    model(split(noise(5), 2)).backward()
+    v = noise(5, seed=2).requires_grad_()
+    total = 2 * v.sin().sum() if isinstance(layer, nn.Broadcast) else v.sin().sum() + 2 * (2 * v).sin().sum()
+    total.backward()
+    assert_close(model.v.grad, v.grad)
+
+
 @pytest.mark.parametrize("active", [1, 2, 3])
 @on_workers
 def test_what_blocks_and_layers_of_weights_make_is_refused_beside_a_global_loss(active):

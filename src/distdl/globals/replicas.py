@@ -22,7 +22,6 @@ from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
-from distdl.tensors.function import Given
 from distdl.tensors.modes import unobserved
 
 
@@ -116,9 +115,9 @@ class Replica(torch.Tensor):
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
 
-        What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside. But
-        what has moved is a block, or stands for a part of a sum, and so is what follows from a block. (What has moved
-        to worker 0 alone would be the same as either, but for those clones, of whose gradient the others would count.)
+        What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside, and
+        the sum that a primitive makes of all workers' copies. But where workers get different tensors, as from
+        Repartition, or worker 0 gets none, each has its block; and so has it of what follows from a block.
         """
         every = (*args, *kwargs.values())
         for one in every:
@@ -126,7 +125,7 @@ class Replica(torch.Tensor):
                 return type(one)._call_module(module, call, args, kwargs)
         y = call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
         of_blocks = any(type(one) is torch.Tensor and may_differ(one) for one in every)
-        if of_blocks or (module._gives_moved and module._gives is not Given.ALONE):
+        if of_blocks or not module._keeps_copies:
             return y
         found = [one for one in every if type(one) is Replica]
 

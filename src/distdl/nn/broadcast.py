@@ -50,7 +50,7 @@ class Broadcast(Layer):
         def plan(headers: Headers, me: int) -> Plan:
             return broadcast(source, target, headers.local_shapes, me)
 
-        movement = Movement(P_x, P_y, plan, preserve_batch)
+        movement = Movement(P_x, P_y, plan, preserve_batch, alike=True)
         super().__init__(
             movement.name("Broadcast"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
         )

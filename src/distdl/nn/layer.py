@@ -146,7 +146,7 @@ class Layer(Module):
         self._derive = derive
         self._member = everyone.comm.rank in everyone
         self._gives = _given_by(derive, everyone, at)
-        self._gives_moved = getattr(derive, "moves", False)
+        self._keeps_copies = getattr(derive, "keeps_copies", True)
         self._agreement: Agreement[Setup] = Agreement.among(
             everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
         )

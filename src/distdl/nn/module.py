@@ -20,7 +20,7 @@ class Module(torch.nn.Module):
     """
 
     _gives = Given.BLOCKS  # what results are: the same on every worker
-    _gives_moved = False  # whether results may lie on other workers than arguments do, or be sums over these
+    _keeps_copies = True  # whether results of what is the same on every worker are so, too, where worker 0 has some
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

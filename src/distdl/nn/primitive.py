@@ -40,6 +40,7 @@ class Movement:
         adds: whether the forward adds tensors up.
         copies: whether results may be copies of one tensor, of whose gradient the backward adds up the parts that the
             workers have. (That of what one worker alone has may be the whole one.)
+        alike: whether tensors that are the same on all workers of ``P_x`` give the same on all workers of ``P_y``.
     """
 
     P_x: Partition
@@ -48,6 +49,7 @@ class Movement:
     preserve_batch: bool = True
     adds: bool = False
     copies: bool = True
+    alike: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,9 +65,14 @@ class Movement:
         return everyone
 
     @property
-    def moves(self) -> bool:
-        """Whether a worker's result is more than its own tensor."""
-        return self.adds or self.copies or self.P_x.workers.tolist() != self.P_y.workers.tolist()
+    def keeps_copies(self) -> bool:
+        """Whether what it makes of tensors that are the same on every worker is so, too, on worker 0 and on others that
+        have some.
+        """
+        if not (self.adds or self.copies) and self.P_x.workers.tolist() == self.P_y.workers.tolist():
+            return True  # (each worker has its own tensor)
+        workers = self.P_y.workers.ravel().tolist()
+        return 0 in workers and (self.alike or len(workers) == 1)
 
     @property
     def read(self) -> Sequence[Partition]:

@@ -56,7 +56,7 @@ class SumReduce(Layer):
             shapes = Lookup(headers.members, lambda worker: headers.shape(int(first_of[target.index_of(worker)])))
             return broadcast(target, source, shapes, me).T
 
-        movement = Movement(P_x, P_y, plan, preserve_batch, adds=True, copies=False)
+        movement = Movement(P_x, P_y, plan, preserve_batch, adds=True, copies=False, alike=True)
         super().__init__(
             movement.name("SumReduce"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
         )
