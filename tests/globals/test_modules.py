@@ -741,15 +741,44 @@ def test_sums_of_weights_on_some_workers_are_copies_beside_a_global_tensor(use):
     assert_close(*found)
 
 
+CHAINS = {  # layers, the last of which brings something to worker 0; and by which number the weight is multiplied
+    "copies": lambda P: ([nn.Broadcast(P[:1], P), nn.SumReduce(P, P[:1])], P.workers.size),
+    "sums": lambda P: ([nn.AllSumReduce(P, axes_reduce=(0,)), nn.SumReduce(P, P[:1])], P.workers.size**2),
+    "blocks": lambda P: ([nn.Repartition(P[:1], P), nn.Repartition(P, P[:1])], 1),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", [lambda y, w: y, lambda y, w: y.square() * w[0].exp() + w[1]])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_clones_count_nothing_beside_a_global_loss(active, chain, use, weights):
+    """Workers outside of the layers have clones of the weight in the place of what worker 0 has."""
+    layers, factor = CHAINS[chain](grid(active))
+    found = []
+
+    def forward(model, x):
+        is_global = type(x) is distdl.GlobalTensor
+        y = torch.nn.Sequential(*layers)(model.v).sin() if is_global else (factor * model.v).sin()
+        return x.square().sum() + use(y.sum(), model.v)
+
+    model = distdl.distribute(Calling(forward), grid(2), weights=weights)
+    for given, one in ((split(noise(5), 2), model), (noise(5), Calling(forward))):
+        one(given).backward()
+        found.append(one.v.grad)
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("make", [lambda P: nn.Broadcast(P[:1], P[1:]), lambda P: nn.AllSumReduce(P[1:], (0,))])
 @on_workers
 def test_what_primitives_make_of_weights_on_others_than_worker_0_alone_is_no_copy(make):
-    """Each of these workers has a loss of its own."""
+    """Each of these workers has a loss of its own; one outside has a clone, which does not count."""
     layer = make(grid(3))
     model = distdl.distribute(Calling(lambda model, x: layer(model.v).sin().sum()), grid(2))
     model(split(noise(5), 2)).backward()
     v = noise(5, seed=2).requires_grad_()
-    total = 2 * v.sin().sum() if isinstance(layer, nn.Broadcast) else v.sin().sum() + 2 * (2 * v).sin().sum()
+    total = 2 * (v if isinstance(layer, nn.Broadcast) else 2 * v).sin().sum()
     total.backward()
     assert_close(model.v.grad, v.grad)
 

@@ -117,7 +117,8 @@ class Replica(torch.Tensor):
 
         What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside, and
         the sum that a primitive makes of all workers' copies. But where workers get different tensors, as from
-        Repartition, or worker 0 gets none, each has its block; and so has it of what follows from a block.
+        Repartition, or worker 0 gets none, each has its block (and one outside a clone, of whose gradient none counts);
+        and so has it of what follows from a block.
         """
         every = (*args, *kwargs.values())
         for one in every:
@@ -125,8 +126,10 @@ class Replica(torch.Tensor):
                 return type(one)._call_module(module, call, args, kwargs)
         y = call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
         of_blocks = any(type(one) is torch.Tensor and may_differ(one) for one in every)
-        if of_blocks or not module._keeps_copies:
+        if of_blocks or (not module._keeps_copies and module._member):
             return y
+        if not module._keeps_copies:
+            return map_tensors(y, _uncounted)
         found = [one for one in every if type(one) is Replica]
 
         def wrap(value: torch.Tensor) -> torch.Tensor:
@@ -205,6 +208,13 @@ class Replica(torch.Tensor):
             return view_of(found, value, context) if written is None else assigned(written)
 
         return map_tensors(result, wrap)
+
+
+def _uncounted(value: torch.Tensor) -> torch.Tensor:
+    """A clone, with zeros in the place of its gradient, from which they follow: a second backward goes there, too."""
+    if value.requires_grad and not value.is_leaf:
+        value.register_hook(lambda gradient: gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), 0))
+    return value
 
 
 _base: Any = torch._C.TensorBase

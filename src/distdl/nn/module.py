@@ -20,6 +20,7 @@ class Module(torch.nn.Module):
     """
 
     _gives = Given.BLOCKS  # what results are: the same on every worker
+    _member = True  # whether this worker takes part
     _keeps_copies = True  # whether results of what is the same on every worker are so, too, where worker 0 has some
 
     def __init_subclass__(cls, **options: Any) -> None:
