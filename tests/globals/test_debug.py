@@ -288,3 +288,49 @@ def test_weights_that_became_different_are_named(monkeypatch, weights):
 
     torch.nested.nested_tensor_from_jagged(x35, torch.tensor([0, 1, 3]))  # (which torch imports then)
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("factor", [
+    lambda P, w: distdl.nn.SumReduce(P, P[:1])(w).sum(), lambda P, w: distdl.nn.DistributedMSELoss(P)(w, w * 0),
+])  # fmt: skip
+def test_what_a_layer_gives_worker_0_alone_of_a_weight_is_no_factor(factor, monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return x * factor(distdl.world(), self.weight)
+
+    def work():
+        model = distdl.distribute(Scaled(5, 1, False, dtype=torch.float64), distdl.world())
+        with pytest.raises(distdl.CommunicationError, match=r"workers differ .* worker 0 has called mul\("):
+            model(split(x35)).sum()
+
+    distdl.run_workers(work, 3)
+
+
+def test_a_block_is_no_factor_of_a_global_number(monkeypatch):
+    """What has more cells there is taken for a tensor that is the same on every worker: only worker 0's would count."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        x = split(torch.cat([x35, x35 + 1]))
+        with pytest.raises(distdl.CommunicationError, match=r"workers differ .* has called mul\("):
+            (x.to_local() * x.mean()).sum().item()
+
+    distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("add", [lambda loss, y: loss + y, lambda loss, y: torch.stack([y, loss]).mean()])
+def test_losses_of_blocks_may_stand_beside_a_global_loss(add, monkeypatch):
+    """Each worker has a number of its own."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        x = split(x35).requires_grad_()
+        layer = distdl.nn.DistributedDropout(x.layout.partition).eval()
+        y = x35.clone().requires_grad_()
+        add(x.sum(), layer(x.to_local()).square().sum()).backward()
+        add(y.sum(), y.square().sum()).backward()
+        assert torch.equal(x.grad.full_tensor(), y.grad)
+
+    distdl.run_workers(work, 3)

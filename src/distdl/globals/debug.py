@@ -33,7 +33,8 @@ class _Here(threading.local):
 
 _here = _Here()
 _PAST = 1000  # calls that are remembered
-_SAME = (torch.Tensor, torch.nn.Parameter)  # (of a distributed model, a forward reads copies)
+SAME: set[type] = {torch.Tensor, torch.nn.Parameter}
+"""Types of tensors that are the same on every worker: and of copies, whose module adds theirs."""
 _SHOWN = 80  # characters of the numbers of a call
 # (what one worker may ask by itself, in a line that it prints)
 _ASKED_ALONE = frozenset(
@@ -41,7 +42,6 @@ _ASKED_ALONE = frozenset(
 )
 on = False
 """Whether any worker of this process compares: then functions are noted."""
-_is_part: Callable[[torch.Tensor], bool] | None = None
 
 
 def watch(comm: Communicator) -> None:
@@ -50,12 +50,6 @@ def watch(comm: Communicator) -> None:
     on = True
     watching.describe_by(_described_here, _past)
     watching.watch(comm)
-
-
-def tell_parts_by(is_part: Callable[[torch.Tensor], bool]) -> None:
-    """Let a function tell which plain tensors are what a primitive gives, as which another worker may have a copy."""
-    global _is_part
-    _is_part = is_part
 
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -124,9 +118,17 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
             they may be blocks.)
     """
+    tensors = list(tensors_in((args, kwargs)))
+    layouts = [one.__dict__.get("_layout") for one in tensors]
+    split = any(layout is not None and layout.extents for layout in layouts)
+
+    def is_same(one: torch.Tensor) -> bool:
+        # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
+        return whole and (split or (type(one) is torch.Tensor and one.numel() > 1))
+
     found = [
-        _split(one, one.__dict__["_layout"]) if "_layout" in one.__dict__ else _plain(one, whole)
-        for one in tensors_in((args, kwargs))
+        _plain(one, is_same(one)) if layout is None else _split(one, layout)
+        for one, layout in zip(tensors, layouts, strict=True)
     ]
     if whole:
         numbers = ", ".join(_numbers((args, kwargs)))
@@ -156,11 +158,9 @@ def _checksum(cells: Any) -> str:
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
-    if not whole or type(x) not in _SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
+    if not whole or type(x) not in SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
     with torch._C.DisableTorchFunction():
-        if _is_part is not None and _is_part(x):
-            return text
         x = x.detach().clone(memory_format=torch.contiguous_format)  # (an array over its own memory would mark that)
         cells = x.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8)
     return f"{text} with checksum {_checksum(cells.numpy().data)}"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from distdl.globals import debug
 from distdl.globals.context import Context
 from distdl.globals.running import (
     any_noted,
@@ -73,9 +72,6 @@ def entered_into(tensor: torch.Tensor, strict: bool = False) -> Any:
 def is_part(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor follows from what may be copies that stand for parts of a sum."""
     return tensor.grad_fn is not None and _PART in _sources(tensor.grad_fn, False)
-
-
-debug.tell_parts_by(is_part)
 
 
 def note_entered(tensor: torch.Tensor, context: Any) -> None:

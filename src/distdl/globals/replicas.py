@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from distdl.globals import debug
 from distdl.globals.comparing import bits_of_all, differ, farthest
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
@@ -217,6 +218,7 @@ def _uncounted(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+debug.SAME.add(Replica)
 _base: Any = torch._C.TensorBase
 _raw_node = _base.grad_fn.__get__
 _aten: Any = torch.ops.aten
