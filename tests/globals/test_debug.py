@@ -1,9 +1,12 @@
 """What workers compare under DISTDL_DEBUG=1."""
 
+from functools import partial
+
 import pytest
 import torch
 from launched import split
 from same import noise
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import distdl
 
@@ -332,5 +335,25 @@ def test_losses_of_blocks_may_stand_beside_a_global_loss(add, monkeypatch):
         add(x.sum(), layer(x.to_local()).square().sum()).backward()
         add(y.sum(), y.square().sum()).backward()
         assert torch.equal(x.grad.full_tensor(), y.grad)
+
+    distdl.run_workers(work, 3)
+
+
+def test_a_selective_checkpoint_sees_nothing_of_what_is_compared(monkeypatch):
+    """It hands out the results of the operators of its forward in their order."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+    saving = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    class Layer(torch.nn.Conv1d):
+        def forward(self, x):
+            return checkpoint(lambda x: super(Layer, self).forward(x).sin(), x, use_reentrant=False, context_fn=saving)
+
+    def work():
+        made, x = Layer(2, 2, 3, padding=1, dtype=torch.float64), noise(1, 2, 7)
+        made.weight.data, made.bias.data = noise(2, 2, 3), noise(2)
+        alone = torch.autograd.grad(torch.nn.Conv1d.forward(made, x).sin().sum(), made.weight)[0]
+        P = distdl.world()[:2].reshape(1, 1, 2)
+        distdl.distribute(made, P)(distdl.distribute_tensor(x, P)).sum().backward()
+        assert torch.allclose(made.weight.grad, alone)
 
     distdl.run_workers(work, 3)

@@ -20,6 +20,7 @@ from distdl.globals.nested import tensors_in
 from distdl.globals.paths import current_path
 from distdl.globals.table import name_of
 from distdl.partition import Layout, dims
+from distdl.tensors.modes import unobserved
 from distdl.transport import Communicator
 from distdl.transport.communicator import name_workers
 
@@ -160,7 +161,7 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
     text = f"a plain {'nested' if x.is_nested else dims(x.shape)} {x.dtype}"
     if not whole or type(x) not in SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction(), unobserved():
         x = x.detach().clone(memory_format=torch.contiguous_format)  # (an array over its own memory would mark that)
         cells = x.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8)
     return f"{text} with checksum {_checksum(cells.numpy().data)}"
