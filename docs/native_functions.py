@@ -9,6 +9,7 @@ from inspect import unwrap
 from typing import Any
 
 import torch
+import torch.nn.attention.flex_attention  # (whose op is entered behind its import)
 from torch.overrides import get_overridable_functions
 
 from distdl.globals.fallback import fall_back

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distdl
-from distdl.globals.higher_order.flexible import torchs_flex_attention
+from distdl.globals.higher_order.flex.attention import torchs_flex_attention
 from distdl.globals.table import composite
 from distdl.testing import Counting
 from distdl.transport.recording import Recording
@@ -470,7 +470,7 @@ for again in range(2):
     for name in [name for name in sys.modules if name.partition(".")[0] == "distdl"]:
         del sys.modules[name]
     import distdl
-    importlib.reload(sys.modules["distdl.globals.higher_order.flexing"]).install()
+    importlib.reload(sys.modules["distdl.globals.higher_order.flex.lending"]).install()
     mask = flex.create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
     assert flex.flex_attention(q, q, q, block_mask=mask).sum() == 6
 assert before == arguments()
@@ -480,6 +480,29 @@ def work():
     return flex.flex_attention(x, x, x).sum().item()
 
 assert distdl.run_workers(work, 2) == [6, 6]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_a_program_imports_it_behind_distdl():
+    """distdl does not by itself: with torch 2.14 it takes long. Libraries first ask whether there is such a module."""
+    code = """
+import importlib.util, sys, torch
+import distdl
+name = "torch.nn.attention.flex_attention"
+assert name not in sys.modules and importlib.util.find_spec(name) is not None
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+q = torch.arange(12.0).reshape(1, 2, 3, 2)
+
+def work():
+    x = distdl.distribute_tensor(q, distdl.world().reshape(1, 1, 3, 1))
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
+    return flex_attention(x, x, x, block_mask=mask, scale=torch.tensor(0.5)).full_tensor()
+
+mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 3, 3, device="cpu")
+for y in distdl.run_workers(work, 3):
+    assert torch.allclose(y, flex_attention(q, q, q, block_mask=mask, scale=0.5))
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 

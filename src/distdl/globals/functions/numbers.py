@@ -95,7 +95,7 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _with_numbers_at(handler: Handler, function: Callable[..., Any]) -> Handler:
+def with_numbers_at(handler: Handler, function: Callable[..., Any]) -> Handler:
     """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor.
 
     Where that is, is asked of torch at the first call: to read all signatures would make imports slow.
@@ -143,6 +143,6 @@ def install() -> None:
         if function in of_one:
             TABLE[function] = _with_numbers(handler)
         elif callable(function) and handler is not elementwise:
-            TABLE[function] = _with_numbers_at(handler, function)
+            TABLE[function] = with_numbers_at(handler, function)
     for function in named(_OF_NONE, "torch"):
         TABLE[function] = _of_numbers

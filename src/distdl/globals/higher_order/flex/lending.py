@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function
 
 from distdl.globals.context import worlds
 from distdl.globals.higher_order.capturing import Captured, captures_split, mapped
-from distdl.globals.higher_order.flexible import torchs_flex_attention
+from distdl.globals.higher_order.flex.attention import torchs_flex_attention
 from distdl.globals.replicas import Replica
 from distdl.globals.table import composite, copied, lend
 from distdl.globals.tensor import GlobalTensor

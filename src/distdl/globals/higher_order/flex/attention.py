@@ -24,6 +24,7 @@ from distdl.geometry.boxes import Interval, Shape
 from distdl.globals.context import Context
 from distdl.globals.functions.applying import autocast_dtype, cast_to
 from distdl.globals.functions.attention import shared_heads
+from distdl.globals.functions.numbers import with_numbers_at
 from distdl.globals.functions.work import Work, checked, work_on
 from distdl.globals.higher_order.capturing import Captured, mapped
 from distdl.globals.nested import tensors_in
@@ -55,7 +56,8 @@ def flex_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _checked(*args, **kwargs)
 
 
-TABLE[flex.flex_attention] = REPLICATED[flex.flex_attention] = flex_attention
+TABLE[flex.flex_attention] = with_numbers_at(flex_attention, flex.flex_attention)
+REPLICATED[flex.flex_attention] = flex_attention
 
 
 def _attend(
