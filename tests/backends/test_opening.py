@@ -232,6 +232,7 @@ def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
     class Graph:
         def reset(self):
             said.append("reset")
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)

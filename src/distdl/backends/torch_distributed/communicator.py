@@ -353,7 +353,8 @@ def _end_graphs() -> None:
     """Let go of CUDA graphs that are still there at the end: NCCL waits for ever for those that have messages."""
     for one in gc.get_objects():
         if issubclass(type(one), torch.cuda.CUDAGraph):
-            one.reset()
+            with suppress(RuntimeError):  # (of a device that has failed; all else is to be closed yet)
+                one.reset()
 
 
 def _reason(error: Exception) -> str:
