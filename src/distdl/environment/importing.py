@@ -24,26 +24,33 @@ def behind(name: str, act: Callable[[], object]) -> None:
 
 
 class _Behind(MetaPathFinder):
-    """Finds one module as the other finders do, and acts when it has been executed."""
+    """Finds one module as the finders behind this one do, and acts when it has been executed.
+
+    It stays there: Python goes through the list while it imports, also in another thread, and would leave one out.
+    """
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:
-        self._name, self._act = name, act
+        self._name = name
+        self._act: Callable[[], object] | None = act  # until it has been done
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._act is None:
             return None
-        others = [one for one in sys.meta_path if one is not self]
-        found = next((spec for one in others if (spec := one.find_spec(name, path, target)) is not None), None)
+        # (one of another import of distdl, before this one, asks those behind itself, too: not each other for ever)
+        place = next((place for place, one in enumerate(sys.meta_path) if one is self), -1)
+        # (those without it are of the kind before Python 3.4, which 3.12 passes over, too)
+        finds = [one.find_spec for one in sys.meta_path[place + 1 :] if hasattr(one, "find_spec")]
+        found = next((spec for find in finds if (spec := find(name, path, target)) is not None), None)
         if found is not None and found.loader is not None:
             execute = found.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
                 execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                self._act()
+                if self._act is not None:
+                    self._act()
+                    self._act = None
 
             found.loader.exec_module = execute_and_act  # type: ignore[method-assign]  # (a loader of this one alone)
         return found

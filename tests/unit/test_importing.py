@@ -1,0 +1,77 @@
+"""What is done behind the import of a module."""
+
+import importlib
+import sys
+from importlib.abc import MetaPathFinder
+
+import pytest
+
+from distdl.environment.importing import behind
+
+NAME = "imported_late"
+
+
+@pytest.fixture
+def late(tmp_path, monkeypatch):
+    """A module that nobody has imported yet; which is done, until the test has ended."""
+    (tmp_path / f"{NAME}.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    yield NAME
+    sys.modules.pop(NAME, None)
+
+
+def test_of_several_each_acts_once(late):
+    """As where a program drops distdl's modules and imports it again: they do not ask each other for ever."""
+    done = []
+    for one in range(3):
+        behind(late, lambda one=one: done.append((one, sys.modules[late].value)))
+    assert importlib.import_module(late).value == 3
+    assert sorted(done) == [(0, 3), (1, 3), (2, 3)]
+    behind(late, lambda: done.append("at once"))
+    importlib.reload(sys.modules[late])
+    assert done[3:] == ["at once"]
+
+
+def test_what_failed_is_done_by_the_next_import(late):
+    done = []
+
+    def act():
+        done.append(None)
+        if len(done) == 1:
+            raise ImportError("once")
+
+    behind(late, act)
+    with pytest.raises(ImportError, match="once"):
+        importlib.import_module(late)
+    assert importlib.import_module(late).value == 3 and len(done) == 2
+
+
+def test_finders_without_find_spec_are_passed_over(late):
+    """Such as Python 3.4 to 3.11 have asked by another name."""
+    behind(late, lambda: None)
+    sys.meta_path.insert(1, object())
+    assert sys.meta_path[0].find_spec(late, None).name == late
+
+
+def test_no_finder_is_left_out_of_an_import_meanwhile(late):
+    """Python goes through the list while it imports."""
+
+    class Importing(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != late:
+                importlib.import_module(late)
+
+    class Last(MetaPathFinder):
+        asked = ()
+
+        def find_spec(self, name, path, target=None):
+            self.asked = (*self.asked, name)
+
+    last = Last()
+    sys.meta_path[:0] = [Importing(), last]
+    behind(late, lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("of_no_such_name")
+    assert "of_no_such_name" in last.asked
