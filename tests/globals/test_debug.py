@@ -88,6 +88,18 @@ UNHEARD = {
     ),
     "named numbers": (lambda x: x.clamp(min=0), lambda x: x.clamp(max=0), "min=0)", "max=0)"),
     "plain tensors": (lambda x: x + noise(5), lambda x: x + noise(5, seed=1), "a plain 5 torch.float64 with checksum"),
+    "weights beside a number": (
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(5), False),
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(5, seed=1), False),
+        "mul(a number, torch.float64, on worker",
+        "a plain 5 torch.float64 with checksum",
+    ),
+    "a weight beside a number": (
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(1), False),
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(1, seed=1), False),
+        "mul(a number, torch.float64, on worker",
+        "a plain 1 torch.float64 with checksum",
+    ),
     "weights": (
         lambda x: x + torch.nn.Parameter(noise(5), False),
         lambda x: x + torch.nn.Parameter(noise(5, seed=1), False),

@@ -124,8 +124,10 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
     split = any(layout is not None and layout.extents for layout in layouts)
 
     def is_same(one: torch.Tensor) -> bool:
+        if not whole or split or type(one) is torch.nn.Parameter:
+            return whole
         # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
-        return whole and (split or (type(one) is torch.Tensor and one.numel() > 1))
+        return type(one) is torch.Tensor and one.numel() > 1
 
     found = [
         _plain(one, is_same(one)) if layout is None else _split(one, layout)
