@@ -100,6 +100,11 @@ UNHEARD = {
         "mul(a number, torch.float64, on worker",
         "a plain 1 torch.float64 with checksum",
     ),
+    "lists": (
+        lambda x: torch._foreach_add([x], [noise(5)])[0],
+        lambda x: torch._foreach_add([x], [noise(5, seed=1)])[0],
+        "a plain 5 torch.float64 with checksum",
+    ),
     "weights": (
         lambda x: x + torch.nn.Parameter(noise(5), False),
         lambda x: x + torch.nn.Parameter(noise(5, seed=1), False),
@@ -367,5 +372,29 @@ def test_a_selective_checkpoint_sees_nothing_of_what_is_compared(monkeypatch):
         P = distdl.world()[:2].reshape(1, 1, 2)
         distdl.distribute(made, P)(distdl.distribute_tensor(x, P)).sum().backward()
         assert torch.allclose(made.weight.grad, alone)
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("step", [
+    lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=True).step(),
+    lambda p: torch.optim.Adam(p, 0.1, fused=True).step(),
+    lambda p: distdl.nn.utils.clip_grad_norm_(p, 0.5),
+    lambda p: torch._amp_foreach_non_finite_check_and_unscale_([w.grad for w in p], torch.zeros(1), torch.ones(1)),
+])  # fmt: skip
+def test_lists_of_optimisers_hold_blocks_of_layers(step, monkeypatch):
+    """Which stand beside no global tensor, but beside other blocks at their place."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        P = distdl.world().reshape(1, 1, 3)
+        layer = distdl.nn.DistributedConv1d(P, in_channels=2, out_channels=2, kernel_size=3, padding=1).double()
+        ours = torch.nn.Conv1d(2, 2, 1).double()
+        for one in ours.parameters():
+            torch.nn.init.ones_(one)
+        model = distdl.distribute(torch.nn.Sequential(layer, ours), P, weights="sharded")
+        model(distdl.distribute_tensor(noise(1, 2, 7), P)).square().sum().backward()
+        step(list(model.parameters()))
+        assert torch.isfinite(model[1].weight.full_tensor()).all()
 
     distdl.run_workers(work, 3)

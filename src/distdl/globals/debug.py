@@ -41,6 +41,7 @@ _SHOWN = 80  # characters of the numbers of a call
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
 )
+_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # functions that do the same to each place of lists
 on = False
 """Whether any worker of this process compares: then functions are noted."""
 
@@ -119,7 +120,7 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
             they may be blocks.)
     """
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = list(tensors_in((_beside_global(args) if name_of(func).startswith(_LISTS) else args, kwargs)))
     layouts = [one.__dict__.get("_layout") for one in tensors]
     split = any(layout is not None and layout.extents for layout in layouts)
 
@@ -138,6 +139,19 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         if numbers:
             found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
     return f"{name_of(func)}({'; '.join(found)})"
+
+
+def _beside_global(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same arguments, without what lists of tensors have at places where each has a plain one.
+
+    Those stand beside no global tensor: lists of an optimiser hold blocks of layers' weights, too, and their gradients.
+    """
+    lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
+    told = {place for each in lists for place, one in enumerate(each) if "_layout" in one.__dict__}
+    return tuple(
+        [x for place, x in enumerate(one) if place in told] if any(one is each for each in lists) else one
+        for one in args
+    )
 
 
 def _numbers(value: Any) -> Iterator[str]:
