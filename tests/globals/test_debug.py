@@ -398,3 +398,15 @@ def test_lists_of_optimisers_hold_blocks_of_layers(step, monkeypatch):
         assert torch.isfinite(model[1].weight.full_tensor()).all()
 
     distdl.run_workers(work, 3)
+
+
+def test_a_leaf_enters_without_grad_mode(monkeypatch):
+    """As in an evaluation, or in the forward of an autograd function. One worker alone has it."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        with torch.no_grad():
+            x = split(x35.clone().requires_grad_())
+        assert not x.requires_grad and torch.equal(x.full_tensor(), x35)
+
+    distdl.run_workers(work, 3)

@@ -184,7 +184,8 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
 
 
 def _split(x: Any, layout: Any) -> str:
-    gradient = " with gradient" if x._block.requires_grad else ""
+    # (without grad mode nothing follows from it, and what enters is a leaf on the worker that has it alone)
+    gradient = " with gradient" if x._block.requires_grad and torch.is_grad_enabled() else ""
     shape = f"{dims(layout.extents)} {x.dtype}" if layout.extents else f"a number, {x.dtype},"
     return f"{shape} {place_of(layout)}{gradient}"
 
