@@ -12,7 +12,6 @@ in which b, h, q_idx and kv_idx are the places in the whole tensor.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -227,19 +226,9 @@ def _options(
 _torchs_options: Any = flex._apply_kernel_options
 
 
-_turn = threading.Lock()
-
-
-def _mask_of_all(query: Any, key: Any) -> flex.BlockMask:
-    """Torch's mask that lets all queries read all keys. (Torch 2.14 notes meanwhile, for all threads, that it does.)"""
-    with _turn:
-        return flex._create_empty_block_mask(query, key)
-
-
 torchs_flex_attention = copied(flex.flex_attention)
 _checked = composite(
     torchs_flex_attention,
-    _create_empty_block_mask=_mask_of_all,
     flex_attention_hop=_attend,
     _apply_kernel_options=_options,
     _validate_device=lambda *_: None,  # (which refuses gradients on CPUs)

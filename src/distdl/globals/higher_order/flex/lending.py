@@ -2,12 +2,15 @@
 
 torch compiles what ``flex_attention`` calls, and masks are made by ``vmap``: neither takes what is split. All may have
 been imported by their names before distdl. So they stay the functions that they are, and get other code.
+
+What orders the blocks of a mask gets some, too: workers that are threads take turns there.
 """
 
 # mypy: disable-error-code="name-defined"
 
 from __future__ import annotations
 
+import threading
 from inspect import signature
 from typing import Any
 
@@ -88,7 +91,16 @@ def _create_block_mask(*args: Any, **kwargs: Any) -> Any:
     return _torchs_create_block_mask(*args, **kwargs)
 
 
+def _dense_to_ordered(dense_mask: Any) -> Any:
+    if torch.compiler.is_dynamo_compiling() or type(dense_mask) is not torch.Tensor:
+        return _torchs_dense_to_ordered(dense_mask)  # (one that is split sends messages, for which others wait)
+    with _turn:  # (torch notes meanwhile, in one dict for all threads, that it does this)
+        return _torchs_dense_to_ordered(dense_mask)
+
+
 _torchs_create_mask, _torchs_create_block_mask = copied(flex.create_mask), copied(flex.create_block_mask)
+_turn = threading.Lock()
+_torchs_dense_to_ordered = copied(flex._dense_to_ordered)
 _OF_BLOCK_MASK = signature(flex.create_block_mask)
 
 
@@ -98,3 +110,4 @@ def install() -> None:
     lend(flex.flex_attention, _flex_attention, lambda *a, **k: _distdl_flex_attention(*a, **k))  # noqa: F821
     lend(flex.create_mask, _create_mask, lambda *a, **k: _distdl_create_mask(*a, **k))  # noqa: F821
     lend(flex.create_block_mask, _create_block_mask, lambda *a, **k: _distdl_create_block_mask(*a, **k))  # noqa: F821
+    lend(flex._dense_to_ordered, _dense_to_ordered, lambda *a, **k: _distdl__dense_to_ordered(*a, **k))  # noqa: F821
