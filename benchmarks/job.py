@@ -47,7 +47,7 @@ def main(arguments, meeting):
     else:
         barrier, gather = meeting.wait, lambda times: [json.loads(one) for one in P.allgather_data(json.dumps(times))]
     mesh = cases.mesh_of(P, arguments.backend)
-    page = models.every(P, barrier, mesh) if arguments.page == "models" else cases.every(P, transport, mesh)
+    page = models.every(P, barrier, mesh, transport) if arguments.page == "models" else cases.every(P, transport, mesh)
     found = []
     for case in page:
         if arguments.sizes and case.size not in arguments.sizes:

@@ -3,12 +3,15 @@
 The ways: ``global``, torch's network by ``distdl.distribute``; ``by images``, the same with samples split, not rows;
 ``modules``, the same of distdl's modules; ``share``, torch's network on this worker's part of the data, which is
 the limit; ``in step``, the same where workers wait for each other after each layer with weights, by the transport's
-barrier; ``all``, on all of the data by worker 0 alone; ``DTensor``, torch's tensor parallelism, over gloo.
+barrier; ``by hand``, a program for this network alone, see by_hand.py; ``all``, on all of the data by worker 0 alone;
+``DTensor``, torch's tensor parallelism, over gloo.
 """
 
+import by_hand
 import networks
 import torch
 from cases import Case, nothing
+from floors import MPITransport
 from networks import Plain, Split, UNet
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -17,10 +20,10 @@ import distdl
 from distdl.nn import DistributedCrossEntropyLoss, DistributedMSELoss
 
 
-def every(P, barrier, mesh):
+def every(P, barrier, mesh, transport):
     """All cases, split over the rows of the data (the multilayer perceptron over features)."""
     for sizes, channels in (((256, 256), 32), ((64, 64), 32), ((64, 64, 64), 8)):
-        yield unet(P, barrier, sizes, channels)
+        yield unet(P, barrier, sizes, channels, transport)
     yield resnet(P, barrier)
     yield lenet(P, barrier)
     yield mlp(P, mesh)
@@ -61,12 +64,15 @@ def by_images(P, network, x, classes):
     return training(networks.distributed(network, over), nn.functional.cross_entropy, images, classes)
 
 
-def unet(P, barrier, sizes, channels):
+def unet(P, barrier, sizes, channels, transport):
     case = Case(f"UNet {len(sizes)}-d", "x".join(map(str, sizes)), repeats=7)
     x, truth = torch.randn(1, 1, *sizes), torch.randn(1, 2, *sizes)
     dims = len(sizes)
     rows, part, own = of_rows(case, P, barrier, lambda: UNet(Plain(dims), channels), nn.functional.mse_loss, x, truth)
     case.steps["modules"] = training(UNet(Split(rows), channels), DistributedMSELoss(rows), part, own)
+    if dims == 2 and isinstance(transport, MPITransport):
+        network = UNet(by_hand.ByHand(transport), channels)
+        case.steps["by hand"] = by_hand.training(network, nn.functional.mse_loss, part, own, transport)
     return case
 
 
