@@ -356,6 +356,26 @@ def test_losses_of_blocks_may_stand_beside_a_global_loss(add, monkeypatch):
     distdl.run_workers(work, 3)
 
 
+def test_what_is_not_read_may_differ(monkeypatch):
+    """Memory that has not been filled yet: what is all written, and tangents by which torch traces."""
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        P = distdl.world()
+        x, rank = split(x35), torch.tensor(float(P.rank), dtype=torch.float64)
+        copied, filled = rank.repeat(3, 5), rank.repeat(3, 5)
+        copied.copy_(x)
+        filled.fill_(x.sum())
+        assert rank.expand_as(x)[0, 0] == P.rank
+        assert torch.equal(copied.full_tensor(), x35)
+        torch.testing.assert_close(filled, x35.sum().expand(3, 5).clone())
+        torch.testing.assert_close(torch.func.linearize(torch.sin, x)[1](x).full_tensor(), x35.cos() * x35)
+        with pytest.raises(distdl.CommunicationError, match=r"workers differ .* has called mul\("):
+            (x * rank.expand_as(x)).sum().item()
+
+    distdl.run_workers(work, 3)
+
+
 def test_a_selective_checkpoint_sees_nothing_of_what_is_compared(monkeypatch):
     """It hands out the results of the operators of its forward in their order."""
     monkeypatch.setenv("DISTDL_DEBUG", "1")

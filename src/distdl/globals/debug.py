@@ -41,6 +41,8 @@ _SHOWN = 80  # characters of the numbers of a call
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
 )
+# (what writes all of its first tensor, which may not have been filled, or gives the same of another shape or dtype)
+_UNREAD = frozenset(["copy_", "fill_", "expand_as", "view_as", "reshape_as", "type_as", "to"])
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # functions that do the same to each place of lists
 on = False
 """Whether any worker of this process compares: then functions are noted."""
@@ -123,8 +125,11 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
     tensors = list(tensors_in((_beside_global(args) if name_of(func).startswith(_LISTS) else args, kwargs)))
     layouts = [one.__dict__.get("_layout") for one in tensors]
     split = any(layout is not None and layout.extents for layout in layouts)
+    unread = args[0] if args and getattr(func, "__name__", "") in _UNREAD else None
 
     def is_same(one: torch.Tensor) -> bool:
+        if one is unread:
+            return False
         if not whole or split or type(one) is torch.nn.Parameter:
             return whole
         # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
