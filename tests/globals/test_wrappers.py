@@ -48,8 +48,9 @@ def all_wrappers():
         one(x).square().sum().backward()
     for one, other in zip(replicas.parameters(), sequential.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad)
-    # (not by torch's barrier: its group ends when the thread has let the barrier's record go, for which it needs the
-    # interpreter's lock, and this one holds it where the last reference goes with the model)
+    # The wrapper goes before its group: its reducer, where it has the last reference, ends the group with the
+    # interpreter's lock held, and waits for a thread that needs the lock to let the records of its messages go.
+    del model
     P.allgather_data("finished")
     torch.distributed.destroy_process_group()
     return True
