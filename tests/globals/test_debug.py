@@ -105,6 +105,12 @@ UNHEARD = {
         lambda x: torch._foreach_add([x], [noise(5, seed=1)])[0],
         "a plain 5 torch.float64 with checksum",
     ),
+    "a weight of another dtype beside a number": (
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(1).float(), False).to(x),
+        lambda x: x + x.mean() * torch.nn.Parameter(noise(1, seed=1).float(), False).to(x),
+        "to(a plain 1 torch.float32 with checksum",
+        "a plain 1 torch.float32 with checksum",
+    ),
     "weights": (
         lambda x: x + torch.nn.Parameter(noise(5), False),
         lambda x: x + torch.nn.Parameter(noise(5, seed=1), False),
@@ -374,6 +380,40 @@ def test_what_is_not_read_may_differ(monkeypatch):
             (x * rank.expand_as(x)).sum().item()
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("fill", [
+    lambda x, empty: empty(3, 5).__setitem__(slice(None), x),
+    lambda x, empty: empty(3, 5).__setitem__((..., slice(None)), x),
+    lambda x, empty: torch.add(x, 1, out=empty(3, 5)), lambda x, empty: torch.stack([x, x], out=empty(2, 3, 5)),
+    lambda x, empty: torch._foreach_copy_([empty(3, 5)], [x]), lambda x, empty: x.expand_as(empty(2, 3, 5)),
+    lambda x, empty: x.type_as(empty(1).float()), lambda x, empty: x.to(tensor=empty(1).float()),
+])  # fmt: skip
+def test_memory_that_is_written_whole_or_asked_for_its_shape_may_differ(fill, monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        x, rank = split(x35), float(distdl.world().rank)
+        fill(x, lambda *shape: torch.full(shape, rank, dtype=torch.float64))
+        assert torch.isfinite(x.sum()).item()
+
+    distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("read", [
+    lambda x, rank: torch.add(x, rank, out=rank), lambda x, rank: rank.__setitem__(slice(2), x[:2]),
+    lambda x, rank: rank.__setitem__(x > 0, 1.0), lambda x, rank: torch._foreach_add_([rank], [x]),
+])  # fmt: skip
+def test_memory_of_which_something_is_read_is_compared(read, monkeypatch):
+    monkeypatch.setenv("DISTDL_DEBUG", "1")
+
+    def work():
+        x = split(x35)
+        read(x, torch.full((3, 5), float(distdl.world().rank), dtype=torch.float64))
+        x.sum().item()
+
+    with pytest.raises(distdl.CommunicationError, match=r"workers differ .*a plain 3x5 torch.float64 with checksum"):
+        distdl.run_workers(work, 3)
 
 
 def test_a_selective_checkpoint_sees_nothing_of_what_is_compared(monkeypatch):

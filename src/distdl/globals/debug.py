@@ -41,8 +41,9 @@ _SHOWN = 80  # characters of the numbers of a call
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
 )
-# (what writes all of its first tensor, which may not have been filled, or gives the same of another shape or dtype)
-_UNREAD = frozenset(["copy_", "fill_", "expand_as", "view_as", "reshape_as", "type_as", "to"])
+_WRITING = frozenset(["copy_", "fill_", "_foreach_copy_"])  # functions that write all of their first argument
+# (those that give their first argument in another shape or dtype, and ask for that of another tensor)
+_ALIKE = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # functions that do the same to each place of lists
 on = False
 """Whether any worker of this process compares: then functions are noted."""
@@ -125,10 +126,10 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
     tensors = list(tensors_in((_beside_global(args) if name_of(func).startswith(_LISTS) else args, kwargs)))
     layouts = [one.__dict__.get("_layout") for one in tensors]
     split = any(layout is not None and layout.extents for layout in layouts)
-    unread = args[0] if args and getattr(func, "__name__", "") in _UNREAD else None
+    unread = {id(one) for one in _unread(func, args, kwargs)}
 
     def is_same(one: torch.Tensor) -> bool:
-        if one is unread:
+        if id(one) in unread:
             return False
         if not whole or split or type(one) is torch.nn.Parameter:
             return whole
@@ -144,6 +145,23 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         if numbers:
             found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
     return f"{name_of(func)}({'; '.join(found)})"
+
+
+def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call whose values it does not read: they may not have been filled."""
+    name, read = name_of(func), {id(one) for one in tensors_in(args)}
+    found = [one for one in tensors_in(kwargs.get("out")) if id(one) not in read]
+    if name in _WRITING or (name == "__setitem__" and _is_everything(args[1])):
+        found += tensors_in(args[:1])
+    elif name in _ALIKE and args:
+        # (a parameter is compared here: what follows from it is none, of which one cell may be another on each worker)
+        found += tensors_in((args[1:] if type(args[0]) is torch.nn.Parameter else args, kwargs))
+    return found
+
+
+def _is_everything(index: Any) -> bool:
+    parts = index if type(index) is tuple else (index,)
+    return all(one is ... or (type(one) is slice and one.start is one.stop is one.step is None) for one in parts)
 
 
 def _beside_global(args: tuple[Any, ...]) -> tuple[Any, ...]:
