@@ -1,7 +1,5 @@
 """Where tensors become global, and plain again."""
 
-import warnings
-
 import pytest
 import torch
 from launched import Calling, assert_close, on_workers, split
@@ -229,8 +227,7 @@ def test_a_global_tensor_is_no_value_to_send():
 
 
 def quantised(x):
-    with warnings.catch_warnings(action="ignore"):  # (torch will not have these for ever)
-        return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
+    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.quint8)
 
 
 def rows(P, *intervals):
@@ -303,6 +300,7 @@ NAMED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # (the filters are those of all threads)
 @pytest.mark.parametrize("what", WRONG)
 def test_errors_are_the_same_on_every_worker(what):
     told = {}
