@@ -19,7 +19,7 @@ from launchers import FOLDER, ended, imported, mpirun, python_path
 
 import distdl
 from distdl import CommunicationError
-from distdl.backends.torch_distributed import TorchCommunicator, threads
+from distdl.backends.torch_distributed import TorchCommunicator, communicator, threads
 from distdl.backends.torch_distributed.threads import in_their_turn, receiving_threads
 from distdl.nn import Broadcast, Repartition, SumReduce
 from distdl.transport import watch
@@ -249,6 +249,32 @@ def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
     one.leave()
     assert said == ["aborted", "reset", "aborted"]
     del graph
+
+
+def test_all_groups_are_closed_where_a_device_has_failed_that_nobody_has_told(store, monkeypatch):
+    """As where the program has caught the error, or calls sys.exit. (No GPU: NCCL is imitated.)"""
+    said = []
+
+    class Nccl:
+        class Options:
+            pass
+
+        def __init__(self, *given):
+            self.abort = lambda: said.append("aborted")
+
+    def refuse():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ones = [link(store, 0, 1), link(store, 0, 1)]
+    monkeypatch.setattr(communicator, "_open_ones", set(ones))
+    for one in ones:
+        one._group((0,), True)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        communicator._leave()
+    assert said == ["aborted", "aborted"] and not any(one._groups for one in ones)
 
 
 # -- after that: gloo

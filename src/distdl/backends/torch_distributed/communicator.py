@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -171,7 +171,11 @@ class TorchCommunicator(Communicator):
         self._watch.stop()
         if self._captured:
             _end_graphs()
-        self._close(failure is not None)
+        try:
+            self._close(failure is not None)
+        except RuntimeError:  # (of a device that has failed, which nobody has told: its messages are lost)
+            self._close(True)
+            raise
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
         """Close the connections of gloo. There is no call for that, but a wait that takes too long does it."""
@@ -369,5 +373,6 @@ _open_ones: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 @atexit.register
 def _leave() -> None:
     """Close all connections before the interpreter ends: their threads abort a process that ends beside them."""
-    for communicator in list(_open_ones):
-        communicator.leave(getattr(sys, "last_value", None))
+    with ExitStack() as stack:  # (also where one raises an error)
+        for communicator in list(_open_ones):
+            stack.callback(communicator.leave, getattr(sys, "last_value", None))
