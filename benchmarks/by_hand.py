@@ -108,13 +108,15 @@ class _Convolution(torch.autograd.Function):
 class _Normalisation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, running_mean, running_var, transport):
-        var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-        size = transport.comm.size
-        moments = torch.stack((mean, torch.addcmul(var, mean, mean))).div_(size)
+        # (a twentieth of the time of torch.var_mean, but a variance that is small beside the mean loses digits)
+        moments = x.new_empty(2, x.shape[1])
+        torch.sum(x, (0, 2, 3), out=moments[0])
+        torch.linalg.vector_norm(x, 2, (0, 2, 3), out=moments[1])
+        moments[1].square_()
         transport.all_reduce(moments)
-        mean, square = moments.unbind()
-        var = square.addcmul_(mean, mean, value=-1)
-        ctx.cells, ctx.transport = x.numel() // x.shape[1] * size, transport
+        ctx.cells, ctx.transport = x.numel() // x.shape[1] * transport.comm.size, transport
+        mean, var = moments.div_(ctx.cells).unbind()
+        var.addcmul_(mean, mean, value=-1)
         running_mean.lerp_(mean, 0.1)
         running_var.mul_(0.9).add_(var, alpha=0.1 * ctx.cells / (ctx.cells - 1))
         ctx.save_for_backward(x, weight, mean, var)

@@ -91,6 +91,18 @@ def forked(function, workers, backend="gloo"):
         return pickle.loads(file.read_bytes())
 
 
+def open_torch_group(P):
+    """The default group of torch.distributed over the workers of a world, as users open it; at a port that is free."""
+    import torch.distributed as dist
+
+    def store(port):
+        return dist.TCPStore("127.0.0.1", port, is_master=port == 0, wait_for_workers=False)
+
+    own = store(0) if P.rank == 0 else None
+    port = P.broadcast_data(own and own.port)
+    dist.init_process_group("gloo", store=own or store(port), rank=P.rank, world_size=P.size)
+
+
 def outcome(command, **variables):
     """The exit status of a job, and all that it printed."""
     done = ended(command, **variables)

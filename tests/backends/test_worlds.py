@@ -17,7 +17,7 @@ import launchers
 import numpy as np
 import pytest
 import torch
-from launchers import FOLDER, ended, forked
+from launchers import FOLDER, ended, forked, open_torch_group
 
 import distdl
 from distdl import backends
@@ -475,8 +475,7 @@ def users_torch_group():
     from distdl.backends.torch_distributed import TorchCommunicator
 
     P = distdl.world()
-    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    open_torch_group(P)
     Q = distdl.world(dist.group.WORLD)
     assert Q is distdl.world(dist.group.WORLD) and Q.size == 3 and isinstance(Q.comm, TorchCommunicator)
     assert Q.comm is not P.comm and Q.allreduce_data(Q.rank) == 3
@@ -497,8 +496,7 @@ def users_torch_groups_that_end():
     import torch.distributed as dist
 
     P = distdl.world()
-    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    open_torch_group(P)
     found = []
     for _ in range(4):
         group = dist.new_group([0, 1])
@@ -534,8 +532,7 @@ def saves_of_two_worlds(folder):
     import torch.distributed as dist
 
     P = distdl.world()
-    port = P.broadcast_data(_free_port() if P.rank == 0 else None)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    open_torch_group(P)
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     Q = distdl.world(halves[P.rank // 2])
     inner, outer = torch.nn.Linear(4, 4), distdl.distribute(torch.nn.Linear(4, 4), P, weights="sharded")
@@ -554,14 +551,6 @@ def saves_of_two_worlds(folder):
 @pytest.mark.timeout(90)
 def test_a_checkpoint_of_two_worlds_has_equal_copies_only(tmp_path):
     assert forked(functools.partial(saves_of_two_worlds, str(tmp_path)), 4) == [True] * 4
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.mark.timeout(90)

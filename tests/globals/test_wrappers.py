@@ -1,10 +1,9 @@
 """Torch's own wrappers of models around distributed ones."""
 
 import copy
-import socket
 
 import torch
-from launchers import forked
+from launchers import forked, open_torch_group
 from torch import nn
 
 import distdl
@@ -28,10 +27,7 @@ def wrapped(model):
 
 def all_wrappers():
     P = distdl.world()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = P.broadcast_data(free.getsockname()[1])
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=P.rank, world_size=P.size)
+    open_torch_group(P)
     torch.manual_seed(0)
     sequential = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     x = torch.randn(4, 3)
