@@ -401,7 +401,8 @@ def test_memory_that_is_written_whole_or_asked_for_its_shape_may_differ(fill, mo
 
 
 @pytest.mark.parametrize("read", [
-    lambda x, rank: torch.add(x, rank, out=rank), lambda x, rank: rank.__setitem__(slice(2), x[:2]),
+    lambda x, rank: torch.add(x, rank, out=rank), lambda x, rank: torch.add(x, other=rank, out=rank),
+    lambda x, rank: rank.__setitem__(slice(2), x[:2]),
     lambda x, rank: rank.__setitem__(x > 0, 1.0), lambda x, rank: torch._foreach_add_([rank], [x]),
 ])  # fmt: skip
 def test_memory_of_which_something_is_read_is_compared(read, monkeypatch):

@@ -149,7 +149,8 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
 
 def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors of a call whose values it does not read: they may not have been filled."""
-    name, read = name_of(func), {id(one) for one in tensors_in(args)}
+    name = name_of(func)
+    read = {id(one) for one in tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))}
     found = [one for one in tensors_in(kwargs.get("out")) if id(one) not in read]
     if name in _WRITING or (name == "__setitem__" and _is_everything(args[1])):
         found += tensors_in(args[:1])
