@@ -103,6 +103,7 @@ def run(arguments, folder, environment, group):
         os.setpgid(0, group)
     fork = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda method=None: fork
+    begin_together()
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     place = folder if is_module else os.path.dirname(arguments[0])
@@ -111,6 +112,35 @@ def run(arguments, folder, environment, group):
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def begin_together():
+    """Let the workers of ``run_workers`` begin when all of them have been forked.
+
+    A worker that connects to the store keeps a thread of this process busy, in C++. Where that holds a lock of libc at
+    a fork, the fork waits for it for ever. (Processes that are spawned begin without locks.)
+    """
+    from distdl.workers import processes
+
+    gate, store, work, collect = [], processes.local_store, processes._work, processes._collect
+
+    def open_store(*arguments):
+        gate[:] = os.pipe()
+        return store(*arguments)
+
+    def work_then(*arguments):
+        reading, writing = gate
+        os.close(writing)
+        os.read(reading, 1)  # (until nobody can write)
+        os.close(reading)
+        work(*arguments)
+
+    def collect_now(*arguments):
+        for end in gate:
+            os.close(end)
+        collect(*arguments)
+
+    processes.local_store, processes._work, processes._collect = open_store, work_then, collect_now
 
 
 if __name__ == "__main__":
