@@ -27,6 +27,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"distdl {version}"
 html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
