@@ -3,13 +3,16 @@
 import functools
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cases import MAKERS
 from launchers import ended, imported, mpirun, torchrun
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 LARGE = ("lenet_digits", "unet3d", "vae_decode")  # that check by themselves what they print
 SMALL = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in LARGE)
 SCRIPT = Path(__file__).parent / "run_examples.py"
@@ -70,7 +73,7 @@ def test_in_a_launched_job(launcher, job):
 
 
 def test_the_readme_example_runs_as_it_stands(tmp_path, capsys):
-    lines, code = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    lines, code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     short = re.sub(r"torch.rand\(.*?\)", "x", code)
     assert all(line.partition("  #")[0].strip() in short for line in lines.splitlines())
     assert len([line for line in code.splitlines() if line]) <= 15
@@ -80,9 +83,19 @@ def test_the_readme_example_runs_as_it_stands(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[3] == "worker 3 holds (2, 8, 8, 11) of (2, 8, 16, 23)"
 
 
+def test_imports_of_every_snippet_are_sorted(tmp_path):
+    """So that lint accepts a snippet that somebody saves among the files of the repository."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            (tmp_path / f"{page.parent.name}_{page.stem}_{number}.py").write_text(code)
+    ruff = [sys.executable, "-m", "ruff", "check", "--select", "I", "--config", ROOT / "pyproject.toml", "--no-cache"]
+    done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def printed_examples():
     """The examples of the documentation that stand above what they print, except those that a command starts."""
-    docs = EXAMPLES.parent / "docs"
+    docs = ROOT / "docs"
     example = re.compile(r"(<!-- run: .*-->\n)?```python\n((?:(?!```)[\s\S])*)```\n\n```text\n([\s\S]*?)```")
     for page in sorted(docs.rglob("*.md")):
         for number, (command, code, output) in enumerate(example.findall(page.read_text())):
