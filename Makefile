@@ -19,6 +19,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 STEPS ?= 20000
+# what lint reads: the files that git tracks, or without git, as in an archive, those of a release
+CODE = $(or $(wildcard $(shell git ls-files '*.py' '*.md' 2>/dev/null)),\
+	README.md CHANGELOG.md .ci benchmarks docs examples src tests tools)
 
 .PHONY: demo test sweep fuzz models soak hosts faults newest lint bench docs audit clean
 
@@ -53,8 +56,8 @@ newest: | $(BIN)/python
 	$(VENV)/newest/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: $(VENV)/test.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check pyproject.toml $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 bench: $(VENV)/bench.installed
