@@ -218,8 +218,9 @@ def test_a_connection_that_is_refused_is_told_at_once_with_the_cure(store, monke
     assert second == f"worker {1 - refused} of 2 gave up, after another worker had: {first}"
 
 
-def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
-    """(No GPU: NCCL, which waits for ever for graphs that are still there, and they, are imitated.)"""
+@pytest.fixture
+def nccl(monkeypatch):
+    """What NCCL is imitated by, as there is no GPU: a class whose attribute ``said`` lists what was done."""
     said = []
 
     class Nccl:
@@ -229,15 +230,23 @@ def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
         def __init__(self, *given):
             self.abort = lambda: said.append("aborted")
 
+    Nccl.said = said
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Nccl
+
+
+def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, nccl, monkeypatch):
+    """NCCL waits for ever for graphs that are still there. (They are imitated, too.)"""
+    said = nccl.said
+
     class Graph:
         def reset(self):
             said.append("reset")
             raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     one, graph = link(store, 0, 1), Graph()
     one._group((0,), True)
     one.release()
@@ -251,30 +260,20 @@ def test_groups_of_nccl_that_cuda_graphs_have_messages_of(store, monkeypatch):
     del graph
 
 
-def test_all_groups_are_closed_where_a_device_has_failed_that_nobody_has_told(store, monkeypatch):
-    """As where the program has caught the error, or calls sys.exit. (No GPU: NCCL is imitated.)"""
-    said = []
-
-    class Nccl:
-        class Options:
-            pass
-
-        def __init__(self, *given):
-            self.abort = lambda: said.append("aborted")
+def test_all_groups_are_closed_where_a_device_has_failed_that_nobody_has_told(store, nccl, monkeypatch):
+    """As where the program has caught the error, or calls sys.exit."""
 
     def refuse():
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     ones = [link(store, 0, 1), link(store, 0, 1)]
     monkeypatch.setattr(communicator, "_open_ones", set(ones))
     for one in ones:
         one._group((0,), True)
     with pytest.raises(RuntimeError, match="device-side assert"):
         communicator._leave()
-    assert said == ["aborted", "aborted"] and not any(one._groups for one in ones)
+    assert nccl.said == ["aborted", "aborted"] and not any(one._groups for one in ones)
 
 
 # -- after that: gloo
