@@ -276,6 +276,25 @@ def test_all_groups_are_closed_where_a_device_has_failed_that_nobody_has_told(st
     assert nccl.said == ["aborted", "aborted"] and not any(one._groups for one in ones)
 
 
+def test_two_workers_on_one_gpu_are_told_so_by_nccl(store, nccl, monkeypatch):
+    text = (
+        "NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+        "details), NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+        "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 18000"
+    )
+
+    def refuse(*given):
+        raise RuntimeError(text)
+
+    nccl.broadcast = refuse
+    monkeypatch.setattr(TorchCommunicator, "_direct", lambda self, tensor: tensor.dtype is torch.float64)
+    comms = [comm for comm, _ in each(2, lambda worker: link(store, worker, 2))]
+    ends = each(2, lambda worker: comms[worker].broadcast((0, 1), torch.ones(1, dtype=torch.float64)).wait())
+    for error, _ in ends:
+        assert isinstance(error, CommunicationError)
+        assert str(error).endswith(": Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 18000"), error
+
+
 # -- after that: gloo
 
 
