@@ -21,10 +21,11 @@ from launchers import FOLDER, ended, forked, open_torch_group
 
 import distdl
 from distdl import backends
-from distdl.backends import BACKENDS, register
+from distdl.backends import BACKENDS, register, torch_distributed
 from distdl.backends.serial import SerialCommunicator
 from distdl.nn import AllSumReduce
 from distdl.transport.communicator import CommunicationError
+from distdl.transport.job import _local_rank
 from distdl.workers.worlds import launched
 
 EXAMPLES = FOLDER.parents[1] / "examples"
@@ -68,6 +69,34 @@ def test_under_torchrun_it_is_gloo_or_nccl(monkeypatch):
     assert launched() == "gloo"
     monkeypatch.setenv("DISTDL_BACKEND", "nccl")
     assert launched() == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("variables", "seen", "taken"),
+    [
+        ({}, 4, 0),
+        ({"LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 4, 3),  # (of srun, which has started torchrun)
+        ({"SLURM_LOCALID": "2"}, 4, 2),
+        ({"SLURM_LOCALID": "2"}, 1, 0),  # (srun --gpus-per-task=1)
+    ],
+)
+def test_with_nccl_a_worker_takes_the_gpu_of_its_number_on_the_host(monkeypatch, variables, seen, taken):
+    """(No GPU: torch.cuda is imitated.)"""
+    found = []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    torch_distributed._take_gpu(_local_rank())
+    assert found == [taken]
+
+
+def test_with_nccl_a_worker_that_has_no_gpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"this worker has number 2 there \(LOCAL_RANK.* and sees 2 GPUs"):
+        torch_distributed._take_gpu(2)
 
 
 def test_an_unknown_name_lists_the_known_ones(registered):

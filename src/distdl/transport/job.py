@@ -104,4 +104,5 @@ def _of_torchrun() -> Job:
 
 
 def _local_rank() -> int:
-    return environment.whole("LOCAL_RANK", 0)
+    """The number of this worker on its machine; srun tells it by a variable of its own."""
+    return environment.whole("LOCAL_RANK", environment.whole("SLURM_LOCALID", 0))

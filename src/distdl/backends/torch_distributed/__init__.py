@@ -46,8 +46,23 @@ def _open(backend: str) -> TorchCommunicator:
         return over(dist.group.WORLD)
     found = job(backend)
     if backend == "nccl":
-        torch.cuda.set_device(found.local_rank)
+        _take_gpu(found.local_rank)
     return TorchCommunicator(found.store, found.rank, found.size, backend == "nccl", found.host)
+
+
+def _take_gpu(number: int) -> None:
+    """Make the GPU of this number the current one. The only one that a process sees is its own, as Slurm may have it.
+
+    Raises: RuntimeError if the process sees several, but not as many.
+    """
+    count = torch.cuda.device_count()
+    if 1 < count <= number:
+        raise RuntimeError(
+            f"the nccl back-end needs a GPU for each worker of a machine; this worker has number {number} there "
+            f"(LOCAL_RANK, or else SLURM_LOCALID), and sees {count} GPUs (CUDA_VISIBLE_DEVICES may hide others). Start "
+            "fewer workers, or choose the gloo back-end (DISTDL_BACKEND=gloo)"
+        )
+    torch.cuda.set_device(number if count > 1 else 0)
 
 
 def _check_nccl() -> None:
