@@ -268,3 +268,27 @@ def test_what_moves_is_under_way_at_the_same_time():
     for worker in distdl.run_workers(work, 2):
         for events in worker:
             assert events == [1, 1, -1, -1] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grid", [(3, 1, 1), (1, 3, 1), (1, 1, 3)])
+def test_padded_places_of_an_encoder_in_evaluation_are_those_of_torch_with_gradients(grid):
+    """There torch's fast path, which it takes without gradients, gives zeros."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(6, 2, 8, batch_first=True, dtype=torch.float64)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    x, padded = noise(3, 6, 6), _PADDED
+    expected = encoder(x, src_key_padding_mask=padded).detach()
+    with torch.no_grad():
+        fast = encoder(x, src_key_padding_mask=padded)
+    assert not fast[padded].any() and torch.allclose(fast[~padded], expected[~padded], atol=1e-12)
+
+    @functools.partial(distdl.run_workers, workers=3)
+    def found():
+        P = distdl.world().reshape(grid)
+        model = distdl.distribute(deepcopy(encoder), P, fallback="error")
+        with torch.no_grad():
+            return model(distdl.distribute_tensor(x, P), src_key_padding_mask=padded).full_tensor()
+
+    for one in found:
+        assert torch.allclose(one, expected, atol=1e-12)

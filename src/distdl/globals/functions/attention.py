@@ -155,6 +155,15 @@ def multi_head_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return _multi_head_attention(*args, **kwargs) if found is None else found
 
 
+@handles("_nested_tensor_from_mask_left_aligned", "torch")
+def is_left_aligned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``nn.TransformerEncoder`` may nest a tensor by its padding: no global one, so it computes as in training.
+
+    torch's kernels for nested tensors take plain tensors alone, so nothing has to come together to tell.
+    """
+    return False
+
+
 _SIGNATURE = signature(functional.multi_head_attention_forward)
 _INPUTS = ("query", "key", "value")
 _WEIGHTS = (
