@@ -27,6 +27,7 @@ from nets import (
 from same import noise
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -752,6 +753,38 @@ def test_parametrisations_of_parameters_in_shares():
         assert type(model.inner[0].parametrizations.bias.original) is distdl.GlobalTensor
 
     run(work)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_errors_of_pruning_say_how_weights_in_shares_are_pruned(before):
+    """The code that they give prunes what ``l1_unstructured`` prunes on one worker."""
+
+    def main():
+        P = distdl.world()
+        alone = nn.Conv1d(2, 5, 3, padding=1, dtype=torch.float64)
+        with torch.no_grad():
+            alone.weight.copy_(noise(5, 2, 3))
+            alone.bias.copy_(noise(5))
+        module, refused = (
+            distdl.distribute(copy.deepcopy(alone), P.reshape(1, 1, -1), weights="sharded") for _ in range(2)
+        )
+        for one in (alone, module, refused) if before else ():
+            prune.identity(one, "weight")
+        with pytest.raises(RuntimeError, match="of the whole weight: ") as caught:
+            prune.l1_unstructured(refused, "weight", 0.5)
+        code = str(caught.value).partition("of the whole weight: ")[2]
+        exec(code, {"module": module, "prune": prune, "torch": torch})
+        prune.l1_unstructured(alone, "weight", 0.5)
+        assert torch.equal(module.weight_mask, alone.weight_mask)
+        losses = []
+        for one in (alone, module):
+            loss = one(noise(2, 2, 7)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+        assert_close(module.weight_orig.grad, alone.weight_orig.grad)
+
+    distdl.run_workers(main, 4)
 
 
 @pytest.mark.parametrize("used", [False, True])

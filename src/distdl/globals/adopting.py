@@ -17,7 +17,7 @@ from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import lies_alone
+from distdl.globals.ties import PRUNING, lies_alone
 from distdl.globals.writes import memory_of
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.modes import uncounted
@@ -67,7 +67,7 @@ def write(
         text = (
             f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
             f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
-            f"as zeros_like or new_zeros of a global one"
+            f"as zeros_like or new_zeros of a global one. {PRUNING}"
         )
         raise TypeError(text) if _assigns_item() else UnwrittenError(text, memory_of(target))
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target

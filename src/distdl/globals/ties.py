@@ -141,9 +141,17 @@ class _Count:
         return self._writes != before
 
 
+PRUNING = (
+    'For torch.nn.utils.prune with weights="sharded", make the mask of the whole weight: '
+    "w = module.weight.full_tensor(); mask = prune.L1Unstructured(0.5).compute_mask(w, torch.ones_like(w)); "
+    "prune.custom_from_mask(module, 'weight', mask)"
+)
+"""What users can do where a function of torch's writes into a view, which they cannot change."""
+
 _INTO_COPY = (
     "{0} has written in place into what in torch would be a view of this tensor; its cells had moved to other workers, "
-    "so this tensor does not have the new values. Use the result of {0} instead, or a clone before it"
+    "so this tensor does not have the new values. Write into this tensor itself, or go on with the view: "
+    "v = x.view(-1); v[i] = 0; x = v.view(x.shape). " + PRUNING
 )
 _INTO_BASE = (
     "{0} has written in place into the tensor of which this one would be a view in torch, or into another view of it; "
