@@ -129,8 +129,12 @@ def main():
     P = distdl.world()
     grid = P[:4].reshape(1, 1, 2, 2, 1)
     seen, truth = rock() if P.rank == 0 else (None, None)  # one worker has the volume
-    model, alone = build(), None
-    if P.rank == 0:  # whose weights all workers will have: threads draw theirs from one generator, in turns
+    for turn in range(P.size):  # one worker after another: threads draw from one generator
+        if turn == P.rank:
+            model = build()
+        P.allgather_data(0)
+    alone = None
+    if P.rank == 0:
         with Footprint() as sequential:
             alone = train(copy.deepcopy(model), seen, truth)
 

@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_imports_of_every_snippet_are_sorted(tmp_path):
     """So that lint accepts a snippet that somebody saves among the files of the repository."""
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
-            (tmp_path / f"{page.parent.name}_{page.stem}_{number}.py").write_text(code)
+            (tmp_path / f"{page.parent.name}_{page.stem}_{number}.py").write_text(textwrap.dedent(code))
     ruff = [sys.executable, "-m", "ruff", "check", "--select", "I", "--config", ROOT / "pyproject.toml", "--no-cache"]
     done = subprocess.run([*ruff, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -124,6 +124,7 @@ class Communicator(ABC):
         released: whether :meth:`release` has left it unusable.
         failure: the error after which workers of this world are out of step (see :meth:`poison`); None before.
         imagined: whether the other workers are not there, and nothing is sent (see ``distdl.summary``).
+        threads: whether the workers are threads of one process.
         started_alone: whether there is one worker because nothing launched more, and not because one was asked for.
         where: what this worker does just now; an error of a wait names it.
         waiting: the thread of this worker that waits for others (its ident), and where; None while none does. A
@@ -141,6 +142,7 @@ class Communicator(ABC):
     released: bool = False
     failure: CommunicationError | None = None
     imagined: bool = False
+    threads: bool = False
     started_alone: bool = False
     generation: int = 0
     ordered: bool = False

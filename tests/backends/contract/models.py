@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import distdl
-from contract.common import raises, same_everywhere
+from contract.common import on_threads, raises, same_everywhere
 from distdl.testing import Counting
 
 TOLERANCE = 1e-10
@@ -68,6 +68,22 @@ def loss_of(scores, classes):
     found, truth = scores.softmax(1), torch.zeros_like(scores).scatter_(1, classes.unsqueeze(1), 1.0)
     overlap = (2 * (found * truth).sum((2, 3)) / (found.sum((2, 3)) + truth.sum((2, 3)))).mean()
     return F.cross_entropy(scores, classes) + 1 - overlap
+
+
+def _of_a_seed():
+    torch.manual_seed(0)
+    return [one.sum().item() for one in UNet().parameters()]
+
+
+def check_workers_of_one_seed_build_what_one_worker_builds():
+    """Processes at once; threads, which share a generator, one after another."""
+    P = distdl.world()
+    (expected,) = on_threads(_of_a_seed, 1)
+    for turn in range(P.size if P.comm.threads else 1):
+        if turn == P.rank or not P.comm.threads:
+            found = _of_a_seed()
+        P.allgather_data(0)
+    assert found == expected
 
 
 def check_a_tensor_becomes_global_and_whole_again():

@@ -75,6 +75,8 @@ class ThreadCommunicator(Communicator):
         hub, post: what the threads share.
     """
 
+    threads = True
+
     def __init__(self, hub: Hub, post: Post, rank: int) -> None:
         super().__init__()
         self.hub, self.post = hub, post

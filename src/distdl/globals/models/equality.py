@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import torch
 
 from distdl.globals.comparing import bytes_of
 from distdl.globals.context import Context
+from distdl.globals.paths import users_call
 from distdl.globals.tensor import GlobalTensor
+from distdl.globals.ties import writes_of
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
@@ -21,6 +24,16 @@ from distdl.tensors.memory import parts_of
 
 _DEVICE = re.compile(r" \((?:cpu|cuda|mps|xpu)[:\d]*\)")
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
+
+_SEED = torch.Generator("cpu").initial_seed()  # torch's own, while a program has set none
+_DRAWN = (
+    "the workers built different weights (the first is {}), and all of them use those of worker 0 now. If worker 0 "
+    "alone has loaded them, nothing has to be done. Else they differ from launch to launch: threads share one "
+    "generator, so torch.manual_seed in each of them gives no worker the weights that it gives alone. For the same "
+    "weights at each launch, let one worker after another build the model, or run processes (distdl run --backend "
+    "gloo), or with run_workers build the model before it and give each worker copy.deepcopy(model): see 'The same "
+    "weights on every worker' in docs/distribute.md"
+)
 
 
 _Weights = tuple[tuple[str, tuple[int, ...], int], ...]
@@ -31,13 +44,13 @@ class _Report(NamedTuple):
 
     Attributes:
         weights: name, shape and code of the dtype of each parameter and buffer.
-        checksum: of their bytes.
+        states: of each, how often it has been written, and the checksum of its bytes.
         parts: the checksum of what its modules and options are.
         blank: the name of the first weight on the meta device; empty if there is none.
     """
 
     weights: _Weights
-    checksum: int
+    states: tuple[tuple[int, int], ...]
     parts: int
     blank: str
 
@@ -47,7 +60,7 @@ def make_equal(
 ) -> None:
     """Give a model on every worker the parameters and buffers of worker 0. Collective.
 
-    Nothing moves but a checksum if they are equal already.
+    Nothing moves but checksums if they are equal already.
 
     Args:
         only: the ids of those of which it is asked; all, if not given.
@@ -68,10 +81,8 @@ def make_equal(
     described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
     parts = (*options, *_parts(module)) if only is None else ()
     blank = next((name for name, one in found if one.is_meta), "")
-    checksum = 0
-    for _, one in () if blank else found:  # (one by one: all of them may not fit twice)
-        checksum = crc32(bytes_of(one).numpy().data, checksum)
-    mine = _Report(described, checksum, crc32("\n".join(parts).encode()), blank)
+    states = tuple((writes_of(one), crc32(bytes_of(one).numpy().data)) for _, one in (() if blank else found))
+    mine = _Report(described, states, crc32("\n".join(parts).encode()), blank)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
     told = [_Report(*one) for one in gather_values(context.comm, context.everyone, call, mine)]
@@ -85,7 +96,7 @@ def make_equal(
                 "meta device. Load them before (model.load_state_dict(state, assign=True)), or give them memory "
                 '(model.to_empty(device="cpu")): all workers get what worker 0 has'
             )
-    if all(one.checksum == told[0].checksum for one in told):
+    if len({tuple(checksum for _, checksum in one.states) for one in told}) == 1:
         return
     with torch.no_grad():
         for _, one in found:
@@ -93,6 +104,21 @@ def make_equal(
                 cells = bytes_of(one)
                 context.comm.through.broadcast(context.everyone, cells).wait()
                 one.copy_(cells.view(one.dtype).reshape(one.shape))
+    if context.comm.threads and context.comm.rank == 0 and torch.initial_seed() != _SEED:
+        _tell_of_draws(context, told)
+
+
+def _tell_of_draws(context: Context, told: Sequence[_Report]) -> None:
+    """Warn, once in a world, that workers which are threads have drawn different weights after a seed was set.
+
+    A weight counts that all workers have written equally often. If one worker alone has loaded weights, it has written
+    them more often; and memory that nobody has written holds nothing that was drawn.
+    """
+    for (name, *_), *states in zip(told[0].weights, *(one.states for one in told), strict=True):
+        writes = {times for times, _ in states}
+        if len(set(states)) > 1 and len(writes) == 1 and 0 not in writes and _DRAWN not in context.warned:
+            context.warned.add(_DRAWN)
+            warnings.warn(_DRAWN.format(name), stacklevel=users_call()[1])
 
 
 def _parts(module: torch.nn.Module) -> list[str]:
