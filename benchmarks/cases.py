@@ -54,7 +54,7 @@ class Case:
 def every(P, transport, mesh):
     """All cases."""
     yield from primitives(P, transport, mesh)
-    yield repartition_of_a_matrix(P, mesh)
+    yield repartition_of_a_matrix(P, transport, mesh)
     yield from convolutions(P)
     yield from layers(P)
 
@@ -136,10 +136,13 @@ def redistribution(mesh, source, target, x, dy):
     return differentiated(function, x, dy)
 
 
-def repartition_of_a_matrix(P, mesh):
+def repartition_of_a_matrix(P, transport, mesh):
     case = Case("Repartition", "2048x2048", repeats=9)
     x, dy = torch.randn(1024, 2048), torch.randn(2048, 1024)
     case.steps["ours"] = differentiated(Repartition(P.reshape(2, 1), P.reshape(1, 2)), x.clone(), dy)
+    if transport is not None:
+        there, back = floors.repartition(transport, (1024, 2048))
+        case.steps["floor"] = differentiated(lambda x: floors.Floor.apply(x, there, back), x.clone(), dy)
     if mesh is not None:
         case.steps["DTensor"] = redistribution(mesh, Shard(0), Shard(1), x.clone(), dy)
     return case

@@ -9,6 +9,7 @@ PRIMITIVES = [
     *(("mpi", name, "256 KiB", "ours", "floor", 1.15 if name in GATHERED else 1.2) for name in COLLECTIVES),
     *(("mpi", name, "1 KiB", "ours", "floor", 1.3 if name in GATHERED else 1.25) for name in COLLECTIVES),
     *(("mpi", name, "1 KiB", "fixed shapes", "floor", 1.1) for name in COLLECTIVES),
+    ("mpi", "Repartition", "2048x2048", "ours", "floor", 1.0),
     ("mpi", "Repartition", "2048x2048", "ours", "DTensor", 1 / 8),
     ("gloo", "Repartition", "2048x2048", "ours", "DTensor", 1 / 2),
     ("mpi", "Convolution", "4x16x256x256", "ours", "half", 1.05),

@@ -2,8 +2,8 @@
 
 Writes tables, JSON and a plot to results/. float32, forward and backward, of models with a step of the optimiser. The
 back-ends take turns, round after round, each in a job of its own, as times differ from launch to launch; in a job, the
-ways to do one thing take turns too. What is compared is medians, over all rounds, of the slowest worker's time; the
-spread is that of the medians of single launches.
+ways to do one thing take turns too. What is compared is the slowest worker's time: its median in each launch, and the
+median of those over all launches. Beside it stands that of the slowest launch.
 
 Against another checkout of distdl, each job is launched with that one (*before*) and with this (*now*), in turn;
 further words name the jobs, as mpi-2, if not all are wanted.
@@ -109,21 +109,29 @@ def ratio(rows, key, way, other):
     return seconds(rows, key, way) / seconds(rows, key, other)
 
 
-def spread(rows, key, way):
-    """The slowest launch's time as a ratio of the fastest launch's."""
-    return max(rows[key][way]) / min(rows[key][way])
+def slowest(rows, key, way):
+    """The time of the slowest launch."""
+    return max(rows[key][way])
+
+
+def highest(rows, key, way, other):
+    """The ratio in the launch in which it is highest: ways take turns in a launch, so both had the same machine."""
+    return max(one / beside for one, beside in zip(rows[key][way], rows[key][other], strict=True))
 
 
 def primitives(rows):
-    """Milliseconds of ours, its spread and ratios to the other ways; then the goals."""
-    yield f"{'':8} {'':15} {'':13} ours, in ms, spread of launches, and as a ratio of the other ways"
+    """Milliseconds of ours, of the median and the slowest launch, and ratios to the other ways; then the goals."""
+    yield f"{'':38} ours, in ms: median, slowest launch; ratio to the other ways: of medians (in the worst launch)"
     for key, ways in rows.items():
         backend, _, case, size = key
-        cells = [f"{way} {ratio(rows, key, 'ours', way):.2f}" for way in ways if way not in ("ours", "fixed shapes")]
+        cells = [
+            f"{way} {ratio(rows, key, 'ours', way):.2f} ({highest(rows, key, 'ours', way):.2f})"
+            for way in ways if way not in ("ours", "fixed shapes")
+        ]  # fmt: skip
         if "fixed shapes" in ways and "floor" in ways:
-            cells.append(f"(with fixed shapes {ratio(rows, key, 'fixed shapes', 'floor'):.2f})")
-        time = f"{seconds(rows, key, 'ours') * 1e3:8.3f} x{spread(rows, key, 'ours'):.2f}"
-        yield f"{backend:8} {case:15} {size:13} {time}   {'   '.join(cells)}"
+            cells.append(f"with fixed shapes {ratio(rows, key, 'fixed shapes', 'floor'):.2f}")
+        time = f"{seconds(rows, key, 'ours') * 1e3:8.3f} {slowest(rows, key, 'ours') * 1e3:8.3f}"
+        yield f"{backend:8} {case:15} {size:13} {time}   {'   '.join(cells)}".rstrip()
     yield from reached(rows, goals.PRIMITIVES)
     for case in goals.COLLECTIVES:
         found = seconds(rows, ("threads", 2, case, "16 MiB"), "ours") / seconds(
@@ -136,17 +144,16 @@ def primitives(rows):
 
 
 def models(rows, kinds):
-    """Milliseconds of each way, and as a ratio of the share; where the time goes; then the goals."""
-    yield f"{'':8} workers {'':28} a step in ms (ratio to share), slowest / fastest launch"
+    """Milliseconds of each way, of the median and the slowest launch; where the time goes; then the goals."""
+    yield f"{'':8} workers {'':28} a step in ms: median-slowest launch (ratio of medians to share)"
     for key, ways in rows.items():
         backend, workers, case, size = key
         cells = []
-        for way in ways:
-            if way != "share":
-                against = f"({ratio(rows, key, way, 'share'):.2f})"
-                cells.append(f"{way} {seconds(rows, key, way) * 1e3:.1f} {against} x{spread(rows, key, way):.2f}")
-        share = f"share {seconds(rows, key, 'share') * 1e3:.1f} x{spread(rows, key, 'share'):.2f}"
-        yield f"{backend:8} {workers:7} {case:10} {size:15} {'   '.join([share, *cells])}"
+        for way in ("share", *(way for way in ways if way != "share")):
+            against = "" if way == "share" else f" ({ratio(rows, key, way, 'share'):.2f})"
+            time = f"{seconds(rows, key, way) * 1e3:.1f}-{slowest(rows, key, way) * 1e3:.1f}"
+            cells.append(f"{way} {time}{against}")
+        yield f"{backend:8} {workers:7} {case:10} {size:15} {'   '.join(cells)}"
     names = ("agreement", "weights", "sums", "halos", "python")
     yield ""
     yield "where a step's ms go, on worker 0 (waits: calls a step)"
@@ -162,15 +169,17 @@ def models(rows, kinds):
 
 
 def compared(before, now):
-    """Milliseconds of our ways before and now, their ratio, and both as ratios to the first of the others."""
-    yield f"{'':8} workers {'':29} {'':12} {'before':>9} {'now':>9}   now / before    as a ratio, before and now"
+    """Milliseconds of our ways before and now, the ratio of medians, and both as ratios to the first of the others."""
+    yield f"{'':60} {'before, slowest':>19} {'now, slowest':>19}   now / before    as a ratio, before and now"
     for key, ways in now.items():
         backend, workers, case, size = key
         other = next((way for way in ("floor", "half", "share") if way in ways), None)
         for way in (way for way in ("ours", "fixed shapes", "modules", "global") if way in ways):
             times = [seconds(rows, key, way) * 1e3 for rows in (before, now)]
+            worst = [slowest(rows, key, way) * 1e3 for rows in (before, now)]
             ratios = f"{other} {ratio(before, key, way, other):.2f} {ratio(now, key, way, other):.2f}" if other else ""
-            cells = f"{way:12} {times[0]:9.3f} {times[1]:9.3f}   {times[1] / times[0]:12.2f}    {ratios}"
+            both = " ".join(f"{median:9.3f} {most:9.3f}" for median, most in zip(times, worst, strict=True))
+            cells = f"{way:12} {both}   {times[1] / times[0]:12.2f}    {ratios}"
             yield f"{backend:8} {workers:7} {case:15} {size:13} {cells}".rstrip()
 
 
