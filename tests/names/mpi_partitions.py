@@ -150,6 +150,45 @@ def check_large_messages_go_in_pieces():
         messages.PIECE_BYTES = whole
 
 
+def check_large_strided_messages_are_packed():
+    """MPI is given the bytes of buffers. Smaller strided messages it reads and writes where they lie."""
+    from distdl.backends.mpi import messages
+
+    P = distdl.world("mpi")
+    world, after, before, kinds = P.comm._world, (P.rank + 1) % 4, (P.rank - 1) % 4, []
+
+    class Watched:
+        """The MPI communicator, and the datatypes of what it is given to send and to receive."""
+
+        def __getattr__(self, name):
+            if name in ("Isend", "Irecv"):
+                return lambda message, *rest: kinds.append(message[2]) or getattr(world, name)(message, *rest)
+            return getattr(world, name)
+
+    P.comm._world = Watched()
+    try:
+        for nbytes, packed in ((messages.LARGEST_STRIDED, False), (messages.LARGEST_STRIDED + 512, True)):
+            columns = nbytes // 512
+            rows = torch.arange(512.0 * 4 * columns).reshape(512, -1)
+            x = rows.chunk(4)[P.rank].clone()
+            for _ in range(2):
+                kinds.clear()
+                y = Repartition(P.reshape(4, 1), P.reshape(1, 4))(x)
+                assert torch.equal(y, rows.chunk(4, 1)[P.rank])
+                assert torch.equal(Repartition(P.reshape(1, 4), P.reshape(4, 1))(y), x)
+                assert len(kinds) == 12
+                assert all(kind == MPI.BYTE for kind in kinds) == packed
+            kinds.clear()
+            found = torch.zeros_like(x)
+            P.comm.exchange([(after, x[:, :columns])], [(before, found[:, columns : 2 * columns])]).wait()
+            assert torch.equal(found[:, columns : 2 * columns], rows.chunk(4)[before][:, :columns])
+            assert not found[:, :columns].any()
+            assert not found[:, 2 * columns :].any()
+            assert [kind == MPI.BYTE for kind in kinds] == [packed, packed]
+    finally:
+        P.comm._world = world
+
+
 def check_inclusive_partitions_of_every_kind():
     P = MPIPartition(MPI.COMM_WORLD)
     for parent in (P, P.create_partition_inclusive(np.arange(4)), P.create_cartesian_topology_partition((2, 2))):

@@ -61,7 +61,8 @@ PARTITIONS = [
             "check_the_attributes_of_active_and_inactive_partitions check_equality_is_by_value "
             "check_the_world_is_one_duplicate_however_it_is_opened check_an_empty_partition check_a_split_of_the_users "
             "check_children_keep_their_kind_and_mpi_objects check_communicators_are_cached_by_group "
-            "check_large_messages_go_in_pieces check_layers_end_on_some_workers_first "
+            "check_large_messages_go_in_pieces check_large_strided_messages_are_packed "
+            "check_layers_end_on_some_workers_first "
             "check_wrong_arguments_are_refused_everywhere",
         )
         for kind in ("MPIPartition", "MPICartesianPartition")

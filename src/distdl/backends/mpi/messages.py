@@ -20,8 +20,9 @@ Shape = tuple[int, ...]
 # MPI counts are 32-bit integers; larger tensors go in pieces
 PIECE_BYTES = 1 << 30
 BYTE, memory_at = MPI.BYTE, MPI.buffer.fromaddress
-SHORTEST_SEGMENT = 64  # bytes; tensors of shorter contiguous segments are packed if larger than SHORT_SEGMENTS
-SHORT_SEGMENTS = 1 << 18
+# bytes; a larger strided message is packed. Open MPI moves a contiguous message by a single copy, but a strided one in
+# fragments, for which both workers have to run at the same time. In some launches that took several times as long.
+LARGEST_STRIDED = 1 << 20
 TYPES = {
     torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE,
     torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX,
@@ -102,7 +103,7 @@ def _describe(shape: Shape, strides: Shape, width: int) -> tuple[MPI.Datatype, i
         if by < reach:
             return None  # the same memory several times
         reach += (n - 1) * by
-    if nbytes > PIECE_BYTES or (segment < SHORTEST_SEGMENT and nbytes > SHORT_SEGMENTS):
+    if nbytes > LARGEST_STRIDED:
         return None
     kind = BYTE.Create_contiguous(segment)
     for n, by in reversed(dims):  # in the order of a contiguous tensor, which may be at the other end
