@@ -17,11 +17,11 @@ import torch
 
 from distdl.exchange import watching
 from distdl.globals.nested import tensors_in
-from distdl.globals.paths import current_path
 from distdl.globals.table import name_of
 from distdl.partition import Layout, dims
 from distdl.tensors.modes import unobserved
 from distdl.transport import Communicator
+from distdl.transport.callsite import current_path
 from distdl.transport.communicator import name_workers
 
 

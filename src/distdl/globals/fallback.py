@@ -18,7 +18,6 @@ from distdl.globals.entry import value_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.outcome import Described, Outcome, observed
-from distdl.globals.paths import current_place, users_call
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
@@ -29,6 +28,7 @@ from distdl.partition.groups import IntArray
 from distdl.partition.sharing import broadcast_value
 from distdl.tensors.dtypes import DTYPES
 from distdl.tensors.memory import without_memory
+from distdl.transport.callsite import current_place, users_call
 
 
 class Fallback(NamedTuple):

@@ -23,13 +23,13 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.higher_order.transforms import is_split, leads_beyond
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.paths import current_place, users_call
 from distdl.globals.replicas import Replica, entered, tied_of
 from distdl.globals.running import is_running, on_blocks
 from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.derivatives import saved_tensors_hooks
 from distdl.tensors.function import TransformError
+from distdl.transport.callsite import current_place, users_call
 
 _MANY = 256  # calls beyond which samples that are taken one by one are told
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions

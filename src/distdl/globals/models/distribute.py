@@ -23,7 +23,6 @@ from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import PLAIN, taken
-from distdl.globals.paths import Place
 from distdl.globals.replicas import mark_copies
 from distdl.globals.running import running
 from distdl.globals.tensor import GlobalTensor
@@ -33,6 +32,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.function import TransformError
 from distdl.tensors.modes import unobserved
+from distdl.transport.callsite import Place
 
 WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")

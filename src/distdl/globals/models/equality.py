@@ -13,7 +13,6 @@ import torch
 
 from distdl.globals.comparing import bytes_of
 from distdl.globals.context import Context
-from distdl.globals.paths import users_call
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
 from distdl.nn.module import Module
@@ -21,6 +20,7 @@ from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.memory import parts_of
+from distdl.transport.callsite import users_call
 
 _DEVICE = re.compile(r" \((?:cpu|cuda|mps|xpu)[:\d]*\)")
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"

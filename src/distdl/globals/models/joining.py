@@ -10,9 +10,9 @@ from torch.nn.parameter import is_lazy
 from distdl.globals.context import Context
 from distdl.globals.models.copies import Buffers, Copies, Parameters
 from distdl.globals.models.equality import make_equal, whole_of
-from distdl.globals.paths import Place, put
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.derivatives import is_recomputed
+from distdl.transport.callsite import Place, put
 
 
 class Modules(dict[str, Any]):

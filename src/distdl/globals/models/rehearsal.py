@@ -26,7 +26,6 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.models.distribute import distribute
 from distdl.globals.models.remembering import Memory, Remembering
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.paths import Place, current_path, put
 from distdl.globals.table import name_of, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition
@@ -34,6 +33,7 @@ from distdl.tensors.derivatives import KEEPS_TENSORS, next_node
 from distdl.tensors.draws import seed
 from distdl.tensors.memory import parts_of, without_memory
 from distdl.transport import Communicator
+from distdl.transport.callsite import Place, current_path, put
 from distdl.transport.communicator import Group, IntArray, Message, Pending
 from distdl.transport.recording import Call, Recording
 
