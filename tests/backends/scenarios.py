@@ -99,15 +99,25 @@ def drops():
         raise
 
 
+class Shows(torch.nn.Module):
+    """Worker 0 alone asks for a value, within a model."""
+
+    def forward(self, x):
+        loss = x.square().mean()
+        if distdl.world().rank == 0:
+            print(loss.item())
+        return loss
+
+
 def asks_alone():
     """Worker 0 alone asks for the value of a loss, and the others go on to the next batch."""
     P = distdl.world()
     x = torch.arange(8.0).reshape(8, 1)
-    loss = distdl.distribute_tensor(x, P.reshape(P.size, 1)).square().mean()
+    model = distdl.distribute(torch.nn.Sequential(torch.nn.Identity(), Shows()), P.reshape(P.size, 1))
+    batch = distdl.distribute_tensor(x, P.reshape(P.size, 1))
     try:
-        if P.rank == 0:
-            print(loss.item())
-        distdl.distribute_tensor(x, P.reshape(P.size, 1))
+        model(batch)
+        distdl.distribute_tensor(x, P.reshape(P.size, 1))  # behind it
     except CommunicationError as error:
         print(f"told {json.dumps([str(error)])}", flush=True)
         raise

@@ -24,6 +24,20 @@ DIFFERS = r"since exchange \d"
 MEETS = rf"another call \(MPI_ERR_TRUNCATE|{DIFFERS}"  # (waits are compared first on a slow machine)
 
 
+def line(text):
+    """Where the one line of the scenarios is that has this text, as errors name it."""
+    [number] = [n for n, one in enumerate(SCENARIOS.read_text().splitlines(), 1) if text in one]
+    return f"{SCENARIOS.name}:{number}"
+
+
+ASKS = (
+    f"{line('print(loss.item())')} (module 1, called at ", line("model(batch)"), line("# behind it"),
+    "the value of a global tensor",
+    "Ask on every worker, and print on one: `value = loss.item()`, then `if P.rank == 0: print(value)`",
+)  # fmt: skip
+LEAVES_OUT = (line("loss.backward()"), "Every worker has to make the same calls, in the same order")
+
+
 # -- threads
 
 
@@ -62,9 +76,15 @@ def test_threads_name_every_wait_for_a_worker_that_returned():
             time.sleep(0.01)
 
     with pytest.raises(
-        CommunicationError, match=r"worker 3 waits in Broadcast \(P_x: 1 on workers 0; P_y: 4.*worker 1 r"
+        CommunicationError, match=r"workers 0, 2, 3 wait in Broadcast \(P_x: 1 on workers 0; P_y: 4.*worker 1 r"
     ):
         distdl.run_workers(main, 4)
+
+
+@pytest.mark.fault("threads")
+def test_threads_show_the_line_of_the_worker_that_is_elsewhere():
+    status, output = outcome([*imported(), str(SCENARIOS), "asks_alone", "threads"])
+    assert status == 1 and all(side in output for side in ("    print(loss.item())\n", *ASKS)), output
 
 
 @pytest.mark.fault("threads")
@@ -74,7 +94,7 @@ def test_threads_find_a_ring_of_waits():
         buffer = torch.zeros(1)
         P.comm.exchange([], [((P.rank + 1) % 3, buffer)]).wait()
 
-    with pytest.raises(CommunicationError, match="worker 0 waits in an exchange for worker 1; worker 1 waits"):
+    with pytest.raises(CommunicationError, match=r"worker 0 waits in an exchange at \S+ for worker 1; worker 1 waits"):
         distdl.run_workers(main, 3)
 
 
@@ -370,8 +390,8 @@ def test_another_order_on_one_worker_is_one_error_on_all_and_then_the_world_refu
 @pytest.mark.parametrize(("scenario", "sides"), [
     ("differs_in_shapes", ("the backward of exchange 2", "the backward of exchange 1")),
     ("drops", ("worker 1", "since exchange 3, which was the backward of exchange")),
-    ("asks_alone", ("the value of a global tensor", "in distribute_tensor", "which only one of them has called")),
-    ("differentiates_alone", ("in distribute_tensor", "which only one of them has called")),
+    ("asks_alone", ("in distribute_tensor", "which only one of them has called", *ASKS)),
+    ("differentiates_alone", ("in distribute_tensor", "which only one of them has called", *LEAVES_OUT)),
     ("freezes", ("parameters 0-3 of the model", "parameters 2-3 of the model")),
     ("freezes_others", ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip
@@ -430,8 +450,8 @@ def test_a_second_thread_of_a_worker_that_waits_is_an_error_on_all(backend):
     ("differs_in_moves", DIFFERS, ("differ since exchange 3", "backward of exchange 1", "backward of exchange 2")),
     ("differs_in_shapes", MEETS, ("backward of exchange 1", "backward of exchange 2")),
     ("drops", MEETS, ("backward of exchange 1", "worker 1 waits in AllSumReduce")),
-    ("asks_alone", DIFFERS, ("the value of a global tensor", "distribute_tensor")),
-    ("differentiates_alone", "which only one of them has called", ("in distribute_tensor",)),
+    ("asks_alone", DIFFERS, ("distribute_tensor", *ASKS[2:])),  # (MPI lets a small value go, and its sender go on)
+    ("differentiates_alone", "which only one of them has called", ("in distribute_tensor", *LEAVES_OUT)),
     ("freezes", MEETS, ("parameters 2-3 of the model",)),
     ("freezes_others", DIFFERS, ("parameters 0-1 of the model", "parameters 2-3 of the model")),
 ])  # fmt: skip

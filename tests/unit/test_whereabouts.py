@@ -1,5 +1,6 @@
 """What workers that wait tell each other of their calls, and when that shows that they wait in vain."""
 
+import re
 import time
 
 import pytest
@@ -68,7 +69,8 @@ def test_each_is_past_the_place_of_the_other(ours, theirs, vain):
         comms[-1].calls(GROUP).met, comms[-1].where = met, f"the call of {rank}"
     text = disorder(comms[0], told(comms[1]))
     assert bool(text) == vain
-    assert not vain or "worker 0 waits in the call of 0, and worker 2 in the call of 2, which only one" in text
+    sides = r"worker 0 waits in the call of 0 at \S+:\d+, and worker 2 in the call of 2 at \S+:\d+, which only one"
+    assert not vain or re.match(sides, text), text
 
 
 def test_they_have_met_after_other_exchanges():
@@ -183,11 +185,13 @@ def test_a_wait_tells_in_which_group_it_is():
     comm.where = Meeting(PAIR, Meeting(PAIR, "an agreement"))
     comm.calls(PAIR).agreed = 3
     one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())
-    assert (one.where, one.group, one.wait, one.awaited) == ("an agreement", PAIR, 0.5, (3,))
+    assert re.fullmatch(r"an agreement at \S+test_whereabouts.py:\d+", one.where)
+    assert (one.group, one.wait, one.awaited) == (PAIR, 0.5, (3,))
     assert one.positions == {GROUP: (1, 0, 0), PAIR: (0, 0, 3)} and list(one.histories) == [GROUP]
     comm.where = "an exchange"
     one = Whereabouts.decode(Whereabouts.of(comm, [GROUP], 0.5, [1]).encode())
-    assert (one.where, one.group, one.awaited) == ("an exchange", (), (1,)) and list(one.positions) == [GROUP]
+    assert re.fullmatch(r"an exchange at \S+test_whereabouts.py:\d+", one.where)
+    assert (one.group, one.awaited) == ((), (1,)) and list(one.positions) == [GROUP]
 
 
 class Failing(Silent):

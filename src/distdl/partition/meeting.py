@@ -18,7 +18,7 @@ import torch
 
 from distdl.partition.encoding import decode, encode
 from distdl.tensors.function import TransformError
-from distdl.transport.calls import Meeting
+from distdl.transport.calls import Meeting, cure
 from distdl.transport.communicator import CommunicationError, Communicator, Group
 
 MOST_TENSORS = 4
@@ -114,15 +114,17 @@ def different(
         calls.number,
         [repr(one) for one in _leaves(options)],
         list(calls.recent().items())[-_SHOWN:] if apart else [],
+        str(comm.site).strip(),
     ]
     told = gathered(comm, members, encode(mine))
-    names, numbers, shown, recents = zip(*[decode(one) for one in told], strict=True)
+    names, numbers, shown, recents, sites = zip(*[decode(one) for one in told], strict=True)
     where = [f"{name} (exchange {number})" for name, number in zip(names, numbers, strict=True)]
     text = f"workers make different calls together: {_show_calls(members, where, shown)}"
-    if not apart:
-        return CommunicationError(text)
-    found = _first_difference(members, [dict(recent) for recent in recents])
-    return comm.poison(CommunicationError(f"{text}; {found}" if found else text))
+    found = _first_difference(members, [dict(recent) for recent in recents]) if apart else ""
+    called = f"called {by_worker(members, sites)}" if all(sites) else ""
+    text = "; ".join(filter(None, (text, found, called)))
+    error = CommunicationError(text + cure(text))
+    return comm.poison(error) if apart else error
 
 
 def gathered(comm: Communicator, members: Group, message: bytes) -> list[bytes]:

@@ -187,6 +187,20 @@ class Meeting:
         return str(self.where)
 
 
+VALUE = "the value of a global tensor (item, float, bool, print), for which every worker has to ask"
+_ASK = "Ask on every worker, and print on one: `value = loss.item()`, then `if P.rank == 0: print(value)`"
+_CALL = (
+    "Every worker has to make the same calls, in the same order: take them out of what only some workers do, as under "
+    "`if P.rank == 0:`, and let all of them make as many steps"
+)
+
+
+def cure(text: str) -> str:
+    """The last sentence of an error of workers that are in different calls: what to change in the script."""
+    # where a value is asked for, that call may be the one too many, or the others may have left out one before it
+    return f". {_ASK}. {_CALL}" if VALUE in text else f". {_CALL}"
+
+
 def numbered(where: object) -> str:
     """What a worker does, for errors: of a layer with its number, for layers may have one name."""
     return where.numbered if isinstance(where, (Label, Begun, Meeting)) else str(where)

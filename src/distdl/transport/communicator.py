@@ -29,6 +29,7 @@ from distdl.tensors.memory import empty as empty
 from distdl.tensors.memory import keep_freed
 from distdl.transport.calls import Calls as Calls
 from distdl.transport.calls import numbered
+from distdl.transport.callsite import Site
 from distdl.transport.folding import fold_into
 from distdl.transport.view import Addressed as Addressed
 from distdl.transport.view import Message as Message
@@ -213,8 +214,16 @@ class Communicator(ABC):
 
     @property
     def place(self) -> str:
-        """What this worker does just now, for errors: of a layer with its number, for layers may have one name."""
-        return numbered(self.where)
+        """What this worker does just now, for errors: of a layer with its number, for layers may have one name.
+
+        With the line of the user's that called it, and the path of the module.
+        """
+        return f"{numbered(self.where)}{self.site}"
+
+    @property
+    def site(self) -> Site:
+        """Where in the user's script this worker waits, or else calls this."""
+        return Site.of(self.waiting[0] if self.waiting else threading.get_ident())
 
     def _refuse(self, *args: Any, **options: Any) -> Any:
         raise CommunicationError(

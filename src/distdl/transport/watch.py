@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from distdl.transport.communicator import Communicator, Group
 from distdl.transport.stores import SilentError, described, within
-from distdl.transport.whereabouts import Circles, Whereabouts, disorder
+from distdl.transport.whereabouts import NAMED, Circles, Whereabouts, disorder, told
 
 _PATIENCE = 1.0  # seconds after which a waiting worker writes that it waits
 _ANSWER = 1.5 * _PATIENCE  # seconds in which those that wait are sure to have written it
@@ -176,9 +176,11 @@ class Watch:
             texts = [disorder(wait.comm, other) for other in self._whereabouts(wait.awaited).values()]
             circle, text = self._circles.look(wait.comm, _own(wait), self._known)
             self._next = waited + _PATIENCE if circle else 2 * waited
-            texts.append(text)
-            if any(texts) and wait is self._wait:
-                self.tell(next(filter(None, texts)))
+            wrong = next(filter(None, [*texts, text]), "")
+            if wrong:
+                wrong = told(wrong, self._waiting(range(min(wait.comm.size, NAMED)), _PATIENCE))
+            if wrong and wait is self._wait:
+                self.tell(wrong)
                 wait.comm.interrupt()
 
 

@@ -11,14 +11,15 @@ the next one, which has yet to begin the call in which it is awaited.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from distdl.transport.calls import Meeting
+from distdl.transport.calls import VALUE, Meeting, cure
 from distdl.transport.communicator import Communicator, Group, name_workers
 
 _ASKED = 16  # members of a group that are asked, at most: those that come next in it
 HINT = "DISTDL_DEBUG=1 says where they began to differ, of functions of global tensors"
+NAMED = 16  # workers of which an error of two that differ says where they wait, too, at most
 _FAR = 64  # workers among which a circle is looked for, at most
 
 
@@ -126,10 +127,28 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
         if past_each_other or (calls.met == met and calls.met_after != met_after):
             return (
                 f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}, which only one "
-                f"of them has called: each waits for the other. All of {name_workers(group)} have to make the same "
-                "calls in the same order"
+                f"of them has called: each waits for the other"
             )
     return ""
+
+
+def told(text: str, waiting: Mapping[int, str], apart: bool = True) -> str:
+    """The text of an error, with the workers that wait, too, and where, and with its cure.
+
+    Args:
+        apart: whether the workers are sure to be in different calls.
+    """
+    places: dict[str, list[int]] = {}
+    for worker, where in sorted(waiting.items()):
+        if f"worker {worker} waits" not in text and f"and worker {worker} in" not in text:
+            places.setdefault(where, []).append(worker)
+    text += "".join(f"; {wait_of(workers)} in {where}" for where, workers in places.items())
+    return text + cure(text) if apart or VALUE in text else text
+
+
+def wait_of(workers: Sequence[int]) -> str:
+    """``worker 3 waits`` or ``workers 0, 2 wait``."""
+    return f"{name_workers(workers)} {'wait' if len(workers) > 1 else 'waits'}"
 
 
 class Circles:

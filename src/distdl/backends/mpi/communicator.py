@@ -41,6 +41,7 @@ from distdl.transport.communicator import (
     name_workers,
 )
 from distdl.transport.folding import begin_with
+from distdl.transport.whereabouts import told
 
 _GROUP_TAG, _MAXIMUM_TAG = 32770, 32771  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
@@ -309,14 +310,11 @@ class MPICommunicator(Communicator):
     def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> CommunicationError:
         """The error of a message that is not what this worker expects: the others are in other calls."""
         waiting = self._questions.waiting(sorted(set(workers) - {self.rank}), _NOTICED)
-        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
-        return self._failed(
-            CommunicationError(
-                f"worker {self.rank} got a message in {self.place} that is not the one that it expects from "
-                f"{name_workers(set(workers) - {self.rank})}, so these are in another call "
-                f"({error.Get_error_string()}){others}"
-            )
+        text = (
+            f"worker {self.rank} got a message in {self.place} that is not the one that it expects from "
+            f"{name_workers(set(workers) - {self.rank})}, so these are in another call ({error.Get_error_string()})"
         )
+        return self._failed(CommunicationError(told(text, waiting)))
 
     def _failed(self, error: CommunicationError) -> CommunicationError:
         """Note an error that leaves the workers out of step, and tell the others."""
@@ -377,10 +375,11 @@ class MPICommunicator(Communicator):
         else:  # a group, whose members call together
             gone = self._leaving.before_last_call(tuple(sorted(workers)))
         if gone:
-            raise CommunicationError(
+            text = (
                 f"worker {self.rank} waits in {self.place} for {name_workers(gone)}, which had come to the end of the "
                 f"program (or called sys.exit)"
             )
+            raise CommunicationError(told(text, {}))
 
     def leave(self, failure: BaseException | None = None) -> None:
         self._leaving.leave()
@@ -390,8 +389,7 @@ class MPICommunicator(Communicator):
         asked = sorted(set(workers) - {self.rank})
         waiting = self._questions.waiting(asked, _PATIENCE)
         error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
-        others = "".join(f"; worker {worker} waits in {text}" for worker, text in sorted(waiting.items()))
-        return CommunicationError(f"{error}{others}")
+        return CommunicationError(told(str(error), waiting, apart=False))
 
 
 def comm_world() -> MPICommunicator:

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from mpi4py import MPI
 
 from distdl.transport.communicator import CommunicationError, Communicator, Group
-from distdl.transport.whereabouts import Circles, Whereabouts, disorder
+from distdl.transport.whereabouts import NAMED, Circles, Whereabouts, disorder, told
 
 _ASK, _ANSWER, _ASK_CALLS, _CALLS, _FAILED = range(32774, 32779)  # beyond the tags of exchanges, and of leaving
+_MOMENT = 0.3  # seconds in which those that wait are sure to answer
 _TOLD = 3000  # characters of a failure that the others are told: what MPI sends at once
 
 
@@ -91,7 +92,8 @@ class Questions:
             self._answers[worker, asked] = other
             wrong = disorder(comm, other) or self._circle(group)
             if wrong:
-                raise CommunicationError(wrong)
+                others = [worker for worker in range(min(comm.size, NAMED)) if worker != comm.rank]
+                raise CommunicationError(told(wrong, self.waiting(others, _MOMENT)))
 
     def begin(self) -> None:
         """This worker begins to wait long."""

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def _run(work: Work, workers: int) -> list[Any]:
     hub, post = Hub(workers), Post()
     results: dict[int, Any] = {}
     exits: dict[int, SystemExit] = {}
-    failures: list[BaseException] = []
+    failures: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         hub.threads[threading.get_ident()] = rank
@@ -58,7 +58,7 @@ def _run(work: Work, workers: int) -> list[Any]:
                 error.add_note(f"(raised on worker {rank} of {workers})")
                 if isinstance(error, SystemExit) and hub.failure is None:  # which ends a process without a traceback
                     print(f"distdl: worker {rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
-                failures.append(error)
+                failures[rank] = error
                 hub.fail(error)
         else:
             hub.finish(rank, "returned")
@@ -80,7 +80,7 @@ def _run(work: Work, workers: int) -> list[Any]:
         finally:  # (a second interruption, too)
             for thread in running:
                 _stop(thread)
-        raise _telling(hub.failure, failures)
+        raise _telling(hub.failure, hub.cause, failures)
     _join(running)
     if exits:
         raise exits[min(exits)]  # nobody waited for those that called sys.exit, so what they asked for can be done
@@ -105,12 +105,16 @@ class _Worker(threading.Thread):
             self.over.set()
 
 
-def _telling(first: BaseException, failures: Sequence[BaseException]) -> BaseException:
+def _telling(first: BaseException, cause: int | None, failures: Mapping[int, BaseException]) -> BaseException:
     """The first failure; or if it only tells of another worker's error, what that worker raised, of which it is the
-    cause, with the place in the user's code.
+    cause, with the place in the user's code. Of workers that waited for each other, that of the worker which is the
+    cause, if that is known.
     """
-    caused = [one for one in failures if isinstance(one, CommunicationError) and one.has_own_cause]
-    return caused[0] if caused and isinstance(first, CommunicationError) and not first.has_own_cause else first
+    if not isinstance(first, CommunicationError) or first.has_own_cause:
+        return first
+    caused = [one for one in failures.values() if isinstance(one, CommunicationError) and one.has_own_cause]
+    same = [one for rank, one in failures.items() if rank == cause and str(one) == str(first)]
+    return [*caused, *same, first][0]
 
 
 class _Stopped(SystemExit):

@@ -8,6 +8,7 @@ copied once, whatever its strides.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,6 +16,7 @@ from typing import NoReturn
 import torch
 
 from distdl.backends.threaded.hub import Hub
+from distdl.transport.callsite import Site
 from distdl.transport.communicator import CommunicationError, Communicator, Group, IntArray, Message, Pending
 
 _SMALL = 1 << 16  # bytes that take less time to copy than to wake another thread for
@@ -146,6 +148,11 @@ class ThreadCommunicator(Communicator):
                     end.exchange.open -= 1
                     if not end.exchange.open:
                         self.hub.ring(end.exchange.comm.rank)
+
+    @property
+    def site(self) -> Site:
+        asks_for_another = self.waiting is None and self.hub.threads.get(threading.get_ident(), self.rank) != self.rank
+        return Site() if asks_for_another else super().site
 
     def interrupt(self, failure: CommunicationError | None = None) -> None:
         if failure is not None:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distdl.transport.calls import numbered
+from distdl.transport.calls import cure, numbered
 from distdl.transport.communicator import CommunicationError, Communicator, Group, IntArray, name_workers
-from distdl.transport.whereabouts import HINT
+from distdl.transport.whereabouts import HINT, wait_of
 
 
 class _Meeting:
@@ -44,6 +44,7 @@ class Hub:
     Attributes:
         failure: what the first worker to fail raised; every wait of the others then ends.
         threads: the worker of each thread, by the thread's ident.
+        cause: the worker that was elsewhere when none could go on, if the others were in one place.
     """
 
     def __init__(self, size: int) -> None:
@@ -57,6 +58,7 @@ class Hub:
         self._waits: dict[int, _Wait] = {}
         self._ended: dict[int, str] = {}
         self.threads: dict[int, int] = {}
+        self.cause: int | None = None
 
     def join(self, worker: int, group: Group, values: IntArray) -> _Meeting:
         """Bring a vector to the meeting of a group; the last to arrive ends it. Hold the lock."""
@@ -84,8 +86,8 @@ class Hub:
             alone = comm.waiting is None
             if alone:
                 self._waits[comm.rank] = _Wait(comm, ready, awaited)
-                self._check_deadlock(comm)
                 comm.waiting = thread, comm.where
+                self._check_deadlock(comm)
         if not alone:
             comm.refuse_thread(comm.where)
         try:
@@ -158,13 +160,15 @@ class Hub:
         if isinstance(self.failure, CommunicationError):
             raise comm.poison(CommunicationError(str(self.failure)))
         if self.failure is not None:
-            text = f"another worker failed: {type(self.failure).__name__}: {self.failure}"
+            how = f"another worker failed: {type(self.failure).__name__}: {self.failure}"
+            text = f"worker {comm.rank} gave up in {comm.place}, after {how}"
             raise comm.poison(CommunicationError(text))
 
     def _check_deadlock(self, comm: Communicator) -> None:
         if self._is_stuck():
             error = comm.poison(self._deadlock())
             self._end(error)
+            comm.waiting = None
             raise error
 
     def _is_stuck(self) -> bool:
@@ -183,9 +187,14 @@ class Hub:
             if missed
             else f"every worker waits for another one, so none can go on ({HINT})"
         )
-        waits = "; ".join(
-            f"worker {worker} waits in {wait.comm.place} for {name_workers(wait.awaited())}"
-            for worker, wait in sorted(self._waits.items())
-        )
+        waits: dict[str, list[int]] = {}
+        called: dict[str, list[int]] = {}
+        for worker, wait in sorted(self._waits.items()):
+            waits.setdefault(f"in {wait.comm.place} for {name_workers(wait.awaited())}", []).append(worker)
+            called.setdefault(wait.comm.site.called, []).append(worker)
+        fewest, *others = sorted(called.values(), key=len)
+        if others and len(fewest) < len(others[0]):
+            self.cause = fewest[0]
+        text = "; ".join(f"{wait_of(workers)} {where}" for where, workers in waits.items())
         ended = ", ".join(f"worker {worker} {how}" for worker, how in sorted(self._ended.items()))
-        return CommunicationError(f"{rule}: {waits}{f' ({ended})' if ended else ''}")
+        return CommunicationError(f"{rule}: {text}{f' ({ended})' if ended else ''}{cure(text)}")

@@ -33,6 +33,7 @@ from distdl.transport.communicator import (
 from distdl.transport.folding import begin_with
 from distdl.transport.stores import absent, described, within
 from distdl.transport.watch import Watch
+from distdl.transport.whereabouts import told
 
 # what NCCL can add up; other dtypes are summed by messages
 _SUMS = {
@@ -48,6 +49,7 @@ _ADVICE = (
 _PATIENCE = 0.3  # seconds between two looks for the failure of another worker to make a group
 _NO_TAG = 1 << 15  # beyond the tags of exchanges
 _FAILED = "failed"  # the key, in a group's part of the store, under which that stands
+_ENDED = "had come to the end of the program (or called sys.exit)"
 _LEFT = "left"  # the key of the store under which stands how many workers have come to their end
 
 
@@ -162,7 +164,7 @@ class TorchCommunicator(Communicator):
     def leave(self, failure: BaseException | None = None) -> None:
         """Write into the store that this worker has come to its end, or failed, and close its connections."""
         if self._groups and not isinstance(failure, CommunicationError):  # (which only follows from another's end)
-            how = "had come to the end of the program (or called sys.exit)"
+            how = _ENDED
             if failure is not None:
                 how = f"failed with {type(failure).__name__}: {failure}"
             text = f"worker {self.rank} {how}"
@@ -335,9 +337,10 @@ class TorchCommunicator(Communicator):
             if not late:
                 awaited = name_workers(others)
                 lost = f"worker {self.rank} lost a connection in {self.place}, waiting for {awaited}: {reason}"
-                return lost + self._left()
+                left = self._left()
+                return told(lost + left, {}, apart=_ENDED in left)
             overdue = self.overdue([worker for worker in others if worker not in waiting] or others)
-            return str(overdue) + "".join(f"; worker {w} waits in {where}" for w, where in sorted(waiting.items()))
+            return told(str(overdue), waiting, apart=False)
 
         first, own = self._watch.first_failure(others, late, tell), f"worker {self.rank} "
         if not first.startswith(own):

@@ -13,9 +13,7 @@ from distdl.globals.operands import block_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.modes import uncounted
-
-# (what a worker says that waits for others)
-_VALUE = "the value of a global tensor (item, float, bool, print), for which every worker has to ask"
+from distdl.transport.calls import VALUE
 
 
 @handles(
@@ -35,7 +33,7 @@ def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _whole(value: Any) -> Any:
     if type(value) is not GlobalTensor:
         return value
-    return value_of(block_of(value).detach(), value._layout, _VALUE)
+    return value_of(block_of(value).detach(), value._layout, VALUE)
 
 
 def _compare_whole() -> None:
