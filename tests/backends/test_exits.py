@@ -82,9 +82,9 @@ def test_another_exit_code_is_kept_and_its_worker_is_named(capsys):
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_name_the_worker_that_left():
-    *_, error, note = failed("leaves")
-    assert re.match(r"\S*CommunicationError: .*AllSumReduce.*worker 1 had come to the end", error)
-    assert note == "worker 1 called sys.exit"
+    *_, error, note, hint = failed("leaves")
+    assert re.match(r"\S*CommunicationError: .*AllSumReduce.*worker 1 had come to the end.*make the same calls", error)
+    assert note == "worker 1 called sys.exit" and hint.startswith("(DISTDL_DEBUG=1 shows")
 
 
 def failed(scenario, **variables):
@@ -97,12 +97,12 @@ def failed(scenario, **variables):
 @pytest.mark.fault("gloo")
 @pytest.mark.timeout(90)
 def test_gloo_processes_that_lose_another_say_why():
-    *before, error, note = failed("raises")
+    *before, error, note, hint = failed("raises")
     cause = "\n".join(before).partition("the direct cause of the following exception")[0]
     assert "WorkerTraceback" in cause and "in worker 1" in cause and "exits.py" in cause and "in raises" in cause
     assert error == "KeyError: 'the reason'"
     assert note.startswith("worker 0 raised CommunicationError: worker 0 lost a connection in AllSumReduce")
-    assert "worker 1 failed with KeyError: 'the reason'" in note
+    assert "worker 1 failed with KeyError: 'the reason'" in note and hint.startswith("(DISTDL_DEBUG=1 shows")
 
 
 @pytest.mark.fault("gloo")
@@ -145,6 +145,16 @@ def test_the_traceback_says_which_thread_raised():
     with pytest.raises(ZeroDivisionError) as error:
         distdl.run_workers(lambda: 1 // (2 - distdl.world().rank), 3)
     assert error.value.__notes__ == ["(raised on worker 2 of 3)"]
+
+
+@pytest.mark.fault("threads")
+@pytest.mark.timeout(90)
+def test_the_traceback_of_distdl_run_begins_in_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import distdl\nif distdl.world().rank == 1:\n    raise KeyError('the reason')")
+    status, output = outcome([*imported(), "-m", "distdl", "run", "-n", "2", str(script)])
+    shown = f"""Traceback (most recent call last):\n  File "{script}", line 3, in <module>\n"""
+    assert status == 1 and shown in output and output.count("  File ") == 1, output
 
 
 @pytest.mark.fault("threads")

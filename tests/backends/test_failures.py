@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import exits
 import pytest
@@ -21,6 +22,7 @@ from distdl.transport.communicator import CommunicationError
 
 SCENARIOS = FOLDER / "scenarios.py"
 DIFFERS = r"since exchange \d"
+OUR_FRAMES = f'File "{Path(distdl.__file__).parent}'
 MEETS = rf"another call \(MPI_ERR_TRUNCATE|{DIFFERS}"  # (waits are compared first on a slow machine)
 
 
@@ -82,9 +84,11 @@ def test_threads_name_every_wait_for_a_worker_that_returned():
 
 
 @pytest.mark.fault("threads")
-def test_threads_show_the_line_of_the_worker_that_is_elsewhere():
-    status, output = outcome([*imported(), str(SCENARIOS), "asks_alone", "threads"])
-    assert status == 1 and all(side in output for side in ("    print(loss.item())\n", *ASKS)), output
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_threads_show_the_line_of_the_worker_that_is_elsewhere_and_no_frame_of_ours_but_under_debug(debug):
+    status, output = outcome([*imported(), str(SCENARIOS), "asks_alone", "threads"], DISTDL_DEBUG=debug)
+    assert status == 1 and (OUR_FRAMES in output) == (debug == "1"), output
+    assert debug == "1" or all(side in output for side in ("    print(loss.item())\n", *ASKS)), output
 
 
 @pytest.mark.fault("threads")
@@ -400,7 +404,7 @@ def test_gloo_tells_all_workers_of_another_order_of_shapes_long_before_the_limit
     texts = [text for one in told(output) for text in one]
     assert status != 0 and len(texts) == 4, output
     assert all(side in text for text in texts for side in sides), output
-    assert "SIGABRT" not in output
+    assert "SIGABRT" not in output and OUR_FRAMES not in output, output
 
 
 @pytest.mark.timeout(120)
@@ -462,6 +466,7 @@ def test_mpi_ends_another_order_of_moves_or_shapes_long_before_the_limit_and_nam
     assert status != 0 and texts, output
     assert any(re.search(words, text) for text in texts), output
     assert any(all(side in text for side in sides) for text in texts), output
+    assert OUR_FRAMES not in output, output
 
 
 @pytest.mark.fault("gloo")

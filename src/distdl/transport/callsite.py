@@ -113,6 +113,11 @@ class Site(NamedTuple):
         return (f" at {self.line}" if self.line else "") + (f" ({', '.join(inside)})" if inside else "")
 
 
+def is_ours(frame: FrameType) -> bool:
+    """Whether a frame is of a function of distdl."""
+    return frame.f_code.co_filename.startswith(_OURS)
+
+
 def is_librarys(frame: FrameType) -> bool:
     """Whether a frame is of a function of distdl, torch or Python's own library."""
     file = frame.f_code.co_filename

@@ -12,6 +12,7 @@ from distdl.partition.arguments import checks_arguments
 from distdl.partition.sharing import gather_values
 from distdl.tensors.failures import forget_failed
 from distdl.transport.communicator import Communicator
+from distdl.transport.tracebacks import fold_uncaught
 from distdl.workers.processes import run_processes
 from distdl.workers.termination import catching_for_threads
 from distdl.workers.worlds import inside, launched, world
@@ -39,6 +40,7 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
     """
     if workers < 1:
         raise ValueError(f"run_workers needs at least one worker; got {workers}")
+    fold_uncaught()
     if backend is not None:
         find(backend)
     here = launched()

@@ -19,6 +19,7 @@ from distdl import environment
 from distdl.transport.communicator import CommunicationError, Communicator
 from distdl.transport.job import Job, join
 from distdl.transport.stores import LOOPBACK, connect, local_store
+from distdl.transport.tracebacks import fold
 from distdl.workers.launchers import end_with
 from distdl.workers.termination import catching
 from distdl.workers.worlds import enter
@@ -201,6 +202,7 @@ def _work(content: bytes, rank: int, size: int, port: int, backend: str, reports
     except BaseException as error:
         left = isinstance(error, SystemExit) and not error.code
         how, failure = ("called sys.exit", None) if left else ("failed", error)
+        fold(error)
         report = _Report(how, _pickled(error), traceback.format_exc())
     reports.send(tuple(report))
     reports.close()

@@ -16,6 +16,7 @@ from distdl.backends import find, names
 from distdl.partition import Partition
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import TORCHRUN
+from distdl.transport.tracebacks import fold_uncaught
 from distdl.workers.launchers import serve_launcher
 
 _MPIRUN = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
@@ -120,6 +121,7 @@ def _open(name: Any, asked_for: bool) -> Communicator:
     if name != "serial":
         serve_launcher()
     communicator = find(name).opener()
+    fold_uncaught()
     _check_opened(communicator, name)
     communicator.started_alone = name == "serial" and not asked_for
     return communicator

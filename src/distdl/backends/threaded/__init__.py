@@ -18,6 +18,7 @@ from distdl.backends.threaded.communicator import Post, ThreadCommunicator
 from distdl.backends.threaded.generator import share_generator
 from distdl.backends.threaded.hub import Hub
 from distdl.transport.communicator import CommunicationError, Communicator
+from distdl.transport.tracebacks import fold
 
 _GRACE = 5.0  # seconds that the others get to end, once one worker has failed, and again when the process ends
 
@@ -58,6 +59,7 @@ def _run(work: Work, workers: int) -> list[Any]:
                 error.add_note(f"(raised on worker {rank} of {workers})")
                 if isinstance(error, SystemExit) and hub.failure is None:  # which ends a process without a traceback
                     print(f"distdl: worker {rank} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+                fold(error)
                 failures[rank] = error
                 hub.fail(error)
         else:
