@@ -1,5 +1,6 @@
 """What torch refuses: every worker raises it, also those whose blocks have no cells."""
 
+import numpy as np
 import pytest
 import torch
 from same import Global, assert_same
@@ -195,18 +196,21 @@ def _dual_on(worker, P):
     return forward_ad.make_dual(block, torch.ones(3)) if P.rank == worker else block
 
 
-@pytest.mark.filterwarnings("ignore:.*has no op for global tensors", "ignore:Sparse CSR")
+@pytest.mark.filterwarnings(
+    "ignore:.*has no op for global tensors", "ignore:Sparse CSR", "ignore:The PyTorch API of nested"
+)
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: x.to_sparse(), lambda x: x.t().to_sparse_csr(),
         lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 2])),
+        lambda x: torch.nested.nested_tensor([x, x]), lambda x: torch.nested.as_nested_tensor([x, x]),
     ],
 )  # fmt: skip
 def test_results_of_which_no_worker_can_have_a_block(function):
     def work():
         x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
-        with pytest.raises(TypeError, match="no worker can have a block"):
+        with pytest.raises(TypeError, match=r"no worker can have a block\. Make it of x\.full_tensor\(\)"):
             function(x)
         assert x.sum().item() == pytest.approx(4)
 
@@ -236,3 +240,31 @@ def test_arguments_that_torch_refuses(function):
         assert str(ours.value)[:7] == str(theirs.value)[:7]
 
     distdl.run_workers(work, 3)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.numpy(), np.asarray])
+def test_no_array_of_what_requires_a_gradient(function):
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world()[:2].reshape(1, 2))
+        assert (function(x) == function(doubles)).all()
+        plain = doubles.clone().requires_grad_()
+        for ours, theirs in ((x.requires_grad_(), plain), (x * 2, plain * 2)):
+            with pytest.raises(RuntimeError) as expected:
+                function(theirs)
+            with pytest.raises(RuntimeError) as found:
+                function(ours)
+            assert str(found.value) == str(expected.value)
+            assert (ours.numpy(force=True) == theirs.numpy(force=True)).all()
+            assert (function(ours.detach()) == function(theirs.detach())).all()
+
+    distdl.run_workers(work, 3)
+
+
+def test_dims_have_no_names():
+    def work():
+        x = distdl.distribute_tensor(doubles, distdl.world().reshape(1, 2))
+        with pytest.raises(AttributeError, match=r"Say dims by their numbers; x\.layout tells how each is split"):
+            x.names  # noqa: B018
+        assert hasattr(x, "names") == hasattr(doubles, "names")
+
+    distdl.run_workers(work, 2)

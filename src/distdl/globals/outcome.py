@@ -10,6 +10,7 @@ import torch
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.nested import tensors_in
+from distdl.globals.tensor import NO_BLOCKS
 from distdl.globals.writes import Writes
 from distdl.tensors.dtypes import dtype_code
 
@@ -42,7 +43,7 @@ class Described(NamedTuple):
         """
         if value.layout is not torch.strided or value.is_nested:
             layout = "nested" if value.is_nested else str(value.layout)
-            raise TypeError(f"its result is a {layout} tensor, of which no worker can have a block")
+            raise TypeError(f"its result is a {layout} tensor, {NO_BLOCKS}")
         same = next((place for place, one in enumerate(inputs) if one is value), -1)
         storage = value.untyped_storage()._cdata
         view = next((place for place, one in enumerate(inputs) if one.untyped_storage()._cdata == storage), -1)

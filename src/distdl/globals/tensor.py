@@ -26,6 +26,10 @@ from distdl.tensors.function import TransformError
 _base: Any = torch._C.TensorBase  # (its attributes are computed; their types say what they give)
 _has_no_memory: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
 _NOWHERE = torch.device("meta")
+NO_BLOCKS = (
+    "of which no worker can have a block. Make it of x.full_tensor(); or in the place of a nested tensor, pad tensors "
+    "to one length, stack them, and keep a mask"
+)
 _raw_node = _base.grad_fn.__get__
 _raw_wants, _raw_requires = _base.requires_grad.__get__, _base.requires_grad.__set__
 
@@ -158,6 +162,8 @@ class GlobalTensor(torch.Tensor):
                 "a global tensor would be written into a plain tensor, which is the same on every worker, where nobody "
                 "asks us (as plain.real = x does); make what is written global first"
             )
+        if func is torch.ops.aten._nested_tensor_from_tensor_list.default:
+            raise TypeError(f"nested_tensor of a global tensor: its result is a nested tensor, {NO_BLOCKS}")
         check_unwrapped()
         raise TransformError(
             f"{func} has reached a global tensor without passing through its table of functions (as scripted "
@@ -218,6 +224,13 @@ class GlobalTensor(torch.Tensor):
 
     def is_complex(self) -> bool:
         return self._block.is_complex()
+
+    @property
+    def names(self) -> Any:
+        raise AttributeError(
+            "dims have no names: torch 2.13 has no named tensors. Say dims by their numbers; x.layout tells how each "
+            "is split"
+        )
 
     # -- between blocks and whole tensors
 

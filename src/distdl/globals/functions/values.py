@@ -16,12 +16,21 @@ from distdl.tensors.modes import uncounted
 from distdl.transport.calls import VALUE
 
 
-@handles(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__ __contains__ __format__", "Tensor"
-)
+@handles("item __float__ __int__ __bool__ __index__ __complex__ tolist __contains__ __format__", "Tensor")
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What torch says of the whole tensor. Collective."""
     return func(*map(_whole, args), **kwargs)
+
+
+@handles("numpy __array__", "Tensor")
+def array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The whole tensor as an array of NumPy's. Collective.
+
+    Raises: RuntimeError, torch's own, if the tensor requires a gradient and ``force`` is not set.
+    """
+    if args[0].requires_grad and not kwargs.get("force"):
+        torch.zeros((), device="cpu", requires_grad=True).numpy()
+    return value(func, args, kwargs)
 
 
 @handles("equal allclose is_nonzero _assert_async", "torch Tensor")
