@@ -69,6 +69,24 @@ def test_what_failed_first_is_the_cause_of_what_is_raised(backend):
 
 
 @pytest.mark.fault("threads")
+def test_threads_name_the_package_that_an_import_in_all_of_them_lacks(tmp_path, monkeypatch):
+    """As torch.onnx.export does, whose own module it imports first."""
+    (tmp_path / "exporting").mkdir()
+    (tmp_path / "exporting" / "__init__.py").write_text("")
+    (tmp_path / "exporting" / "needy.py").write_text("import time\ntime.sleep(0.2)\nimport package_that_lacks\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def main():
+        distdl.world().allgather_data(None)
+        from exporting import needy  # noqa: F401
+
+    try:
+        with pytest.raises(ModuleNotFoundError, match="No module named 'package_that_lacks'"):
+            distdl.run_workers(main, 4)
+    finally:
+        sys.modules.pop("exporting", None)
+
+
 def test_threads_name_every_wait_for_a_worker_that_returned():
     def main():
         P = distdl.world()

@@ -111,7 +111,12 @@ def _telling(first: BaseException, cause: int | None, failures: Mapping[int, Bas
     """The first failure; or if it only tells of another worker's error, what that worker raised, of which it is the
     cause, with the place in the user's code. Of workers that waited for each other, that of the worker which is the
     cause, if that is known.
+
+    Of an import in all threads, one thread finds out that a package is missing, and Python tells the others only that
+    they "cannot import name".
     """
+    if isinstance(first, ImportError):
+        return next((one for one in (first, *failures.values()) if isinstance(one, ModuleNotFoundError)), first)
     if not isinstance(first, CommunicationError) or first.has_own_cause:
         return first
     caused = [one for one in failures.values() if isinstance(one, CommunicationError) and one.has_own_cause]
