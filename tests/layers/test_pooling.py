@@ -1,5 +1,6 @@
 import copy
 import itertools
+import threading
 from functools import partial
 
 import pytest
@@ -19,6 +20,7 @@ from distdl.nn import (
     DistributedMaxPool2d,
     DistributedMaxPool3d,
 )
+from distdl.nn.pooling import sliding
 from distdl.partition.layout import Layout
 from distdl.testing import Counting, assert_matches_sequential
 
@@ -73,6 +75,22 @@ def test_the_stride_is_one_by_default():
         assert DistributedMaxPool2d(P.reshape(1, 1, 1, 1), 2)(torch.ones(1, 1, 4, 4)).shape == (1, 1, 3, 3)
 
     on_workers(1, main)
+
+
+@pytest.mark.parametrize(
+    "make", [DistributedMaxPool1d, DistributedAvgPool1d, lambda P, *given: DistributedLPPool1d(P, 2, *given)]
+)
+def test_a_process_warns_once_of_a_stride_that_is_not_given(make, monkeypatch):
+    monkeypatch.setattr(sliding, "_untold", threading.Lock())
+
+    def main(P):
+        line = P.reshape(1, 1, 3)
+        for given in ((1,), (2, 1), (2, None), (2,), (2,)):
+            make(line, *given)
+
+    with pytest.warns(UserWarning, match="has stride 1 .* as published; torch's layer then has the size") as told:
+        on_workers(3, main)
+    assert [one.filename for one in told] == [__file__]
 
 
 CEILED = [(k, s, p) for k, s, p in itertools.product((2, 3, 5), (2, 3, 4), (0, 1, 2)) if 2 * p <= k]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from dataclasses import replace
 from operator import index
 from typing import Any
@@ -13,6 +15,23 @@ from distdl.nn.pooling.layer import PoolingLayer
 from distdl.ops.pooling import Average, Maximum, Pooling, Power
 from distdl.partition import Partition, dims
 from distdl.partition.arguments import checks_arguments
+
+
+class _Published(int):
+    """The stride of a call that gives none, which is thus told from a stride of 1 that is given."""
+
+
+_ONE = _Published(1)
+_untold = threading.Lock()  # taken, for good, by the first layer of this process that warns
+
+
+def _warn_of_stride(name: str) -> None:
+    if _untold.acquire(blocking=False):
+        warnings.warn(
+            f"{name} has stride 1 where no stride is given, as published; torch's layer then has the size of the "
+            "kernel. Pass stride=1, or stride=None for the size of the kernel",
+            stacklevel=5,  # the user's call, above the check of arguments, the constructor, and _sliding
+        )
 
 
 class _SlidingPool(PoolingLayer):
@@ -31,9 +50,13 @@ class _SlidingPool(PoolingLayer):
         self.kernel_size, self.stride, self.padding = sliding.kernel, sliding.stride, sliding.padding
         self.dilation, self.ceil_mode = sliding.dilation, sliding.ceil_mode
 
-    def _sliding(self, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> PoolSliding:
+    def _sliding(
+        self, P_x: Partition, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+    ) -> PoolSliding:
         name = type(self).__name__
         sliding = PoolSliding.of(name, self.space, kernel, kernel if stride is None else stride, padding, dilation)
+        if stride is _ONE and max(sliding.kernel) > 1 and P_x.comm.rank == 0:
+            _warn_of_stride(name)
         return replace(sliding, ceil_mode=bool(ceil_mode))
 
 
@@ -46,7 +69,8 @@ class _MaxPool(_SlidingPool):
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size. A process in which
+            none is given warns once.
         padding: cells before and after the tensor, at most half the kernel.
         dilation: distance between the cells of a window.
         buffer_manager: checked for its type; not used.
@@ -67,7 +91,7 @@ class _MaxPool(_SlidingPool):
         self,
         P_x: Partition,
         kernel_size: Any,
-        stride: Any = 1,
+        stride: Any = _ONE,
         padding: Any = 0,
         dilation: Any = 1,
         buffer_manager: Any = None,
@@ -76,7 +100,7 @@ class _MaxPool(_SlidingPool):
         return_indices: bool = False,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        sliding = self._sliding(kernel_size, stride, padding, dilation, ceil_mode)
+        sliding = self._sliding(P_x, kernel_size, stride, padding, dilation, ceil_mode)
         super().__init__(P_x, Pooling(Maximum(bool(return_indices)), sliding))
         self.return_indices = bool(return_indices)
 
@@ -90,7 +114,8 @@ class _AvgPool(_SlidingPool):
     Args:
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size. A process in which
+            none is given warns once.
         padding: cells before and after the tensor, at most half the kernel. They are zeros.
         dilation: only 1 is accepted, as averages have none.
         buffer_manager: checked for its type; not used.
@@ -113,7 +138,7 @@ class _AvgPool(_SlidingPool):
         self,
         P_x: Partition,
         kernel_size: Any,
-        stride: Any = 1,
+        stride: Any = _ONE,
         padding: Any = 0,
         dilation: Any = 1,
         buffer_manager: Any = None,
@@ -123,7 +148,7 @@ class _AvgPool(_SlidingPool):
         divisor_override: int | None = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        sliding = self._sliding(kernel_size, stride, padding, dilation, ceil_mode)
+        sliding = self._sliding(P_x, kernel_size, stride, padding, dilation, ceil_mode)
         divisor: Any = divisor_override
         divisor = index(divisor) if hasattr(divisor, "__index__") else divisor
         if any(n > 1 for n in sliding.dilation):
@@ -142,7 +167,8 @@ class _LPPool(_SlidingPool):
         P_x: partition of input and output, ``batch x channels x space...``; any of them may be split.
         norm_type: the power p, not 0.
         kernel_size: extents of the window, in cells; one number, or one for each dim of space.
-        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size.
+        stride: distance between windows. **1 by default**, unlike torch; None for the kernel size. A process in which
+            none is given warns once.
         ceil_mode: whether the last window may reach beyond the tensor, if it starts in it.
     Shapes: x local ``(batch, channels, space...)``, in elements, any split that is a grid. y is split as evenly as
         possible in space, longer blocks first, and in batch and channels as x is. Workers outside P_x return a clone of
@@ -155,9 +181,9 @@ class _LPPool(_SlidingPool):
 
     @checks_arguments
     def __init__(
-        self, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = 1, ceil_mode: bool = False
+        self, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = _ONE, ceil_mode: bool = False
     ) -> None:
-        sliding = self._sliding(kernel_size, stride, 0, 1, ceil_mode)
+        sliding = self._sliding(P_x, kernel_size, stride, 0, 1, ceil_mode)
         super().__init__(P_x, Pooling(Power(float(norm_type) if isinstance(norm_type, int) else norm_type), sliding))
         self.norm_type = float(norm_type)
 
