@@ -1,5 +1,6 @@
 """Where tensors become global, and plain again."""
 
+import numpy as np
 import pytest
 import torch
 from launched import Calling, assert_close, on_workers, split
@@ -40,6 +41,55 @@ def test_a_tensor_that_one_worker_has():
     (y * y).sum().backward()
     if me() == 1:
         assert_close(leaf.grad, 2 * x35)
+
+
+TAKES_A_SPLIT = {
+    "distribute_tensor": lambda P: distdl.distribute_tensor(x35, P).layout,
+    "from_local": lambda P: GlobalTensor.from_local(square, P).layout,
+    "redistribute": lambda P: distdl.distribute_tensor(x35, grid(2, 1)).redistribute(P).layout,
+    "distribute": lambda P: distdl.distribute(torch.nn.ReLU(), P)(x35).layout,
+    "summary": lambda P: distdl.summary(torch.nn.Linear(5, 5), P, (3, 5)),
+    "suggest": lambda P: distdl.suggest(torch.nn.Linear(5, 5), P, (3, 5)),
+    "BlockDataset": lambda P: distdl.data.BlockDataset(np.ones((3, 5)), P).P,
+    "collate": lambda P: distdl.data.collate(P).P,
+    "as_global": lambda P: distdl.data.Blocks(torch.ones(2 - me() // 2, 3 - me() % 2), (3, 5)).as_global(P).layout,
+}
+
+
+@pytest.mark.parametrize("takes", TAKES_A_SPLIT.values(), ids=TAKES_A_SPLIT)
+def test_a_shape_in_the_place_of_a_partition_has_all_workers(takes):
+    def work():
+        expected = str(takes(distdl.world().reshape(2, 2)))
+        for shape in ((2, 2), [2, 2], torch.Size([2, 2]), np.array([2, 2]), (np.int64(2), 2)):
+            assert str(takes(shape)) == expected
+
+    distdl.run_workers(work, 4)
+
+
+@pytest.mark.parametrize("takes", TAKES_A_SPLIT.values(), ids=TAKES_A_SPLIT)
+def test_what_is_no_partition_and_no_shape(takes):
+    def work():
+        for wrong in ("2x2", None, (2, 1.5), x35, {2: 2}):
+            with pytest.raises(TypeError, match=r"Write distdl\.world\(\)\.reshape\(1, 1, 2, 2\), or its shape"):
+                takes(wrong)
+
+    distdl.run_workers(work, 4)
+
+
+@pytest.mark.parametrize("name", sorted({*TAKES_A_SPLIT} - {"summary", "suggest"}))
+def test_a_shape_of_another_number_of_workers(name):
+    def work():
+        with pytest.raises(ValueError, match="2x1 has 2 places, and there are 4 workers"):
+            TAKES_A_SPLIT[name]((2, 1))
+
+    distdl.run_workers(work, 4)
+
+
+def test_a_summary_of_another_number_of_workers_is_of_workers_that_are_not_there():
+    for wrong in ((0, 2), ()):
+        with pytest.raises(ValueError, match="a grid of workers needs at least 1 along each axis"):
+            TAKES_A_SPLIT["summary"](wrong)
+    assert TAKES_A_SPLIT["summary"]((3, 1)).grid == (3, 1)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -17,7 +17,8 @@ from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
-from distdl.partition.arguments import checks_arguments
+from distdl.partition.arguments import Split, checks_arguments
+from distdl.workers.worlds import split_of
 
 
 class BlockDataset(data.Dataset[Any]):
@@ -39,13 +40,15 @@ class BlockDataset(data.Dataset[Any]):
             Of a class of its own that changes samples, a loader asks for ``__getitems__`` alone.
         P: how batches are split: its axes are the dims of a batch (batch, channel, space...). Of an array whose batches
             have fewer dims than P axes, the batch dim is split over the first axis, the other dims over the last ones,
-            and the workers at place 0 of the axes between hold it.
+            and the workers at place 0 of the axes between hold it. A shape, as ``(1, 1, 2, 2)``, means
+            ``distdl.world().reshape(1, 1, 2, 2)``.
     Raises: ValueError if sources differ in their number of samples; ImportError, saying what to install. Reading raises
         ValueError if files differ in shape.
     """
 
     @checks_arguments
-    def __init__(self, source: Any, P: Partition) -> None:
+    def __init__(self, source: Any, P: Split) -> None:
+        P = split_of(P, "BlockDataset")
         self.P: Partition | None = P  # (not in worker processes, where there are no other workers)
         self.me, self.workers = P.comm.rank, P.workers
         self.sources = each(source, source_of)
@@ -126,11 +129,12 @@ class Blocks:
                 f"{brief(self.workers)}"
             )
 
-    def as_global(self, P: Partition) -> GlobalTensor:
+    def as_global(self, P: Split) -> GlobalTensor:
         """The global tensor of the batch. No message is sent: every worker knows the shape.
 
         Raises: ValueError if it was read over another partition, or if the block is not this worker's part of it.
         """
+        P = split_of(P, "Blocks.as_global")
         context = Context.of(P.comm)
         workers = _workers_of(P.workers, len(self.shape))
         if self.workers is not None and not np.array_equal(self.workers, workers):

@@ -16,8 +16,9 @@ from distdl.data.wrapped import blocks_of, parts_in
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
-from distdl.partition.arguments import checks_arguments
+from distdl.partition.arguments import Split, checks_arguments
 from distdl.partition.sharing import gather_values
+from distdl.workers.worlds import split_of
 
 
 class collate:
@@ -29,8 +30,8 @@ class collate:
     """
 
     @checks_arguments
-    def __init__(self, P: Partition) -> None:
-        self.P: Partition | None = P
+    def __init__(self, P: Split) -> None:
+        self.P: Partition | None = split_of(P, "collate")
 
     def __call__(self, batch: Any) -> Any:
         if self.P is None or data.get_worker_info() is not None:

@@ -20,12 +20,14 @@ from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import CartesianPartition, Layout, Partition, dims
+from distdl.partition.arguments import Split, check_split
 from distdl.partition.sharing import broadcast_value, gather_values
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
 from distdl.tensors.draws import seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.function import Function, Given, note_given
+from distdl.workers.worlds import split_of
 
 _AXES, _WHOLE = judge(Sequence[int | None]), judge(int)
 
@@ -107,7 +109,7 @@ def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
 
 
 def distribute_tensor(
-    x: torch.Tensor | None, P: Partition, src: int = 0, axes: Sequence[int | None] | None = None
+    x: torch.Tensor | None, P: Split, src: int = 0, axes: Sequence[int | None] | None = None
 ) -> GlobalTensor:
     """Split a tensor that one worker has over a partition, as evenly as possible. Collective; differentiable.
 
@@ -116,7 +118,7 @@ def distribute_tensor(
             it follows from ``y.full_tensor(on=src)`` or from a block, what follows from that there, so that all take
             part in backward, whatever its shape. So it is with what follows from weights of a distributed model.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
-            hold no cells.
+            hold no cells. A shape, as ``(1, 1, 2, 2)``, means ``distdl.world().reshape(1, 1, 2, 2)``.
         src: the worker that has the tensor, as numbered in the world.
         axes: for each dim of x, the axis of P along which it is split; None for a dim that is not split. Along the axes
             of P that are not named, x lies at place 0. So the labels of an image of batch, channel, height and width
@@ -127,8 +129,7 @@ def distribute_tensor(
         says.
     Source: the name is that of ``torch.distributed.tensor.distribute_tensor``.
     """
-    if not isinstance(P, Partition):
-        raise TypeError(f"distribute_tensor needs a partition; got a {type(P).__name__}")
+    P = split_of(P, "distribute_tensor")
     context = Context.of(P.comm)
     src = _worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
@@ -175,10 +176,9 @@ def _is_rest(x: Any) -> bool:
     return x.requires_grad and (may_differ(x) or bool(ours_before(x) - {_Whole}))
 
 
-def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
+def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None = None) -> GlobalTensor:
     """See :meth:`GlobalTensor.from_local`."""
-    if not isinstance(P, Partition):
-        raise TypeError(f"GlobalTensor.from_local needs a partition; got a {type(P).__name__}")
+    P = split_of(P, "GlobalTensor.from_local")
     context = Context.of(P.comm)
     _begin(context, "GlobalTensor.from_local")
     block = plain_of(block)  # (a block that was computed with a weight is no copy of one)
@@ -230,10 +230,12 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     return y
 
 
-def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
+def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
     """See :meth:`GlobalTensor.redistribute`."""
     context = x._context
-    if context.stands_for_torch and isinstance(to, (Partition, Layout)):
+    if not isinstance(to, (Partition, Layout)):
+        check_split("redistribute", "its target", to, Split | Layout)
+    if context.stands_for_torch:
         return x
     if isinstance(to, Layout):
         if axes is not None:
@@ -244,8 +246,7 @@ def redistribute(x: GlobalTensor, to: Partition | Layout, axes: Sequence[int | N
                 f"redistribute needs a layout of the tensor's shape {dims(x.shape)}; got one of {dims(needed.extents)}"
             )
     else:
-        if not isinstance(to, Partition):
-            raise TypeError(f"redistribute needs a partition or a layout; got a {type(to).__name__}")
+        to = to if isinstance(to, Partition) else context.world.reshape(tuple(to))
         if not context.has(to):
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)

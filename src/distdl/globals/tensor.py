@@ -18,7 +18,8 @@ from distdl.globals.running import note_block
 from distdl.globals.table import TABLE, check_is_tensor, name_of
 from distdl.globals.wrappers import check_unwrapped
 from distdl.nn.compiling import leave_uncompiled
-from distdl.partition import Layout, Partition
+from distdl.partition import Layout
+from distdl.partition.arguments import Split
 from distdl.tensors.connection import is_ordinary_view, replayed
 from distdl.tensors.derivatives import recorded
 from distdl.tensors.function import TransformError
@@ -235,12 +236,13 @@ class GlobalTensor(torch.Tensor):
     # -- between blocks and whole tensors
 
     @staticmethod
-    def from_local(block: torch.Tensor, P: Partition, axes: Sequence[int | None] | None = None) -> GlobalTensor:
+    def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None = None) -> GlobalTensor:
         """The global tensor whose blocks are given, one on each worker of ``P``. Collective; the workers agree once.
 
         Args:
             block: this worker's block, in as many dims as ``P`` has axes, or more (which are not split). Blocks may
                 differ in size, as long as they form a grid. What a worker outside ``P`` passes is not read.
+            P: a partition; or the shape of one, as ``(1, 1, 2, 2)`` for ``distdl.world().reshape(1, 1, 2, 2)``.
             axes: for each dim of the block, the axis of ``P`` along which the tensor is split; None for a dim that is
                 not split. Along the axes that are not named, only the workers at place 0 hold cells.
         Returns: the tensor; differentiable with respect to the block.
@@ -267,10 +269,11 @@ class GlobalTensor(torch.Tensor):
 
         return full_tensor(self, on)
 
-    def redistribute(self, to: Partition | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
+    def redistribute(self, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
         """The same tensor, split over another partition as evenly as possible, or in a given layout. Differentiable.
 
         Args:
+            to: a partition, the shape of one of all workers of the tensor's world, or a layout.
             axes: for each dim, the axis of the partition along which it is split (see
                 :func:`distdl.distribute_tensor`).
         """

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, signature
-from typing import Any, ParamSpec, Required, TypeVar, get_origin
+from typing import Any, ParamSpec, Required, TypeVar, get_args, get_origin
 
 from distdl.environment import arguments
+from distdl.environment.types import judge
 from distdl.partition.partition import Partition
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
+
+Split = Partition | Sequence[int]
+"""How a tensor is split: a partition, or the shape of one of all workers."""
 
 
 def checks_arguments(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
@@ -24,6 +28,9 @@ def checks_arguments(make: Callable[Arguments, Made]) -> Callable[Arguments, Mad
 
 def _check_partitions(name: str, make: Callable[..., Any], given: dict[str, Any]) -> None:
     """Code that is ported from torch passes numbers by position, and Python would only say what is then missing."""
+    for argument, hint in arguments.hints(make).items():
+        if argument in given and all(kind in get_args(hint) for kind in get_args(Split)):
+            check_split(name, argument, given[argument], hint)
     for argument in ("P_x", "P_y", "P_w"):
         value = given.get(argument)
         if value is not None and not isinstance(value, Partition):
@@ -32,6 +39,16 @@ def _check_partitions(name: str, make: Callable[..., Any], given: dict[str, Any]
                 f"{name} takes {arguments.brief(value)} for {argument}, which has to be a partition; behind the "
                 f"partitions, give the arguments by name: {name}({listed})"
             )
+
+
+def check_split(name: str, argument: str, value: Any, hint: Any = Split) -> None:
+    """Check what says how a tensor is split.
+
+    Raises: TypeError for what is no partition and no shape of one, that says how to write them.
+    """
+    if not judge(hint)(value):
+        problem = arguments.misfit(name, argument, value, hint)
+        raise TypeError(f"{problem}. Write distdl.world().reshape(1, 1, 2, 2), or its shape, (1, 1, 2, 2)")
 
 
 def _required(make: Callable[..., object]) -> Iterator[str]:

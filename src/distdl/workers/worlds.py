@@ -14,6 +14,7 @@ import torch
 from distdl import environment
 from distdl.backends import find, names
 from distdl.partition import Partition
+from distdl.partition.arguments import Split, check_split
 from distdl.transport.communicator import Communicator
 from distdl.transport.job import TORCHRUN
 from distdl.transport.tracebacks import fold_uncaught
@@ -87,6 +88,26 @@ def world(backend: Any = None) -> Partition:
     if key not in worlds:
         worlds[key] = Partition(_open(name, asked_for=backend is not None))
     return worlds[key]
+
+
+def opened() -> Partition | None:
+    """The world in which the caller was launched; None if opening it now would take messages."""
+    name = launched() or "serial"
+    return world() if _is_entered(name) or name in _process_worlds else None
+
+
+def split_of(P: Split, name: str) -> Partition:
+    """The partition that is meant by one, or by a shape: that of all workers of :func:`world` has this shape.
+
+    Args:
+        name: of the function that has got it, for errors.
+    Raises: TypeError for anything else; ValueError for a shape of another number of workers.
+    """
+    if isinstance(P, Partition):
+        return P
+    check_split(name, "P", P)
+    made: Partition = world().reshape(tuple(P))
+    return made
 
 
 def _is_entered(name: Any) -> bool:

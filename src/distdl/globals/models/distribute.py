@@ -27,12 +27,12 @@ from distdl.globals.replicas import mark_copies
 from distdl.globals.running import running
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
-from distdl.partition import Partition
-from distdl.partition.arguments import checks_arguments
+from distdl.partition.arguments import Split, checks_arguments
 from distdl.tensors.derivatives import is_recomputed
 from distdl.tensors.function import TransformError
 from distdl.tensors.modes import unobserved
 from distdl.transport.callsite import Place
+from distdl.workers.worlds import split_of
 
 WEIGHTS = ("replicated", "sharded")
 FALLBACKS = ("warn", "error", "silent")
@@ -41,7 +41,7 @@ _FIRST = 4  # forwards of a model in which its plain inputs are compared before 
 
 @checks_arguments
 def distribute(
-    module: torch.nn.Module, P: Partition, weights: str = "replicated", fallback: str = "warn"
+    module: torch.nn.Module, P: Split, weights: str = "replicated", fallback: str = "warn"
 ) -> torch.nn.Module:
     """Make a model compute with tensors that are split over a partition. Its code, its parameters and its names stay.
 
@@ -57,7 +57,8 @@ def distribute(
 
     Args:
         module: any torch module.
-        P: how tensors are split: its axes are their dims (batch, channel, space...).
+        P: how tensors are split: its axes are their dims (batch, channel, space...). A shape, as ``(1, 1, 2, 2)``,
+            means ``distdl.world().reshape(1, 1, 2, 2)``, also where you have opened another world over a communicator.
         weights: ``"replicated"``: every worker has all parameters. The gradients of one backward travel in few
             messages, and are the same on every worker to the last bit. ``"sharded"``: every parameter becomes a global
             tensor that is split over all workers of the world, and so are its gradient and what an optimiser keeps of
@@ -75,6 +76,7 @@ def distribute(
     for name, value, known in (("weights", weights, WEIGHTS), ("fallback", fallback, FALLBACKS)):
         if value not in known:
             raise ValueError(f"distribute needs {name} to be one of {', '.join(known)}; got {value!r}")
+    P = split_of(P, "distribute")
     _check(module)
     for path, child in module.named_modules():
         if isinstance(child._parameters, Parameters) and (child is module or not _is_shared(child)):

@@ -17,7 +17,8 @@ from distdl.globals.models.rehearsal import GRADIENTS, Part, Rehearsal, rehearse
 from distdl.globals.models.remembering import Memory
 from distdl.nn.module import Module
 from distdl.partition import Partition
-from distdl.partition.arguments import checks_arguments
+from distdl.partition.arguments import Split, checks_arguments
+from distdl.workers.worlds import opened
 
 Shape = Sequence[int]
 
@@ -193,7 +194,7 @@ class Suggestions(tuple[Suggestion, ...]):
 @checks_arguments
 def summary(
     model: torch.nn.Module,
-    P: Partition | Sequence[Count],
+    P: Split,
     input_shape: Any,
     *,
     worker: int | None = None,
@@ -208,7 +209,8 @@ def summary(
 
     Args:
         model: any torch module; it is not changed. Whether it trains or evaluates counts.
-        P: the partition of its inputs; or the shape of a grid of workers that need not be there.
+        P: the partition of its inputs; or the shape of a grid of workers. They are those of :func:`distdl.world`, if it
+            has been opened and has as many; else they need not be there.
         input_shape: the global shape of its input; or a tensor of that shape and dtype, of which nothing is read; or a
             list of shapes and tensors, if it takes several.
         worker: which one to look at; if not given, this one, or the first of P if this one is not in it.
@@ -236,7 +238,7 @@ def summary(
 @checks_arguments
 def suggest(
     model: torch.nn.Module,
-    workers: int,
+    workers: int | Split,
     input_shape: Any,
     *,
     dtype: torch.dtype | None = None,
@@ -248,18 +250,21 @@ def suggest(
     Of each grid two workers are looked at: the first, which has the largest block and what runs on one worker, and the
     one in the middle, which has most neighbours. A dim is not split over more workers than it has cells.
 
-    Args: as of :func:`summary`.
+    Args:
+        workers: how many; or a partition or a shape of as many, of which all other shapes are tried, too.
+        others: as of :func:`summary`.
     Returns: the grids, least memory first; where that is equal, fewest bytes first. Those that cannot be come last.
     Raises: ValueError if there is no way, and for models that :func:`summary` refuses.
     """
     _check(model, "suggest")
-    if workers < 1:
-        raise ValueError(f"suggest needs at least 1 worker; got {workers}")
+    count: Any = workers if judge(int)(workers) else _workers(workers)[0].size
+    if count < 1:
+        raise ValueError(f"suggest needs at least 1 worker; got {count}")
     inputs = _inputs(model, input_shape, dtype)
     extents = tuple(inputs[0].shape)
-    grids = list(_factorisations(workers, extents))
+    grids = list(_factorisations(count, extents))
     if not grids:
-        raise ValueError(f"suggest finds no grid of {workers} workers for an input of {_dims(extents)}")
+        raise ValueError(f"suggest finds no grid of {count} workers for an input of {_dims(extents)}")
     known = Memory()
     found = [_tried(model, grid, inputs, backward, known, options) for grid in grids]
     return Suggestions(sorted(found, key=lambda one: (bool(one.error), one.peak, one.sent, one.grid)))
@@ -305,12 +310,16 @@ def _tried(
     )
 
 
-def _workers(P: Partition | Sequence[int]) -> tuple[Any, int, int]:
+def _workers(P: Any) -> tuple[Any, int, int]:
     """The workers as an array, how many there are in their world, and the number of this one."""
-    if isinstance(P, Partition):
-        return P.workers, P.comm.size, P.comm.rank
-    count = prod(P)
-    return np.arange(count).reshape(tuple(P)), count, 0
+    if not isinstance(P, Partition):
+        if min(P, default=0) < 1:
+            raise ValueError(f"a grid of workers needs at least 1 along each axis; got {tuple(P)}")
+        count, known = prod(P), opened()
+        if known is None or known.workers.size != count:
+            return np.arange(count).reshape(tuple(P)), count, 0
+        P = known.reshape(tuple(P))
+    return P.workers, P.comm.size, P.comm.rank
 
 
 def _inputs(model: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> list[torch.Tensor]:
