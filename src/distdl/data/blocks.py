@@ -15,6 +15,7 @@ from distdl.data.sources import Source, checked, source_of
 from distdl.environment.arguments import brief, check_fields
 from distdl.geometry.boxes import Shape, balanced
 from distdl.globals.context import Context
+from distdl.globals.idle import warn_of_idle
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition, dims
 from distdl.partition.arguments import Split, checks_arguments
@@ -143,6 +144,7 @@ class Blocks:
                 f"Blocks of a batch of {dims(self.shape)} that was read over {read} cannot be made global over {P}"
             )
         layout = context.balanced(workers, self.shape)
+        warn_of_idle("a batch", layout, also="; if only the last batch is small, so does drop_last=True")
         if tuple(self.block.shape) != tuple(layout.local):
             needed, found = dims(layout.local), dims(self.block.shape)
             raise ValueError(

@@ -15,6 +15,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.idle import warn_of_idle
 from distdl.globals.lineage import may_differ, ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
@@ -123,7 +124,8 @@ def distribute_tensor(
         axes: for each dim of x, the axis of P along which it is split; None for a dim that is not split. Along the axes
             of P that are not named, x lies at place 0. So the labels of an image of batch, channel, height and width
             lie with it under ``axes=(0, 2, 3)``.
-    Returns: the global tensor. It requires a gradient if x does.
+    Returns: the global tensor. It requires a gradient if x does. Where some workers get no cell though x has enough for
+        all, worker 0 warns once.
     Raises: ValueError, the same on every worker, if x is no tensor, has a forward-mode tangent, has a gradient
         that goes on to ``y.full_tensor()`` of every worker, has fewer dims than P axes, or other dims than ``axes``
         says.
@@ -151,6 +153,7 @@ def distribute_tensor(
     header = _Header(*told)
     context.draws.seed = header.seed
     needed = _split(context, P, header.extents, "distribute_tensor", axes)
+    warn_of_idle("distribute_tensor", needed, axes)
     owned = context.whole(header.extents, src)
     if context.me == src:
         assert isinstance(x, torch.Tensor)

@@ -16,6 +16,7 @@ from distdl.globals import debug
 from distdl.globals.bounds import Bounds, know
 from distdl.globals.context import Context, other_world, worlds
 from distdl.globals.functions.drawing import Drawing
+from distdl.globals.idle import warn_of_idle
 from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.drift import check_plain
 from distdl.globals.models.equality import check_equal, make_equal
@@ -196,6 +197,8 @@ class Forward:
         if torch._C._are_functorch_transforms_active():
             raise TransformError
         copies = self.copies
+        if not (copies.running or self.P.comm.rank):
+            self._warn_of_idle(args, kwargs)
         if self._checked < _FIRST and not (copies.running or is_recomputed()) and self.P.comm.watch is None:
             self._check_plain(args, kwargs)
         given = [x if type(x) is GlobalTensor else map_tensors(x, self._split) for x in args]
@@ -224,6 +227,13 @@ class Forward:
 
     leave_uncompiled(__call__)
 
+    def _warn_of_idle(self, *given: Any) -> None:
+        """Warn of workers without a cell of the largest input, if it is split here. Smaller ones may be broadcast."""
+        largest = max(tensors_in(given), key=lambda x: x.numel(), default=None)
+        if largest is not None and self._splits(largest):
+            context = Context.of(self.P.comm)
+            warn_of_idle("a distributed model", context.balanced(self.P.workers, largest.shape))
+
     def _check_plain(self, *given: Any) -> None:
         """Check that all workers give the same plain tensors: blocks and batches of their own are a usual mistake."""
         self._checked += 1
@@ -242,6 +252,9 @@ class Forward:
         join(self.module, self.copies, Place("", self.fallback))
         self.copies.additions.close(self.module)
 
+    def _splits(self, x: torch.Tensor) -> bool:
+        return type(x) is torch.Tensor and not x.is_nested and x.dim() >= self.P.workers.ndim
+
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor or x.is_nested:
             return x
@@ -249,7 +262,7 @@ class Forward:
             Context.of(self.P.comm).samples.keep(x)
             if debug.on:
                 debug.note_plain("a distributed model with", x)
-        if x.dim() < self.P.workers.ndim:
+        if not self._splits(x):
             return x
         layout = Context.of(self.P.comm).balanced(self.P.workers, x.shape)
         return know(GlobalTensor._of(taken(x, layout).clone(), layout), Bounds.of(x))
