@@ -47,6 +47,21 @@ _SUM = "gradients of replicated tensors"
 _AHEAD = 64 << 20  # bytes of sums that are under way at most, before anybody waits for them
 
 
+class Which(NamedTuple):
+    """Which parameters of a model enter together.
+
+    Attributes:
+        places: theirs among all of the model, growing.
+        path: of the smallest module that has all of them.
+    """
+
+    places: tuple[int, ...] = ()
+    path: str = ""
+
+
+_OTHERS = Which()  # (of none, or not known)
+
+
 class Compared(Protocol):
     """What has to be the same on all workers.
 
@@ -65,15 +80,15 @@ def enter(
     context: Context,
     tensors: Sequence[torch.Tensor],
     compared: Compared | None = None,
-    which: tuple[int, ...] = (),
+    which: Which = _OTHERS,
     recomputed: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """This worker's own copies of plain tensors of one dtype, whose gradients travel as one message.
 
     Args:
         compared: of which bits go with the gradients.
-        which: the places of these tensors among all of a model, growing. Where workers differ in which enter (as one
-            does that has frozen another layer), their messages never meet.
+        which: if they are parameters of a model. Where workers differ in which enter (as one does that has frozen
+            another layer), their messages never meet.
         recomputed: whether a checkpoint in which they enter makes that anew, too.
     """
     if len(context.everyone) == 1:
@@ -104,10 +119,10 @@ class Entering:
     def each(
         cls,
         context: Context,
-        buckets: Sequence[tuple[Sequence[torch.Tensor], tuple[int, ...]]],
+        buckets: Sequence[tuple[Sequence[torch.Tensor], Which]],
         compared: Compared | None,
     ) -> list[Entering]:
-        """Several times tensors that enter together, and their places among all: each has a message of its own.
+        """Several times parameters that enter together, and which these are: each has a message of its own.
 
         Args:
             compared: of which bits go with each, for a backward may come to any of them, and to no other.
@@ -151,7 +166,7 @@ class _Sum:
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         bits: int,
-        which: tuple[int, ...],
+        which: Which,
     ) -> None:
         # behind the tensors goes how many workers have a gradient of each: one that nobody has stays none
         structure = (*map(tuple, shapes), (len(shapes),), (bits,))
@@ -162,8 +177,9 @@ class _Sum:
         self._all = Constant(torch.ones(len(shapes), dtype=dtype, device="cpu"))  # (all parts are there)
         self._bits = bits
         # (with what tells messages apart: some transports end the process where messages of two lengths meet)
-        named = f"parameters {_listed(which)} of the model" if which else f"{len(shapes)}"
-        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which))
+        named = f"parameters {_listed(which.places)} of the model" if which.places else f"{len(shapes)}"
+        label = Label(f"{_SUM} ({named}; {count} elements)", detail=(structure, dtype, which.places))
+        label.path = which.path
         self.operator = Operator(plan, context.comm, context.everyone, label, dtype, NONE, [(count,)], [(count,)])
 
     @classmethod
@@ -172,7 +188,7 @@ class _Sum:
         context: Context,
         tensors: Sequence[torch.Tensor],
         compared: Compared | None = None,
-        which: tuple[int, ...] = (),
+        which: Which = _OTHERS,
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
         bits = 0 if compared is None else BITS

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
-from distdl.globals.entering import Entering, enter, settle
+from distdl.globals.entering import Entering, Which, enter, settle
 from distdl.globals.models.drift import Drift, Places
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, is_copy, memory_of, parameter_of, plain_of
@@ -195,7 +196,7 @@ class Replicas:
         self._held: list[Parameters] | None = None
         self._described: list[Any] = []  # the parameters for which the buckets are
         self._listed: list[torch.Tensor] = []  # these
-        self._buckets: list[tuple[list[int], tuple[int, ...]]] = []  # their places among these, and among all
+        self._buckets: list[tuple[list[int], Which]] = []  # their places among these, and which they are
 
     def begin(self) -> None:
         self._plain = not torch.is_grad_enabled()
@@ -217,7 +218,11 @@ class Replicas:
         if described != self._described:
             self._described, self._listed = described, listed
             among = [place for place, p in enumerate(every) if p.requires_grad]
-            self._buckets = [(places, tuple([among[place] for place in places])) for places in _buckets(listed)]
+            paths = {id(p): path for path, child in self.module.named_modules() for p in child._parameters.values()}
+            self._buckets = []
+            for places in _buckets(listed):
+                around = _around(paths[id(listed[place])] for place in places)
+                self._buckets.append((places, Which(tuple([among[place] for place in places]), around)))
         alone = len(context.everyone) == 1
         with unobserved():
             look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
@@ -327,6 +332,12 @@ def _held(module: torch.nn.Module) -> Iterator[Parameters]:
         held = child._parameters
         if isinstance(held, Parameters) and not any(id(p) in own for p in held.values()):
             yield held
+
+
+def _around(paths: Iterable[str]) -> str:
+    """The path of the smallest module in which modules are."""
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[list[int]]:
