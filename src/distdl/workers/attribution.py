@@ -1,0 +1,122 @@
+"""Attribution: which module of a model this worker computes in, forward and backward, and for how long."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from distdl.tensors.derivatives import next_node
+
+
+class Owner(NamedTuple):
+    """What time and messages are counted for.
+
+    Attributes:
+        path: of the module in the model; empty for the model itself, and for what happens outside of it.
+        add: takes seconds that it has computed.
+    """
+
+    path: str
+    add: Callable[[float], None]
+
+
+class Attribution:
+    """Follows a model while it is open: modules own the forward between their calls' begin and end, without the
+    modules inside.
+
+    Nodes of autograd have growing numbers, so those that a module has made in its forward lie between the number at its
+    begin and that at its end. In backward, the module whose node runs is the owner. Which one that is, is looked up
+    where a tensor has entered or left a module, and for each message.
+
+    Args:
+        paths: those of the modules that are followed.
+        called: gets a module and its path as a call begins; returns the owner.
+        outside: owner of all else.
+    """
+
+    def __init__(
+        self,
+        paths: dict[torch.nn.Module, str],
+        called: Callable[[torch.nn.Module, str], Owner],
+        outside: Owner,
+    ) -> None:
+        self._paths, self._called, self._outside = paths, called, outside
+        self._current, self._since = outside, time.perf_counter()
+        self._stack: list[tuple[Owner, Owner]] = []  # modules whose forward runs, and who was the owner before
+        self._marks = [(-1, outside)]  # from which number on nodes belong to whom
+        self._backward = -1  # at whose end the owner is set back
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Attribution:
+        # (hooks of each module would be seen, by torch and by ours, as hooks of the model)
+        begin = torch.nn.modules.module.register_module_forward_pre_hook(self._begin)
+        end = torch.nn.modules.module.register_module_forward_hook(self._end, always_call=True)
+        self._hooks.callback(begin.remove)
+        self._hooks.callback(end.remove)
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+        self._pass_to(self._outside)
+        self._paths = {}
+
+    @property
+    def path(self) -> str:
+        """That of the module for which this worker does something now."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not self._stack:
+            self._pass_to(self._maker(node))
+        return self._current.path
+
+    def waited(self, seconds: float) -> None:
+        """Take note that this worker has waited: it has not computed meanwhile."""
+        self._since += seconds
+
+    def _pass_to(self, owner: Owner) -> None:
+        now = time.perf_counter()
+        self._current.add(now - self._since)
+        self._current, self._since = owner, now
+
+    def _begin(self, module: torch.nn.Module, inputs: Any) -> None:
+        path = self._paths.get(module)
+        if path is not None:
+            owner = self._called(module, path)
+            self._stack.append((owner, self._current))
+            self._watch(inputs)
+            self._marks.append((next_node(), owner))
+            self._pass_to(owner)
+
+    def _end(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
+        if module in self._paths and self._stack:
+            _, before = self._stack.pop()
+            self._watch(result)
+            self._marks.append((next_node(), before))
+            self._pass_to(before)
+
+    def _maker(self, node: Any) -> Owner:
+        """Who has made a node of autograd."""
+        return self._marks[bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1][1]
+
+    def _watch(self, value: Any) -> None:
+        """Let the makers of tensors own the backward from where it comes to these."""
+        for one in tree_leaves(value):
+            node = one.grad_fn if isinstance(one, torch.Tensor) else None
+            if node is not None:
+                node.register_prehook(partial(self._reach, self._maker(node)))
+
+    def _reach(self, maker: Owner, gradients: Any) -> None:
+        if not self._paths or self._stack:  # (it is closed, or a module's forward differentiates)
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._pass_to(self._outside))
+        self._pass_to(maker)
