@@ -421,7 +421,8 @@ def test_the_text_is_a_table():
     ]  # fmt: skip
     conv = next(line for line in lines if line.startswith("first.0 Conv2d"))
     assert conv.split()[2:5] == ["3x6x22x26", "1x1x2x2", "3x6x11x13"]
-    assert lines[-2].startswith("worker 0, peak ") and lines[-1].startswith("sequential, peak ")
+    assert lines[-3].startswith("worker 0, peak ") and lines[-2].startswith("sequential, peak ")
+    assert lines[-1].startswith("peak counts the tensors of ") and "it does not count the loss, " in lines[-1]
 
 
 def test_nothing_is_allocated_or_changed():

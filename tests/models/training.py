@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zoo import Entry, Loss
 
 import distdl
+from distdl.workers.footprint import Footprint
 
 STEPS = 3
 TOLERANCE = 1e-9
@@ -119,6 +120,21 @@ def distributed(entry: Entry, split: Split, optimizer: str, module: nn.Module | 
     Workers that are threads pass a module that was made before: making one draws from torch's generator, which they
     share.
     """
+    module, x, target = _distributed(entry, split, module or entry.module())
+    return train(module, x, target, entry.loss, optimizer)
+
+
+def held(entry: Entry, split: Split, module: nn.Module) -> int:
+    """The most bytes of tensors that this worker holds at once in a step of the model, but for the optimiser's."""
+    module, x, target = _distributed(entry, split, module)
+    with Footprint() as footprint:
+        footprint.count(*module.parameters(), *module.buffers(), x.to_local(), target.to_local())
+        entry.loss(module(x), target).backward()
+    return footprint.peak
+
+
+def _distributed(entry: Entry, split: Split, module: nn.Module) -> tuple[nn.Module, Any, Any]:
+    """A copy of the model and its batch, on this world of workers."""
     everyone = distdl.world()
     P = everyone[split.idle :].reshape(*split.grid)
     x, target = entry.batch()
@@ -129,8 +145,7 @@ def distributed(entry: Entry, split: Split, optimizer: str, module: nn.Module | 
     if everyone.rank != 0:
         x, target = None, None
     x, target = distdl.distribute_tensor(x, P), distdl.distribute_tensor(target, P_target)
-    module = distdl.distribute(copy.deepcopy(module or entry.module()), P, fallback="error")
-    return train(module, x, target, entry.loss, optimizer)
+    return distdl.distribute(copy.deepcopy(module), P, fallback="error"), x, target
 
 
 def differences(got: Trained, wanted: Trained) -> list[str]:

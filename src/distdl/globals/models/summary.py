@@ -21,6 +21,11 @@ from distdl.partition.arguments import Split, checks_arguments
 from distdl.workers.worlds import opened
 
 Shape = Sequence[int]
+_COUNTED = (
+    "peak counts the tensors of one forward and backward: inputs, weights, their gradients, activations and messages; "
+    "it does not count the loss, the optimiser's state, what torch's operators use inside, and freed memory that the "
+    "process keeps"
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class Summary:
             ).rstrip()
 
         ruler = "-" * min(sum(widths) + 2 * len(widths), 120)
-        return "\n".join([line(head), ruler, *map(line, cells[:-2]), ruler, *map(line, cells[-2:])])
+        return "\n".join([line(head), ruler, *map(line, cells[:-2]), ruler, *map(line, cells[-2:]), _COUNTED])
 
 
 @dataclass(frozen=True)
