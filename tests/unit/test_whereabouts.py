@@ -41,15 +41,19 @@ def told(comm):
 A, B, C = LAYERS
 
 
-@pytest.mark.parametrize(("ours", "theirs", "since"), [
-    ((A, B), (A, C), "exchange 2, which was Move [layer 1] on worker 0"),
-    ((A, B, C), (B, A), "exchange 1, which was Move [layer 0] on worker 0"),
-    ((A, A, 1), (A, A, 2), "exchange 3, which was the backward of exchange 1, Move [layer 0] on worker 0"),
-    ((A, B, 2, 1), (A, B, 1), "exchange 3, which was the backward of exchange 2, Move [layer 1] on worker 0"),
+@pytest.mark.parametrize(("ours", "theirs", "since", "other"), [
+    ((A, B), (A, C), "exchange 2, which was Move [layer 1] on worker 0", "Move [layer 2]"),
+    ((A, B, C), (B, A), "exchange 1, which was Move [layer 0] on worker 0", "Move [layer 1]"),
+    ((A, B), (A, C, A, A), "exchange 2, which was Move [layer 1] on worker 0", "Move [layer 2]"),
+    ((A, B), (A, C, A, A, A), "exchange 2, which was Move [layer 1] on worker 0", "another one"),
+    ((A, A, 1), (A, A, 2), "exchange 3, which was the backward of exchange 1, Move [layer 0] on worker 0",
+     "the backward of exchange 2, Move [layer 0]"),
+    ((A, B, 2, 1), (A, B, 1), "exchange 3, which was the backward of exchange 2, Move [layer 1] on worker 0",
+     "the backward of exchange 1, Move [layer 0]"),
 ])  # fmt: skip
-def test_another_order_is_told_with_the_first_exchange_that_differs(ours, theirs, since):
+def test_another_order_is_told_with_the_first_exchange_that_differs(ours, theirs, since, other):
     text = disorder(after(0, *ours), told(after(2, *theirs)))
-    assert f"the calls of workers 0, 2, 3 differ since {since}, and another one on worker 2" in text
+    assert f"the calls of workers 0, 2, 3 differ since {since}, and {other} on worker 2" in text
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [
@@ -112,7 +116,7 @@ PAIR, ALL = (2, 3), (0, 1, 2, 3)
 def waiting(worker, group, awaited, *positions, wait=1.0, generation=0):
     """Where a worker waits, in a call of a group, after so many calls of each."""
     places = {members: (0, 0, agreed) for members, agreed in positions}
-    one = Whereabouts(worker, generation, f"a call of {group}", {}, {}, wait, group, awaited, places)
+    one = Whereabouts(worker, generation, f"a call of {group}", {}, {}, wait, group, awaited, places, {})
     assert Whereabouts.decode(one.encode()) == one
     return one
 

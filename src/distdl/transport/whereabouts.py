@@ -20,6 +20,7 @@ from distdl.transport.communicator import Communicator, Group, name_workers
 _ASKED = 16  # members of a group that are asked, at most: those that come next in it
 HINT = "DISTDL_DEBUG=1 says where they began to differ, of functions of global tensors"
 NAMED = 16  # workers of which an error of two that differ says where they wait, too, at most
+_RECENT = 3  # exchanges of which others are told what they were
 _FAR = 64  # workers among which a circle is looked for, at most
 
 
@@ -37,6 +38,7 @@ class Whereabouts(NamedTuple):
         group: whose call it waits in; empty if that is not known.
         awaited: the workers without which the wait cannot end.
         positions: how many calls of each kind have begun, of groups of which that is known.
+        recent: what the last exchanges of each group were, by their numbers.
     """
 
     worker: int
@@ -48,6 +50,7 @@ class Whereabouts(NamedTuple):
     group: Group
     awaited: tuple[int, ...]
     positions: dict[Group, tuple[int, int, int]]
+    recent: dict[Group, dict[int, str]]
 
     @classmethod
     def of(
@@ -77,13 +80,15 @@ class Whereabouts(NamedTuple):
             group,
             tuple(awaited),
             {group: calls.position for group, calls in shown.items()},
+            {group: dict(list(calls.recent().items())[-_RECENT:]) for group, calls in listed.items()},
         )
 
     def encode(self) -> str:
         groups = list(self.positions)
         own = groups.index(self.group) if self.group else -1
         histories = [
-            (max(found, default=0), list(found.values()), self.counts[group]) for group, found in self.histories.items()
+            (max(found, default=0), list(found.values()), self.counts[group], list(self.recent[group].items()))
+            for group, found in self.histories.items()
         ]
         positions = list(self.positions.values())
         listed = self.worker, self.generation, self.where, self.wait, own, self.awaited, groups, positions, histories
@@ -93,12 +98,13 @@ class Whereabouts(NamedTuple):
     def decode(cls, message: str | bytes) -> Whereabouts:
         worker, generation, where, wait, own, awaited, groups, positions, histories = json.loads(message)
         groups = [tuple(group) for group in groups]
-        found, counts = {}, {}
-        for group, (last, values, listed) in zip(groups, histories, strict=False):  # (its own may come behind them)
+        found, counts, recent = {}, {}, {}
+        for group, (last, values, listed, named) in zip(groups, histories, strict=False):  # (its own may come behind)
             found[group], counts[group] = {last - n: one for n, one in enumerate(values)}, tuple(listed)
+            recent[group] = dict(named)
         placed = {group: tuple(one) for group, one in zip(groups, positions, strict=True)}
         group = () if own < 0 else groups[own]
-        return cls(worker, generation, where, found, counts, wait, group, tuple(awaited), placed)
+        return cls(worker, generation, where, found, counts, wait, group, tuple(awaited), placed, recent)
 
 
 def disorder(comm: Communicator, other: Whereabouts) -> str:
@@ -117,10 +123,11 @@ def disorder(comm: Communicator, other: Whereabouts) -> str:
         if differ:
             first = min(differ)
             own = calls.recent().get(first, "an earlier call")
+            another = other.recent[group].get(first, own)
             return (
                 f"worker {comm.rank} waits in {comm.place}, and worker {other.worker} in {other.where}: the calls of "
                 f"{name_workers(group)} differ since exchange {first}, which was {own} on worker "
-                f"{comm.rank}, and another one on worker {other.worker} ({HINT})"
+                f"{comm.rank}, and {another if another != own else 'another one'} on worker {other.worker} ({HINT})"
             )
         number, met, met_after = other.counts[group]
         past_each_other = (calls.number - number) * (calls.met - met) < 0
