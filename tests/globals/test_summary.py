@@ -135,7 +135,8 @@ def test_messages_and_memory_of_a_model_that_recomputes():
         told = told_of(model, grid, 5, worker).totals
         assert (told.forward, told.backward) == (real["forward"], real["backward"]), f"worker {worker}"
         assert 0.9 * real["peak"] <= told.peak <= 1.25 * real["peak"], f"worker {worker}"
-    assert distdl.summary(model, grid, SHAPE).totals.peak < distdl.summary(UNet(), grid, SHAPE).totals.peak
+    recomputing, keeping = distdl.summary(model, grid, SHAPE).totals, distdl.summary(UNet(), grid, SHAPE).totals
+    assert recomputing.activations < 0.7 * keeping.activations
 
 
 class Steps(torch.autograd.Function):

@@ -10,6 +10,7 @@ those of its samples, they see as it lies: as a matrix of *cells, channels*, in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import repeat
 from math import prod
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ _KERNEL = torch.ops.aten.native_batch_norm.out
 _SUMS = torch.ops.aten.native_batch_norm_backward.default
 _CHUNK = 1 << 18  # elements of a tensor that a pass of several operators takes at a time
 _MEASURED = 1 << 16  # the same, where what the operator returns beside the moments is memory that nobody needs
+_EXACT = 1 << 15  # elements of a block whose moments cost little more in float64
+_SHORT = 1 << 8  # cells of the pieces of a row that are measured one by one
 _PIECE = 1 << 12  # cells whose squares are added up in their own dtype
 _RUN = 1 << 6  # the same of a matrix, of which the kernels add up one cell after the other
 _SAMPLE = 1 << 14  # elements of a sample that a kernel takes by itself; it is faster to copy a block of smaller ones
@@ -166,25 +169,31 @@ class Rows(NamedTuple):
             found = found.mean(dims, keepdim=True)
         return found.view(1, -1)
 
-    def measured(self, x: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """What this block has of each mean and variance, whether or not a mean is far."""
+    def measured(self, x: torch.Tensor) -> torch.Tensor:
+        """What this block has of each mean and variance, in float64, whether or not a mean is far."""
         batch, rows, cells = self.extents
+        if (x.is_cpu or x.is_meta) and x.numel() <= _EXACT:
+            x = x.double()
         if x.dim() == _MATRIX:
-            shape = (1, *self.leading)
-            found = torch.cat([_measured(one, dtype) for (one,) in self._kernels((x,))], 1).view(2, *shape)
+            shape = (1, *self.leading, 1)
+            found = torch.cat([_measured(one) for (one,) in self._kernels((x,))], 1).view(2, *shape)
         elif self.inner or x.is_meta or (cells >= _LONG and x.is_cpu):
-            shape, lines, number = (batch, *self.leading), x.view(1, batch * rows, cells), max(_MEASURED // cells, 1)
-            chunks = lines.split(number, 1) if x.is_cpu and number < batch * rows else [lines]
+            # the kernel rounds each mean to the dtype of x: those of several pieces are nearer to the mean of the row
+            pieces = 1 if self.inner else _pieces(cells)
+            cells //= pieces
+            shape = (batch, *self.leading, pieces)
+            lines, number = x.view(1, batch * rows * pieces, cells), max(_MEASURED // cells, 1)
+            chunks = lines.split(number, 1) if x.is_cpu and number < lines.shape[1] else [lines]
             parts = [  # (without what they are of: one such chunk at a time is enough)
                 torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0)[1:]
                 for one in chunks
             ]
-            found = torch.cat([part[kind] for kind in (0, 1) for part in parts], 1).to(dtype).view(2, *shape)
+            found = torch.cat([part[kind] for kind in (0, 1) for part in parts], 1).double().view(2, *shape)
             found[1].pow_(-2)
         else:
-            shape = (1, *self.leading)
-            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).to(dtype).view(2, *shape)
-        dims = [dim for dim, n in enumerate((1, *self.own)) if n == 1 and shape[dim] != 1]
+            shape = (1, *self.leading, 1)
+            found = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0)).double().view(2, *shape)
+        dims = [dim for dim, n in enumerate((1, *self.own, 1)) if n == 1 and shape[dim] != 1]
         if dims:
             mean, variance = found.unbind()
             centre = mean.mean(dims, keepdim=True)
@@ -253,10 +262,16 @@ class Rows(NamedTuple):
         """
         mean, variance, eps = by
         dx = empty(x.shape, x.dtype, x)
+        subtracts = self.centred and x.is_cpu  # (where the kernels multiply first: of a large mean, digits get lost)
+        if subtracts:
+            factors = [factors[0], factors[1] * torch.add(variance, eps).rsqrt_(), *factors[2:]]
         for sample in self._kernels((x, dy, dx), mean, variance, *factors):
             for one, rise, out, centre, spread, scale, *affine in self._chunks(sample[:3], *sample[3:]):
                 slope, shift = [*affine, None][:2]
-                _apply(one, (centre, spread, eps), slope, shift, out)
+                if subtracts:
+                    torch.sub(one, _beside(centre, one), out=out).mul_(_beside(slope, one)).add_(_beside(shift, one))
+                else:
+                    _apply(one, (centre, spread, eps), slope, shift, out)
                 out.addcmul_(rise, _beside(scale, rise))
         return dx
 
@@ -304,6 +319,12 @@ class Rows(NamedTuple):
         return zip(*[block.split(number, along) for block in blocks], *parts, strict=False)
 
 
+@cache
+def _pieces(cells: int) -> int:
+    """Into how many equal pieces of some hundred cells a row falls."""
+    return next((n for n in range(cells // _SHORT, 1, -1) if cells % n == 0), 1)
+
+
 def _as_matrix(x: torch.Tensor) -> torch.Tensor:
     return x.movedim(1, -1).reshape(-1, x.shape[1]).contiguous()
 
@@ -331,19 +352,19 @@ def _runs(*blocks: torch.Tensor) -> Iterator[tuple[int, Sequence[torch.Tensor]]]
         yield 1, [one[whole:] for one in blocks]
 
 
-def _measured(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Mean and variance of each channel of a matrix."""
+def _measured(x: torch.Tensor) -> torch.Tensor:
+    """Mean and variance of each channel of a matrix, in float64."""
     parts, shares = [], []
     for runs, (one,) in _runs(x):
         parts.append(torch.stack(torch.batch_norm_update_stats(one, None, None, 0.0)).view(2, runs, -1))
         shares += [len(one) / len(x)] * runs
     if len(shares) == 1:
-        return parts[0][:, 0].to(dtype)
+        return parts[0][:, 0].double()
     means, variances = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).double()
     weights = torch.tensor(shares, dtype=torch.float64, device=x.device)
     mean = weights @ means
     away = means.sub_(mean)
-    return torch.stack([mean, weights @ variances.addcmul_(away, away)]).to(dtype)
+    return torch.stack([mean, weights @ variances.addcmul_(away, away)])
 
 
 def _sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float) -> torch.Tensor:

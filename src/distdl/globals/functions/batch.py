@@ -1,6 +1,6 @@
 r"""Batch normalisation in training as one autograd node: its derivative in closed form, one message each way.
 
-Each worker measures its block by torch's kernel. The entries (mean and M2 of each channel) of all workers meet on every
+Each worker measures its block. The entries of all workers, mean and variance of each channel in float64, meet on every
 worker, in the same order, so all merge them alike and keep the same running statistics::
 
     x --- measure --> entries ==all-gather==> merge --> mean, variance --> y = (x - mean) / sqrt(variance + eps) * w + b
@@ -21,17 +21,12 @@ import torch
 from distdl.exchange import Operator
 from distdl.geometry.boxes import runs, shape
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.applying import autocast_dtype
-from distdl.ops.rows import Rows, Standard
+from distdl.ops.rows import Rows
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_differentiated_forward
-from distdl.tensors.dtypes import without_autocast
 from distdl.tensors.function import Function, gradients_of
-from distdl.tensors.memory import is_channels_last
 from distdl.transport import Label
-
-_KERNEL = torch.ops.aten.native_batch_norm.default
 
 
 def fits(block: torch.Tensor, *rows: torch.Tensor | None) -> bool:
@@ -49,6 +44,8 @@ class BatchStatistics:
     """How mean and variance of each channel come together, of tensors of one layout and dtype.
 
     Attributes:
+        rows: how the kernels see this worker's block.
+        channels: how many there are.
         count: the cells behind each mean.
         shared: whether several workers have cells of a channel, no worker has only some channels, and there are as many
             cells as a variance needs.
@@ -65,25 +62,24 @@ class BatchStatistics:
         everyone = context.world.workers.reshape(-1, 1, 1)
         owned = context.layout(everyone, [runs(filled), ((0, 2),), ((0, channels),)])
         entries = context.everywhere(owned.extents)
-        self._gather: Operator = context.moving(owned, entries, dtype, NONE, "batch_norm")
+        self._gather: Operator = context.moving(owned, entries, torch.float64, NONE, "batch_norm")
         plan = all_sum(context.world, [0], dict.fromkeys(context.everyone, (2 * channels,)), context.me)
         shapes = [(2 * channels,)]
         # (with its length: some transports end the process where messages of two lengths meet)
         label = Label("batch_norm", detail=layout)
         self._sum = Operator(plan, context.comm, context.everyone, label, dtype, NONE, shapes, shapes)
         self._own = owned.local
-        own, space = layout.local, range(2, dims)
-        rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, max(prod(own), 1))
-        assert rows is not None  # (they fit all channels)
-        self._rows = rows
-        self.derive = self._gather.derive
         counts = [cells[worker] for worker in context.everyone if cells.get(worker, 0)]
         self.count = sum(counts)
+        own, space = layout.local, range(2, dims)
+        rows = Rows.of(own, (1, channels, *[1] * len(space)), (0, *space), True, self.count)
+        assert rows is not None  # (they fit all channels)
+        self.rows = rows
+        self.derive = self._gather.derive
         workers = layout.partition.workers
         self.shared = workers.shape[1] == 1 and workers.size > 1 and self.count > 1
-        self._shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count).to(dtype))
-        self.row = (1, channels, *[1] * (dims - 2))
-        self._channels = channels
+        self._shares = Constant(torch.tensor(counts, dtype=torch.float64, device="cpu").div_(self.count))
+        self.channels = channels
 
     @property
     def history(self) -> int:
@@ -95,39 +91,21 @@ class BatchStatistics:
         found: BatchStatistics = layout.context.keep((cls, layout, dtype), lambda: cls(layout, dtype))
         return found
 
-    def merged(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and variance of each channel of the whole tensor, on every worker."""
-        if x.numel():
-            if x.is_contiguous() or x.is_meta or is_channels_last(x):
-                entries = self._rows.measured(self._rows.of_block(x), x.dtype)
-            else:
-                entries = torch.stack(torch.batch_norm_update_stats(x, None, None, 0.0))
-        else:
-            entries = x.new_zeros(self._own)
+    def merged(self, entries: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
+        """Mean and variance of each channel of the whole tensor, on every worker, of what this block has of them."""
+        if entries is None:
+            entries = torch.zeros(self._own, dtype=torch.float64, device=beside.device)
         means, variances = self._gather.execute(entries.view(self._own)).unbind(1)
-        if autocast_dtype(x) is None:
-            return self._merge(means, variances)
-        with without_autocast(x.device):  # (which would round the products)
-            return self._merge(means, variances)
-
-    def _merge(self, means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shares = self._shares.on(means.device)
         away = means - means[0]  # (of large means, what they have in common would round off what tells them apart)
         shift = shares @ away
         away -= shift
-        return means[0] + shift, shares @ variances.addcmul(away, away)
-
-    def sums(self, x: torch.Tensor, dy: torch.Tensor, by: Standard) -> torch.Tensor:
-        """What this block has of the gradients of weight and bias."""
-        if not x.numel():
-            return x.new_zeros(2, self._channels)
-        seen = self._rows.of_block(x)
-        return self._rows.sums(seen, self._rows.beside(seen, dy), by)
+        return torch.stack([means[0] + shift, shares @ variances.addcmul(away, away)])
 
     def averages(self, sums: torch.Tensor) -> torch.Tensor:
         """Minus their sums over all workers, per cell."""
         total: torch.Tensor = self._sum.execute(sums.view(-1))
-        return total.div_(-self.count).view(2, self._channels)
+        return total.div_(-self.count).view(2, self.channels)
 
 
 class Options(NamedTuple):
@@ -158,41 +136,60 @@ class _BatchNorm(Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
     ) -> torch.Tensor:
-        statistics = options.statistics
+        statistics, rows = options.statistics, options.statistics.rows
+        block, entries, far = None, None, False
         ctx.began = statistics.history
-        mean, variance = statistics.merged(x)
+        if x.numel():
+            block = rows.of_block(x)
+            entries, far = rows.measure(block)
+        found = statistics.merged(entries, x)
         if options.running is not None:
             unbiased = options.momentum * statistics.count / (statistics.count - 1)
-            for one, new, part in zip(options.running, (mean, variance), (options.momentum, unbiased), strict=True):
+            for one, new, part in zip(options.running, found, (options.momentum, unbiased), strict=True):
                 one.mul_(1 - options.momentum).add_(new, alpha=part)
+        mean, variance = found.to(x.dtype)
+        centre = mean if far else None
+        if far:
+            mean = (found[0] - mean).to(x.dtype)
         ctx.options = options
-        ctx.save_for_backward(x, weight, bias, mean, variance)
-        if not x.numel():
+        ctx.save_for_backward(x, weight, bias, mean, variance, centre)
+        if block is None:
             return torch.empty_like(x)
-        y: torch.Tensor = _KERNEL(x, weight, bias, mean, variance, False, 0.0, options.eps)[0]
+        if centre is not None:
+            block = rows.less(block, centre)
+        y = rows.result(block, x.shape)
+        rows.apply(block, (mean, variance, options.eps), weight, bias, rows.beside(block, y))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, mean, variance = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
+        # before any message, because a checkpoint recomputes here
+        x, weight, bias, mean, variance, centre = ctx.saved_tensors
         options: Options = ctx.options
         if ctx.needs_input_grad[0] or torch.is_grad_enabled():
             options.statistics.derive(ctx.began)
         if torch.is_grad_enabled():
             return *gradients_of(options.steps, (x, weight, bias), ctx.needs_input_grad[:3], dy), None
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        statistics, eps = options.statistics, options.eps
-        sums = statistics.sums(x, dy, (mean, variance, eps))
-        dx, (dw, db) = None, sums
+        statistics, by = options.statistics, (mean, variance, options.eps)
+        rows, dx = statistics.rows, None
+        if x.numel():
+            block = rows.of_block(x)
+            if centre is not None:
+                block = rows.less(block, centre)
+            rise = rows.beside(block, dy)
+            sums = rows.sums(block, rise, by)
+        else:
+            sums = x.new_zeros(2, statistics.channels)
+        dw, db = sums
         if needs_x:
             averages = statistics.averages(sums)
             if x.numel():
-                scale = (variance + eps).rsqrt_()
+                scale = (variance + options.eps).rsqrt_()
                 if weight is not None:
                     scale.mul_(weight)
-                slope, shift = averages.mul_(scale).unbind()
-                dx = _KERNEL(x, slope, shift, mean, variance, False, 0.0, eps)[0]
-                dx.addcmul_(dy, scale.view(statistics.row))
+                factors = [scale, *averages.mul_(scale).unbind()]
+                dx = rows.to_block(rows.gradient(block, rise, by, factors), x.shape)
             else:
                 dx = torch.empty_like(x)
         return dx, dw if needs_weight else None, db if needs_bias else None, None
