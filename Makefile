@@ -3,6 +3,7 @@
 # make sweep   the products of cases of which make test runs a part (a few minutes)
 # make fuzz    CASES=20000: random programs with new seeds, each equal or the same error on all workers
 # make models  train other people's models on every split that the tests know (an hour)
+# make tried   programs of other people's libraries, alone and distributed, each compared; written to docs/tried.md
 # make soak    a long training, killed and resumed on other workers; STEPS=20000 (half an hour)
 # make hosts   training over two hosts (network namespaces) whose link fails, is slow, loses packets (10 minutes)
 # make faults  every fault that the tests inject, several times, counted by back-end (6 minutes)
@@ -23,7 +24,7 @@ STEPS ?= 20000
 CODE = $(or $(wildcard $(shell git ls-files '*.py' '*.md' 2>/dev/null)),\
 	README.md CHANGELOG.md .ci benchmarks docs examples src tests tools)
 
-.PHONY: demo test sweep fuzz models soak hosts faults newest lint bench docs audit clean
+.PHONY: demo test sweep fuzz models tried soak hosts faults newest lint bench docs audit clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/python examples/lenet_digits.py
@@ -39,6 +40,11 @@ fuzz: $(VENV)/test.installed
 
 models: $(VENV)/test.installed
 	$(BIN)/python -m pytest -m 'every_model or not every_model' tests/models
+
+tried: | $(BIN)/python
+	$(PYTHON) -m venv $(VENV)/tried
+	$(VENV)/tried/bin/python -m pip install --quiet --disable-pip-version-check -c tests/tried/constraints.txt -e .
+	$(VENV)/tried/bin/python tests/tried/run.py $(FILES)
 
 soak: $(VENV)/test.installed
 	PYTHONPATH=tests/backends $(BIN)/python tests/checkpoint/soak.py --steps $(STEPS)
