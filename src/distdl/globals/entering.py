@@ -59,7 +59,7 @@ class Which(NamedTuple):
     path: str = ""
 
 
-_OTHERS = Which()  # (of none, or not known)
+_OTHERS = Which()  # of none, or not known
 
 
 class Compared(Protocol):

@@ -366,7 +366,7 @@ def _end_graphs() -> None:
 
 def _reason(error: Exception) -> str:
     """What gloo says, without its advice, its source file and torch's stack; or the cause that NCCL gives."""
-    text = str(error).partition("\nLast error:\n")[2] or str(error)  # (NCCL's stands below the place in torch)
+    text = str(error).partition("\nLast error:\n")[2] or str(error)  # NCCL's stands below the place in torch
     text = text.strip().partition("\n")[0].partition(". This is typically caused")[0]
     return re.sub(r"\[[^ \]]*\.cc:\d+\] ", "", text)
 
