@@ -20,7 +20,6 @@ from distdl.globals.operands import block_of, part_of, sample, taken
 from distdl.globals.replicas import entered, plain_of
 from distdl.globals.table import by_name, composite, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, no_view, zeros_on
 from distdl.tensors.constants import Constant
 
@@ -213,9 +212,6 @@ def _of_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             masks[name] = taken(mask, split(tuple(mask.shape), along))
     given = [name for name in _WEIGHTS if named.get(name) is not None]
     own = dict.fromkeys(("attn_mask", "key_padding_mask")) | {"is_causal": False}  # (for what needs no mask)
-    if layout.local[1] == 1 and torch.is_grad_enabled():
-        inputs = _copied(func, named | own, inputs, given)
-        named |= dict(zip(_INPUTS, inputs, strict=True))
     weights = {name: entered(named[name], context) for name in given}
     blocks = {id(one): block_of(one) for one in inputs}  # (torch asks whether they are one tensor)
     if 0 in layout.local:  # (what is differentiated goes the same way there: with a sample of zeros)
@@ -231,21 +227,3 @@ def _of_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     target = split(tuple(attended.shape), samples)
     attended = attended if target.local == tuple(attended.shape) else zeros_on(attended, target.local)
     return found, GlobalTensor._of(attended, target)
-
-
-def _copied(func: Any, named: dict[str, Any], inputs: list[Any], weights: list[str]) -> list[Any]:
-    """Queries, keys and values, with copies where torch saves the block of a single sample itself (see ``trying``)."""
-    each = list({id(one): one for one in inputs}.values())
-    places = [next(place for place, one in enumerate(each) if one is given) for given in inputs]
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        own = dict(zip(weights, tensors[len(each) :], strict=True))
-        own |= {name: tensors[place] for name, place in zip(_INPUTS, places, strict=True)}
-        y: torch.Tensor = func(**{**named, **own})[0]
-        return y
-
-    numbers = tuple([(name, one) for name, one in named.items() if isinstance(one, int)])
-    plain = [named[name] for name in weights]
-    shapes = [one._layout.local for one in each] + [tuple(one.shape) for one in plain]
-    copied = try_out(attend, ("attention", *places, *weights, *numbers), [*each, *plain], shapes).copied(each)
-    return [copied[place] for place in places]

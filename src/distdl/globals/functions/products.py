@@ -16,7 +16,6 @@ from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered
 from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.trying import try_out
 from distdl.tensors.connection import local, zeros_on
 from distdl.tensors.dtypes import can_be_added, without_autocast
 from distdl.tensors.memory import without_memory
@@ -41,24 +40,7 @@ def contract(
         product.__name__ = name
         y: GlobalTensor = fall_back(product, tuple(operands), {})
         return y
-    work = work_on(operands, labels, out)
-    apart = name in _REORDERING or any(type(one) is GlobalTensor and "_strides" in one.__dict__ for one in operands)
-    if not (apart or any(_is_thin(one) for one in operands)):
-        return work(func, operands, name)
-    key = name, tuple(map(tuple, labels)), tuple(out)
-    tried = try_out(func, key, operands, [need.local for need in work.needs])
-    y = work(func, tried.copied(operands), name)
-    if tried.strides:
-        y._strides = tried.strides
-    return y
-
-
-_REORDERING = ("einsum", "tensordot")  # which torch computes by matrices of dims in another order
-
-
-def _is_thin(x: Any) -> bool:
-    """Whether a worker's block is so thin that dims of it may lie as in torch nothing does."""
-    return type(x) is GlobalTensor and 1 in x._layout.local and torch.is_grad_enabled()
+    return work_on(operands, labels, out)(func, operands, name)
 
 
 @handles("linear", "functional")
@@ -78,9 +60,6 @@ def linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
                 ("linear", layout, weight.shape[0]),
                 lambda: context.layout(layout.partition.workers, (*layout.intervals[:-1], ((0, weight.shape[0]),))),
             )
-            if torch.is_grad_enabled() and (_is_thin(input) or "_strides" in input.__dict__):
-                tried = try_out(func, "linear", [input, weight], [layout.local, tuple(weight.shape)])
-                input = tried.copied([input])[0]
             w, b = entered(weight, context), None if bias is None else entered(bias, context)
             y = local(func, target.local, (block_of(input), (1,) * input.dim()), (w, (1, 1)), (b, (1,)))
             return GlobalTensor._of(y, target)
