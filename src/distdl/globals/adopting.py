@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dis import get_instructions
-from types import FrameType
 from typing import Any
 
 import torch
@@ -41,10 +39,11 @@ def write(
     """Call a function that writes global tensors into a plain tensor.
 
     A parameter, a buffer of a model, or a part of these, is written on every worker. So is ``buffer.data``, which has
-    the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, under all
-    of its names, so that it can be written: it is the same on every worker, so each keeps its box of it, and it lies as
-    the largest of the global tensors does. What was computed from parameters (``mask_token.repeat(...)``) keeps its
-    graph. Where it must not become global, numbers (global tensors without dims) are written on every worker.
+    the gradient of what is written, as in torch, where the buffer itself has none. Any other becomes global, so that it
+    can be written: it is the same on every worker, so each keeps its box of it, and it lies as the largest of the
+    global tensors does. So does the tensor of which it is a part. What was computed from parameters
+    (``mask_token.repeat(...)``) keeps its graph. Into a part, and where it must not become global, numbers (global
+    tensors without dims) are written on every worker.
 
     Args:
         target: the argument that is written.
@@ -57,19 +56,19 @@ def write(
     called = name or name_of(func)
     handler = TABLE.get(func, TABLE[None])
     if not is_of_model(target, _largest(beside)._context):
+        why = why_not(target)
+        if why and _are_numbers((args, kwargs)):
+            given, named = map_tensors((args, kwargs), entire)
+            return func(*given, **named)
         why = _adopt(target, beside)
         if not why:
             return handler(func, args, kwargs)
-        if _are_numbers((args, kwargs)):
-            given, named = map_tensors((args, kwargs), entire)
-            return func(*given, **named)
-        # (after a TypeError of +=, torch has Python compute b + x: nobody sees that but who has b, as z[1:] += x does)
-        text = (
+        raise UnwrittenError(
             f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
-            f"and cannot become global, because {why}; make what is written global, by distdl.distribute_tensor or "
-            f"as zeros_like or new_zeros of a global one. {PRUNING}"
+            f"and cannot become global, because {why}; write z[i] = z[i] + x for z[i] += x, or make what is "
+            f"written global first, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor. {PRUNING}",
+            memory_of(target),
         )
-        raise TypeError(text) if _assigns_item() else UnwrittenError(text, memory_of(target))
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
     alias = copied or (type(owner) is torch.Tensor and not is_named(owner, _largest(beside)._context))
@@ -103,11 +102,14 @@ def adopt(target: Any, beside: Any, name: str) -> None:
 
 
 def _adopt(target: Any, beside: Any) -> str:
-    """Make a plain tensor global, under all of its names; gives why that must not be, or nothing if it is done."""
-    why = why_not(target)
-    if why:
-        return why
-    made = _own_beside(target, beside)
+    """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
+    if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
+        return _adopt_both(target, beside)
+    return why_not(target) or _become(target, _own_beside(target, beside))
+
+
+def _become(target: torch.Tensor, made: torch.Tensor) -> str:
+    """Let one tensor be another, under all of its names; gives why that must not be, or nothing if it is done."""
     try:
         with torch._C.DisableTorchFunctionSubclass():
             swap_tensors(target, made)
@@ -116,27 +118,43 @@ def _adopt(target: Any, beside: Any) -> str:
     return ""
 
 
+def _adopt_both(part: torch.Tensor, beside: Any) -> str:
+    """The same for a part of a plain tensor and this tensor, as in ``z[i] += x``, which writes into ``z[i]``."""
+    base: Any = part._base
+    index = _index_of(part, base)
+    if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:
+        return "it is a view of a tensor that requires a gradient, or no z[i] of integers and slices"
+    # (one reference is the part's, one that of the tensor, one is ours)
+    if torch._C._storage_Use_Count(base.untyped_storage()._cdata) > 3 or not base.untyped_storage().resizable():
+        return "it shares its memory with others than the tensor of which it is a view"
+    why = _become(part, torch.empty(0, device="cpu"))  # (as long as it is a view, the other one cannot become global)
+    if why:
+        return why
+    why = _become(base, _own_beside(base, beside))
+    return _become(part, base[index]) or why
+
+
+def _index_of(part: torch.Tensor, base: torch.Tensor) -> tuple[int | slice, ...] | None:
+    """The integers and slices that give a part of a contiguous tensor; None if none do."""
+    if part.dtype != base.dtype or part.is_conj() or part.is_neg() or not (part.numel() and base.is_contiguous()):
+        return None
+    offset, dims = int(part.storage_offset() - base.storage_offset()), list(zip(part.shape, part.stride(), strict=True))
+    index: list[int | slice] = []
+    for n, step in zip(base.shape, base.stride(), strict=True):
+        start, offset = divmod(offset, step)
+        if dims and dims[0][1] >= step:
+            extent, stride = dims.pop(0)
+            index.append(slice(start, start + (extent - 1) * (stride // step) + 1, stride // step))
+        else:
+            index.append(min(start, n - 1))
+    return tuple(index) if base[tuple(index)].is_set_to(part) else None
+
+
 def _are_numbers(values: Any) -> bool:
     """Whether all global tensors in a structure are without dims and a gradient: every worker can have them whole."""
     recorded = torch.is_grad_enabled()
     found = [one for one in tensors_in(values) if type(one) is GlobalTensor]
     return all(not one.dim() and not (recorded and one.requires_grad) for one in found)
-
-
-def _assigns_item() -> bool:
-    """Whether this is inside of ``z[...] += x``, which assigns to the item what it computes."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    later = (one.opname for one in get_instructions(frame.f_code) if one.offset >= frame.f_lasti)
-    if not next(later, "").startswith("BINARY_OP"):
-        return False
-    return next((name for name in later if name not in ("CACHE", "SWAP")), "") in ("STORE_SUBSCR", "STORE_SLICE")
-
-
-_BETWEEN = ("distdl.", "torch._tensor", "torch.overrides", "torch.utils.")  # what calls us, and is called by a user
 
 
 def _own_beside(plain: torch.Tensor, beside: Any) -> GlobalTensor:
