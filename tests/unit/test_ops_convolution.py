@@ -10,7 +10,7 @@ import torch
 from ops import Case, assert_computes, matrices, signature, site, together
 from torch.nn import functional
 
-from distdl.exchange import program
+from distdl.exchange import transfer
 from distdl.geometry.boxes import balanced, runs
 from distdl.geometry.channels import Channels
 from distdl.geometry.transposed import Transposed
@@ -199,7 +199,7 @@ def test_an_operation_computes_what_torch_computes(name):
 @pytest.mark.parametrize("name", ["space", "space, uneven", "two dims", "in, out, space", "circular", "linear 2 3"])
 def test_gradients_of_windows_are_made_in_their_memory(name, monkeypatch):
     """As those of large windows are: here of all."""
-    monkeypatch.setattr(program, "_SHORT_COPY", 0)
+    monkeypatch.setattr(transfer, "_SHORT_COPY", 0)
     assert_computes(CASES[name])
 
 

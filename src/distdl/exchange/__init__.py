@@ -1,4 +1,4 @@
-"""Operators: plans that workers execute, and the programs by which they do."""
+"""Operators: plans that workers execute, and the transfers by which they do."""
 
 from distdl.exchange.composition import Chain, Together
 from distdl.exchange.operator import Operator

@@ -13,7 +13,7 @@ from distdl.environment.arguments import built, checks_arguments, known
 from distdl.exchange import watching
 from distdl.exchange.nodes import Apply, ApplyPacked, Stay, anchor_beside, are_bare, execute_together
 from distdl.exchange.packing import Packing, Tensors
-from distdl.exchange.program import Program
+from distdl.exchange.transfer import Transfer
 from distdl.geometry.boxes import Shape, whole
 from distdl.plan import Move, Plan
 from distdl.tensors.derivatives import NONE, Derivatives, has_tangent, is_checkpointed
@@ -25,7 +25,7 @@ from distdl.transport.calls import LARGEST, LAST_TAG, Begun
 from distdl.transport.communicator import Communicator, Group, Pending, check_group
 from distdl.transport.label import Label
 
-_PROGRAMS_KEPT = 8
+_TRANSFERS_KEPT = 8
 
 
 class Operator:
@@ -84,7 +84,7 @@ class Operator:
         self._taken = Packing(self.inputs, plan.inputs.get(comm.rank))
         self._made = Packing(self.outputs, plan.outputs.get(comm.rank))
         self._plain = self._taken.plain and self._made.plain
-        self._programs: dict[Any, Program] = {}
+        self._transfers: dict[Any, Transfer] = {}
         self._others: dict[Derivatives, Operator] = {derivatives: self}
 
     @classmethod
@@ -132,7 +132,7 @@ class Operator:
             self.outputs, self.keeps_format, self.still, self.lends, self.reuses,
         )  # fmt: skip
         if not self.reuses or other.recorded == self.recorded:
-            other._programs = self._programs
+            other._transfers = self._transfers
         return other
 
     def __call__(self, *xs: torch.Tensor) -> Any:
@@ -195,7 +195,7 @@ class Operator:
         if type(x) is not torch.Tensor or x.is_conj() or x.is_neg() or x._is_zerotensor():
             x = readable(x)  # transports read memory
         layout = x.shape, x.stride(), x.is_cpu, x.dtype
-        program = self._programs.get(layout) or self._program(layout, x)
+        transfer = self._transfers.get(layout) or self._transfer(layout, x)
         comm = self.comm
         if comm.waiting is not None:
             comm.refuse_thread(self.label)
@@ -206,7 +206,7 @@ class Operator:
         calls.number += 1
         calls.log.append(self.label)
         calls.history = history = (calls.history ^ self._mark) * 5 & LARGEST
-        return program.begin(x, history & LAST_TAG)
+        return transfer.begin(x, history & LAST_TAG)
 
     def count(self) -> None:
         """Count an exchange of this operator whose messages others have sent, where this worker waits for them."""
@@ -237,17 +237,17 @@ class Operator:
         """Note that the next exchange is a derivative of the one that began at this history."""
         self.calls.derive(began)
 
-    def _program(self, layout: Any, x: torch.Tensor) -> Program:
+    def _transfer(self, layout: Any, x: torch.Tensor) -> Transfer:
         self._check_reads(x)
         shape = self.plan.outputs.get(self.comm.rank)
         channels_last = self.keeps_format and shape is not None and len(shape) == x.dim() and is_channels_last(x)
-        if len(self._programs) == _PROGRAMS_KEPT:
-            self._programs.clear()
-        program = self._programs[layout] = Program(
+        if len(self._transfers) == _TRANSFERS_KEPT:
+            self._transfers.clear()
+        transfer = self._transfers[layout] = Transfer(
             self.comm, self.plan.pattern, self.plan.schedule(self.comm.rank), x, self._made.shape, shape is None,
             self.dtype, channels_last, self.reuses and not self.recorded,
         )  # fmt: skip
-        return program
+        return transfer
 
     def _check_reads(self, x: torch.Tensor) -> None:
         """Check that x is what the plan reads: back-ends would read its memory as if it were.

@@ -20,8 +20,8 @@ class View(NamedTuple):
 
     Short copies and back-ends that read memory by address find the region at ``tensors[tensor].data_ptr() + offset``.
     That is safe for as long as those tensors live, have the layout for which the view was made, and nobody else writes
-    to them. So it is from the start of an exchange to the end of its wait: a program is looked up by the layout of its
-    tensor, whatever waits keeps the tensors, and what is written to is memory that the program has just allocated.
+    to them. All of this holds from the start of an exchange to the end of its wait: a transfer is looked up by the
+    layout of its tensor, whoever waits keeps the tensors, and a transfer writes to memory that it has just allocated.
 
     Attributes:
         tensor: which of the tensors.

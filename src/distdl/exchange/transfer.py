@@ -1,4 +1,4 @@
-"""Programs: what a worker does to execute its part of a plan, for tensors of one layout.
+"""Transfers: what a worker does to execute its part of a plan, for tensors of one layout.
 
 All that follows from shapes and strides is worked out once, above all where in memory each message lies. So a short
 message costs little more than its transport takes.
@@ -28,10 +28,10 @@ from distdl.transport.view import Addressed, View
 _SHORT_COPY = 1 << 15  # bytes; up to here torch takes longer to make views than to copy
 _KINDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 _CPU = torch.device("cpu")
-_X, _Y, _BUFFERS = 0, 1, 2  # where a program's tensors stand: x, y, and buffers for what is not written to y at once
+_X, _Y, _BUFFERS = 0, 1, 2  # where a transfer's tensors stand: x, y, and buffers for what is not written to y at once
 
 
-class Program:
+class Transfer:
     """What a worker does with each x of one layout.
 
     Args:

@@ -1,4 +1,4 @@
-"""Programs: executed on tensors of any layout and dtype they apply the plan's matrix. No worker runs."""
+"""Transfers: executed on tensors of any layout and dtype they apply the plan's matrix. No worker runs."""
 
 from collections import defaultdict
 
@@ -8,8 +8,8 @@ import torch
 from covering import in_pairs
 from plans import NAMES, plans
 
-from distdl.exchange import program
-from distdl.exchange.program import Program
+from distdl.exchange import transfer
+from distdl.exchange.transfer import Transfer
 from distdl.transport.communicator import Communicator, Pending
 
 
@@ -53,25 +53,25 @@ LAYOUTS = ["contiguous", "reversed", "apart", "expanded"]
 
 
 @pytest.mark.parametrize(("name", "layout", "short"), list(in_pairs(NAMES, LAYOUTS, [0, 24, 1 << 15])))
-def test_a_program_applies_the_matrix_of_its_plan(world, monkeypatch, name, layout, short):
+def test_a_transfer_applies_the_matrix_of_its_plan(world, monkeypatch, name, layout, short):
     """Whether it copies short parts by address, some of them, or none."""
-    monkeypatch.setattr(program, "_SHORT_COPY", short)
+    monkeypatch.setattr(transfer, "_SHORT_COPY", short)
     forward, numbers = plans(world)[name](None), np.random.default_rng(0)
     for plan in (forward, forward.T):
         matrix = plan.matrix()
         for dtype in (torch.float32, torch.int64, torch.complex128, torch.bfloat16, torch.uint8):
             xs = {w: laid_out(layout, extents, dtype, numbers) for w, extents in plan.inputs.items()}
             before = {worker: x.clone() for worker, x in xs.items()}
-            letters, begun, programs = defaultdict(list), {}, {}
+            letters, begun, transfers = defaultdict(list), {}, {}
             for worker in range(12):
                 x = xs.get(worker, torch.zeros(0, dtype=dtype))
                 extents = plan.outputs.get(worker)
-                programs[worker] = Program(
+                transfers[worker] = Transfer(
                     Post(worker, letters), plan.pattern, plan.schedule(worker), x, (0,) if extents is None else extents,
                     extents is None, dtype, False,
                 )  # fmt: skip
             for _ in range(2):
-                begun = {w: one.begin(xs.get(w, torch.zeros(0, dtype=dtype)), 5) for w, one in programs.items()}
+                begun = {w: one.begin(xs.get(w, torch.zeros(0, dtype=dtype)), 5) for w, one in transfers.items()}
                 for _, pending in begun.values():
                     pending.wait()
                 assert not any(letters.values())
@@ -81,9 +81,9 @@ def test_a_program_applies_the_matrix_of_its_plan(world, monkeypatch, name, layo
             assert all(torch.equal(x, before[worker]) for worker, x in xs.items())
 
 
-def test_a_program_may_make_y_in_the_memory_of_x(world, monkeypatch):
+def test_a_transfer_may_make_y_in_the_memory_of_x(world, monkeypatch):
     """The same matrix, where the plan allows it: each worker has all of y in one place of x, but for what is added."""
-    monkeypatch.setattr(program, "_SHORT_COPY", 0)
+    monkeypatch.setattr(transfer, "_SHORT_COPY", 0)
     reused, numbers = set(), np.random.default_rng(0)
     for name in NAMES:
         forward = plans(world)[name](None)
@@ -93,7 +93,7 @@ def test_a_program_may_make_y_in_the_memory_of_x(world, monkeypatch):
             letters, begun = defaultdict(list), {}
             for worker in range(12):
                 x, extents = xs.get(worker, torch.zeros(0).double()), plan.outputs.get(worker)
-                made = Program(
+                made = Transfer(
                     Post(worker, letters), plan.pattern, plan.schedule(worker), x, (0,) if extents is None else extents,
                     extents is None, torch.float64, False, reuses=True,
                 )  # fmt: skip
