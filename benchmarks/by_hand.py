@@ -9,7 +9,9 @@ which runs the network of torch as it is.
 
 import sys
 
+import networks
 import torch
+from floors import MPITransport
 from networks import Plain, UNet
 from torch import nn
 
@@ -155,8 +157,6 @@ def training(network, criterion, x, target, transport):
 
 def check(transport):
     """The largest difference of the state, in float64, from that of the sequential network, which sees all rows."""
-    from models import training as sequentially  # (which imports this file)
-
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     rank, size = transport.rank, transport.comm.size
@@ -165,7 +165,7 @@ def check(transport):
     split.load_state_dict(alone.state_dict())
     part, own = (one.chunk(size, 2)[rank].clone() for one in (x, truth))
     steps = (
-        sequentially(alone, nn.functional.mse_loss, x, truth),
+        networks.training(alone, nn.functional.mse_loss, x, truth),
         training(split, nn.functional.mse_loss, part, own, transport),
     )
     for _ in range(3):
@@ -176,8 +176,6 @@ def check(transport):
 
 
 if __name__ == "__main__":
-    from floors import MPITransport
-
     transport = MPITransport()
     apart = check(transport)
     if transport.rank == 0:

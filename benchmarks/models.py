@@ -12,7 +12,7 @@ import networks
 import torch
 from cases import Case, nothing
 from floors import MPITransport
-from networks import Plain, Split, UNet
+from networks import Plain, Split, UNet, training
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -28,18 +28,6 @@ def every(P, barrier, mesh, transport):
     yield lenet(P, barrier)
     yield mlp(P, mesh)
     yield decoder(P, barrier)
-
-
-def training(network, criterion, x, target):
-    """A step, in which every gradient is made anew."""
-    optimiser = torch.optim.SGD(network.parameters(), lr=0.01)
-
-    def step():
-        optimiser.zero_grad()
-        criterion(network(x), target).backward()
-        optimiser.step()
-
-    return step
 
 
 def of_rows(case, P, barrier, build, criterion, x, truth, weights="replicated"):

@@ -219,3 +219,15 @@ def decoder():
 def distributed(network, P, weights="replicated"):
     """A network of torch's layers, by ``distdl.distribute``."""
     return distdl.distribute(network, P, weights=weights, fallback="error")
+
+
+def training(network, criterion, x, target):
+    """A step, in which every gradient is made anew."""
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.01)
+
+    def step():
+        optimiser.zero_grad()
+        criterion(network(x), target).backward()
+        optimiser.step()
+
+    return step
