@@ -25,7 +25,6 @@ TOP = {"", "testing", "__main__"}
 LAZY = {
     "workers.worlds": "backends.", "backends.mpi": "backends.", "globals.tensor": "globals.",
     "checkpoint.converting": "checkpoint.dcp", "exchange.nodes": "exchange.operator",
-    "backends.mpi.messages": "backends.mpi.communicator",
 }  # fmt: skip
 
 

@@ -8,10 +8,7 @@ staged through pinned memory.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,9 @@ import torch
 from mpi4py import MPI
 
 from distdl.backends.mpi import messages
-from distdl.backends.mpi.leaving import Leaving
 from distdl.backends.mpi.messages import TYPES, Regions, Requests, has_datatype, pieces
 from distdl.backends.mpi.process import abort_on_uncaught_exceptions, is_cuda_aware
-from distdl.backends.mpi.questions import Questions
+from distdl.backends.mpi.waiting import Waits
 from distdl.transport.calls import Meeting
 from distdl.transport.communicator import (
     SMALL_SUM,
@@ -38,16 +34,11 @@ from distdl.transport.communicator import (
     contiguous,
     deliver,
     empty,
-    name_workers,
 )
 from distdl.transport.folding import begin_with
-from distdl.transport.whereabouts import told
 
 _GROUP_TAG, _MAXIMUM_TAG = 32770, 32771  # beyond the tags of exchanges
 _REDUCED_BYTES = 1 << 19  # up to here, all-sums by MPI itself are faster than in parts
-_SPINS = 20  # tests of a request before the processor is offered to others
-_PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
-_NOTICED = 2.5  # seconds after which workers whose message has gone elsewhere have told where they wait
 
 
 class MPICommunicator(Communicator):
@@ -72,9 +63,8 @@ class MPICommunicator(Communicator):
         self._groups: dict[Group, MPI.Intracomm] = {}
         self._handles: dict[Group, tuple[tuple[MPI.Intracomm, int], Calls]] = {}
         self._lent: dict[Group, MPI.Intracomm] = {tuple(range(self.size)): parent}
-        self._abandoned: list[Any] = []
         self._cuda_aware = is_cuda_aware()
-        self._leaving, self._questions = Leaving(parent), Questions(self, parent)
+        self._waits = Waits(self, parent)
         if self.size > 1:
             abort_on_uncaught_exceptions()
 
@@ -101,11 +91,11 @@ class MPICommunicator(Communicator):
             self._duplicate = self.parent.Idup()
         duplicate, through = self._duplicate
         self.where = f"the opening of a world of {self.size} workers"
-        self._finish([through], everyone, None)  # (too long a wait here leaves nobody out of step)
+        self._waits.attempt([through], everyone, None)  # too long a wait here leaves nobody out of step
         del self.where
         self._world = self._groups[everyone] = duplicate
-        self._leaving.forget()
-        self._leaving, self._questions = Leaving(duplicate), Questions(self, duplicate)
+        self._waits.leaving.forget()
+        self._waits = Waits(self, duplicate)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> Pending:
         self._check_released()
@@ -118,7 +108,7 @@ class MPICommunicator(Communicator):
                 requests += found
                 workers += [worker] * len(found)
         deliveries = [(tensor, buffer) for (_, tensor), (_, buffer) in zip(receives, buffers, strict=True)]
-        return Requests(self, requests, workers, (buffers, ready), deliveries)
+        return Requests(self._waits, requests, workers, (buffers, ready), deliveries)
 
     def prepare(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Prepared:
         return Regions(sends, receives)
@@ -131,7 +121,7 @@ class MPICommunicator(Communicator):
         receive, send = self._world.Irecv, self._world.Isend
         requests = [receive(region.at(tensors), region.worker, tag) for region in prepared.receiving]
         requests += [send(region.at(tensors), region.worker, tag) for region in prepared.sending]
-        return Requests(self, requests, prepared.workers, tensors)
+        return Requests(self._waits, requests, prepared.workers, tensors)
 
     def broadcast(self, group: Group, tensor: torch.Tensor, tag: int = 0) -> Pending:
         comm, root = self._handle(group)
@@ -191,7 +181,7 @@ class MPICommunicator(Communicator):
 
     def _come_together(self, group: Group, requests: Sequence[MPI.Request], *memory: object) -> None:
         # (of a user's own call, ``where`` names an earlier one, in which nobody needs the others)
-        self.finish(requests, group, *memory, needs=group if isinstance(self.where, Meeting) else ())
+        self._waits.finish(requests, group, *memory, needs=group if isinstance(self.where, Meeting) else ())
 
     def _higher(self, other: int, values: IntArray) -> IntArray:
         """The maximum with the values of one other worker: a message each way."""
@@ -201,7 +191,7 @@ class MPICommunicator(Communicator):
             self._world.Irecv([received, len(received), MPI.INT64_T], other, _MAXIMUM_TAG),
             self._world.Isend([values, len(values), MPI.INT64_T], other, _MAXIMUM_TAG),
         ]
-        Requests(self, requests, (other, other), (received, values)).wait()
+        Requests(self._waits, requests, (other, other), (received, values)).wait()
         return np.maximum(received, values, out=received)
 
     def lend(self, workers: Group) -> MPI.Intracomm:
@@ -216,7 +206,7 @@ class MPICommunicator(Communicator):
         if self.released:
             return
         self.released = True
-        self._leaving.forget()
+        self._waits.leaving.forget()
         self._handles.clear()
         self._lent.pop(tuple(range(self.size)))
         for made in (self._groups, self._lent):
@@ -240,7 +230,7 @@ class MPICommunicator(Communicator):
             if workers not in self._groups:
                 self._groups[workers] = self._create(workers)
             handle = self._groups[workers], workers.index(group[0])
-            known = self._handles[group] = handle, self._leaving.calls(workers)
+            known = self._handles[group] = handle, self._waits.leaving.calls(workers)
         known[1].number += 1
         return known[0]
 
@@ -263,7 +253,7 @@ class MPICommunicator(Communicator):
 
         def finish() -> None:
             # (where another call of the group has begun since, it is not this one in which others may be behind)
-            self.finish(requests, group, buffer, read, needs=needs if self._position() == begun else ())
+            self._waits.finish(requests, group, buffer, read, needs=needs if self._position() == begun else ())
             deliver(tensor, buffer)
 
         return Pending(finish)
@@ -290,106 +280,8 @@ class MPICommunicator(Communicator):
         group = getattr(self.where, "group", None)
         return None if group is None else (group, self.calls(group).position)
 
-    def finish(
-        self, requests: Sequence[MPI.Request], workers: Sequence[int], *memory: object, needs: Group | None = None
-    ) -> None:
-        """Wait until all requests are through with the memory.
-
-        Args:
-            workers: the other end of each message; of one of MPI's own calls, the group.
-            needs: of one of MPI's own calls, the workers that have to come to it before this one can go on, if that is
-                known; None of messages.
-        """
-        try:
-            self._finish(requests, workers, memory, needs)
-        except CommunicationError as error:
-            raise self._failed(error) from None
-        except MPI.Exception as error:
-            raise self.mismatch(error, workers) from error
-
-    def mismatch(self, error: MPI.Exception, workers: Sequence[int]) -> CommunicationError:
-        """The error of a message that is not what this worker expects: the others are in other calls."""
-        waiting = self._questions.waiting(sorted(set(workers) - {self.rank}), _NOTICED)
-        text = (
-            f"worker {self.rank} got a message in {self.place} that is not the one that it expects from "
-            f"{name_workers(set(workers) - {self.rank})}, so these are in another call ({error.Get_error_string()})"
-        )
-        return self._failed(CommunicationError(told(text, waiting)))
-
-    def _failed(self, error: CommunicationError) -> CommunicationError:
-        """Note an error that leaves the workers out of step, and tell the others."""
-        self._questions.tell(error)
-        return self.poison(error)
-
-    def _finish(
-        self, requests: Sequence[MPI.Request], workers: Sequence[int], memory: object, needs: Group | None = ()
-    ) -> None:
-        done = requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
-        for _ in range(_SPINS):
-            if done():
-                return
-        try:
-            self.begin_wait()
-            self._wait(done, requests, workers, needs)
-        except CommunicationError:
-            self._abandoned.append((requests, memory))  # MPI may still write to it
-            raise
-        finally:
-            self.waiting = None
-
-    def _wait(
-        self, done: Callable[[], bool], requests: Sequence[MPI.Request], workers: Sequence[int], needs: Group | None
-    ) -> None:
-        begun, before = time.monotonic(), self.failure
-        self._questions.begin()
-        while not done():
-            os.sched_yield()
-            if self.failure is not before:
-                raise CommunicationError(str(self.failure))  # found by another thread
-            waited = time.monotonic() - begun
-            if waited > _PATIENCE:
-                self._questions.missing = self._unfinished(requests, workers) if needs is None else needs
-                self._questions.answer()
-                self._questions.compare(workers if needs is None else self._next(workers), waited, workers)
-                self._check_left(requests, workers, needs is None)
-            late = waited > self.timeout and (self._unfinished(requests, workers) if needs is None else workers)
-            if late:
-                raise self._missing(late)
-
-    def _unfinished(self, requests: Sequence[MPI.Request], workers: Sequence[int]) -> Sequence[int]:
-        """The workers of messages that are not through."""
-        return [worker for worker, request in zip(workers, requests, strict=True) if not request.Test()]
-
-    def _next(self, group: Sequence[int]) -> Sequence[int]:
-        """Whom of a group this worker asks, in MPI's own calls: if any two differ, so do two that are neighbours."""
-        if self.rank not in group:
-            return ()
-        return (group[(group.index(self.rank) + 1) % len(group)],)
-
-    def _check_left(self, requests: Sequence[MPI.Request], workers: Sequence[int], are_messages: bool) -> None:
-        """Raise if the requests can never be through, because a worker that they need has come to its end."""
-        if not self._leaving.look():
-            return
-        if are_messages:
-            gone = self._leaving.among(self._unfinished(requests, workers))
-        else:  # a group, whose members call together
-            gone = self._leaving.before_last_call(tuple(sorted(workers)))
-        if gone:
-            text = (
-                f"worker {self.rank} waits in {self.place} for {name_workers(gone)}, which had come to the end of the "
-                f"program (or called sys.exit)"
-            )
-            raise CommunicationError(told(text, {}))
-
     def leave(self, failure: BaseException | None = None) -> None:
-        self._leaving.leave()
-
-    def _missing(self, workers: Iterable[int]) -> CommunicationError:
-        """The error of a wait that took too long. Those that wait too answer within a moment; the others are absent."""
-        asked = sorted(set(workers) - {self.rank})
-        waiting = self._questions.waiting(asked, _PATIENCE)
-        error = self.overdue([worker for worker in asked if worker not in waiting] or asked)
-        return CommunicationError(told(str(error), waiting, apart=False))
+        self._waits.leaving.leave()
 
 
 def comm_world() -> MPICommunicator:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
+from distdl.backends.mpi.waiting import Waits
 from distdl.transport.communicator import Addressed, Pending, Prepared, View, deliver
-
-if TYPE_CHECKING:  # (it makes these requests, and knows how to wait for them)
-    from distdl.backends.mpi.communicator import MPICommunicator
 
 Shape = tuple[int, ...]
 
@@ -37,17 +35,17 @@ _all_through = MPI.Request.Testall
 class Requests(Pending):
     """Point-to-point messages under way, and the memory that has to live until they are through."""
 
-    __slots__ = ("_comm", "_deliveries", "_memory", "_requests", "_workers")
+    __slots__ = ("_deliveries", "_memory", "_requests", "_waits", "_workers")
 
     def __init__(
         self,
-        comm: MPICommunicator,
+        waits: Waits,
         requests: list[MPI.Request],
         workers: Sequence[int],
         memory: object,
         deliveries: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
-        self._comm, self._requests, self._workers = comm, requests, workers
+        self._waits, self._requests, self._workers = waits, requests, workers
         self._memory, self._deliveries = memory, deliveries
 
     def wait(self) -> None:
@@ -55,9 +53,9 @@ class Requests(Pending):
         try:
             through = not requests or _all_through(requests)
         except MPI.Exception as error:
-            raise self._comm.mismatch(error, self._workers) from error
+            raise self._waits.mismatch(error, self._workers) from error
         if not through:
-            self._comm.finish(requests, self._workers, self._memory)
+            self._waits.finish(requests, self._workers, self._memory)
         for tensor, buffer in self._deliveries:
             deliver(tensor, buffer)
         self._memory, self._deliveries = None, ()
