@@ -21,10 +21,10 @@ ALIASES = {
 }  # fmt: skip
 TOP = {"", "testing", "__main__"}
 # they import a back-end when a world of its kind is opened; methods that are functions of files that need the class;
-# torch.distributed.checkpoint, a second of imports, when something is converted; names in types alone
+# torch.distributed.checkpoint, a second of imports, when something is converted
 LAZY = {
     "workers.worlds": "backends.", "backends.mpi": "backends.", "globals.tensor": "globals.",
-    "checkpoint.converting": "checkpoint.dcp", "exchange.nodes": "exchange.operator",
+    "checkpoint.converting": "checkpoint.dcp",
 }  # fmt: skip
 
 

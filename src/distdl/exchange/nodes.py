@@ -10,27 +10,55 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from operator import or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch.autograd import forward_ad
 from torch.profiler import record_function
 
 from distdl.exchange.packing import Tensors
+from distdl.geometry.boxes import Shape
+from distdl.plan import Plan
 from distdl.plan.plan import Pattern
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
 from distdl.tensors.function import BlockFunction
 from distdl.tensors.modes import unobserved
 from distdl.transport.calls import Calls
-
-if TYPE_CHECKING:  # (an operator records these nodes)
-    from distdl.exchange.operator import Operator
+from distdl.transport.communicator import Communicator, Pending
+from distdl.transport.label import Label
 
 _NOTHING = torch.empty(0, device="cpu")
 _new = tuple.__new__  # (that of a NamedTuple takes twice as long)
 
 
-def move_all(operators: Sequence[Operator], arguments: Sequence[Tensors]) -> list[Tensors]:
+class Movable(Protocol):
+    """What a node uses of the operator that records it; :class:`~distdl.exchange.operator.Operator` describes each."""
+
+    plan: Plan
+    comm: Communicator
+    calls: Calls
+    label: Label
+    derivatives: Derivatives
+    recorded: bool
+    inputs: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+
+    @property
+    def T(self) -> Self: ...
+    @property
+    def unrecorded_adjoint(self) -> Self: ...
+    def deriving(self, derivatives: Derivatives) -> Self: ...
+
+    def move(self, x: torch.Tensor) -> torch.Tensor: ...
+    def move_packed(self, xs: Tensors) -> Tensors: ...
+    def execute(self, x: torch.Tensor) -> torch.Tensor: ...
+    def begin(self, x: torch.Tensor) -> tuple[torch.Tensor, Pending]: ...
+    def packed(self, xs: Tensors) -> torch.Tensor: ...
+    def unpacked(self, y: torch.Tensor) -> Tensors: ...
+    def filled(self, xs: Sequence[torch.Tensor | None], device: torch.device) -> Tensors: ...
+
+
+def move_all(operators: Sequence[Movable], arguments: Sequence[Tensors]) -> list[Tensors]:
     """Call several operators at once, none of which is still. Returns the tensors of each."""
     flat = [x for xs in arguments for x in xs]
     noted = [op.derivatives for op in operators if op.recorded]
@@ -66,7 +94,7 @@ class Apply(BlockFunction):
         return _adds_parts(node.op)
 
     @staticmethod
-    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, op: Movable, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         ctx.op, ctx.source = op, _new(_Source, (x.shape, x.dtype, x.device, op.calls.history))
         ctx.save_for_backward(_NOTHING)  # so that checkpointing recomputes this node, on every member alike
         ctx.set_materialize_grads(False)
@@ -86,7 +114,7 @@ class Apply(BlockFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> torch.Tensor:
-        op: Operator = ctx.op
+        op: Movable = ctx.op
         op.calls.derive(ctx.source.began)
         return _tangent_map(op).move(ctx.source.tangent(tangents[2]))
 
@@ -99,7 +127,7 @@ class ApplyPacked(BlockFunction):
         return _adds_parts(node.op)
 
     @staticmethod
-    def forward(ctx: Any, op: Operator, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, op: Movable, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         began = op.calls.history
         ctx.op, ctx.sources = op, [_new(_Source, (x.shape, x.dtype, x.device, began)) for x in xs]
         ctx.save_for_backward(_NOTHING)
@@ -131,7 +159,7 @@ class _ApplyTogether(BlockFunction):
         return any(map(_adds_parts, node.ops))
 
     @staticmethod
-    def forward(ctx: Any, ops: Sequence[Operator], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, ops: Sequence[Movable], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
         ctx.ops, ctx.began = ops, {op.calls: op.calls.history for op in ops}
         moved = zip(ops, _grouped(xs, [len(op.inputs) for op in ops]), strict=True)
         ctx.sources = [
@@ -219,17 +247,17 @@ class _Source(NamedTuple):
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if given is None else given
 
 
-def _adds_parts(op: Operator) -> bool:
+def _adds_parts(op: Movable) -> bool:
     return op.plan.pattern is not Pattern.SUM and op.comm.size > 1  # (one worker has the whole sum, and its gradient)
 
 
-def _derive(began: dict[Calls, int], operators: Sequence[Operator]) -> None:
+def _derive(began: dict[Calls, int], operators: Sequence[Movable]) -> None:
     """Note that the next exchanges are derivatives, once in each group of workers."""
     for calls in {op.calls: None for op in operators}:
         calls.derive(began[calls])
 
 
-def _adjoint(op: Operator) -> Operator:
+def _adjoint(op: Movable) -> Movable:
     """How the gradient of what has moved moves back: recorded if this backward is itself differentiated."""
     mode, forward_mode = torch.is_grad_enabled(), is_differentiated_forward()
     if mode or forward_mode:
@@ -237,7 +265,7 @@ def _adjoint(op: Operator) -> Operator:
     return op.unrecorded_adjoint
 
 
-def _tangent_map(op: Operator) -> Operator:
+def _tangent_map(op: Movable) -> Movable:
     return op.deriving(Derivatives(op.derivatives.tangent_gradient))
 
 
@@ -254,13 +282,13 @@ def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
     return [tuple(islice(rest, count)) for count in counts]
 
 
-def _execute(operators: Sequence[Operator], flat: Sequence[torch.Tensor]) -> Tensors:
+def _execute(operators: Sequence[Movable], flat: Sequence[torch.Tensor]) -> Tensors:
     arguments = _grouped(flat, [len(op.inputs) for op in operators])
     ys = execute_together(operators, [op.packed(xs) for op, xs in zip(operators, arguments, strict=True)])
     return tuple([part for op, y in zip(operators, ys, strict=True) for part in op.unpacked(y)])
 
 
-def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
+def execute_together(operators: Sequence[Movable], xs: Sequence[torch.Tensor]) -> Tensors:
     """Do this worker's part of several plans at once, without recording it."""
     if torch._C._autograd._profiler_enabled():
         with record_function(str(operators[0].label)):
@@ -268,7 +296,7 @@ def execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) 
     return _execute_together(operators, xs)
 
 
-def _execute_together(operators: Sequence[Operator], xs: Sequence[torch.Tensor]) -> Tensors:
+def _execute_together(operators: Sequence[Movable], xs: Sequence[torch.Tensor]) -> Tensors:
     with unobserved():
         begun = [op.begin(x) for op, x in zip(operators, xs, strict=True)]
         for _, pending in begun:
