@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from launched import split
 from same import Global, assert_raises_the_same, assert_same, noise
 
 import distdl
@@ -74,7 +75,8 @@ def test_global_index_tensors():
     assert_same(lambda table, i, j: (2 * table)[1, :, i, j, None], noise(2, 2, 4, 3, 2), *both, twice=True)
     assert_same(lambda table, i: table[i, torch.tensor([0, 2, 1])], noise(4, 3), both[0])
     assert_same(lambda table, i: (table[i, i], table[0][i, i], table[..., i, i, i]), noise(4, 4, 4), both[0])
-    assert_raises_the_same(lambda j: noise(9, 3)[j, j], torch.tensor([[1, 0, 4]]))
+    with pytest.raises((IndexError, distdl.CommunicationError), match="index 4 is out of bounds"):
+        distdl.run_workers(lambda: noise(9, 3)[(split(torch.tensor([[1, 0, 4]]), 1, 2),) * 2], 3)
 
 
 def written(*index):
@@ -243,12 +245,15 @@ def test_take_along_dim_takes_the_indices_that_torch_takes():
     for at in (torch.full((4, 1), 7), torch.tensor([[-9, 5]]), torch.full((1, 3), 2**40)):
         assert_same(lambda x, i: torch.take_along_dim(x, i, 1), Global(x), Global(at))
     refused = [
-        (x, torch.tensor([-1, 2]), None), (x, torch.tensor([12]), None), (x, torch.full((1, 3), 1).int(), 0),
+        (x, torch.full((1, 3), 1).int(), 0),
         (x, torch.tensor([1, 2]), 0), (x, torch.ones(2, 1).long(), 1), (x, torch.ones(1, 1).long(), 5),
         (x[:, :0], torch.zeros(4, 1).long(), 1),
     ]  # fmt: skip
     for whole, at, dim in refused:
         assert_raises_the_same(lambda x, at=at, dim=dim: torch.take_along_dim(x, at, dim), whole, text=True)
+    for index in (-1, 12):
+        with pytest.raises(RuntimeError, match=f"index {index} is out of bounds"):
+            distdl.run_workers(lambda at=index: torch.take_along_dim(split(x, 1, 3), torch.tensor([2, at])), 3)
 
 
 def test_one_hot_targets():

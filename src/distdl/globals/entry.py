@@ -13,7 +13,6 @@ import torch
 from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
 from distdl.globals import debug
-from distdl.globals.bounds import Bounds, know, same_values
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.idle import warn_of_idle
 from distdl.globals.lineage import may_differ, ours_before
@@ -47,7 +46,6 @@ class _Header(NamedTuple):
         device: the type of its device, as "cuda".
         gradient: whether it requires one.
         seed: that of torch on the worker.
-        bounds: of its values, if they are integers.
         follows: whether its gradient goes on to a global tensor, so that all workers take part.
     """
 
@@ -56,7 +54,6 @@ class _Header(NamedTuple):
     device: str
     gradient: bool
     seed: int
-    bounds: Bounds | None
     follows: bool = False
 
     @property
@@ -80,7 +77,7 @@ def _header(x: Any) -> _Header | str:
     if x.dtype not in DTYPES:
         return f"{type(x).__name__} of {x.dtype}, which distdl does not move"
     gradient = x.requires_grad and torch.is_grad_enabled()
-    return _Header(tuple(x.shape), dtype_code(x.dtype), x.device.type, gradient, seed(), Bounds.of(x))
+    return _Header(tuple(x.shape), dtype_code(x.dtype), x.device.type, gradient, seed())
 
 
 def _headers(told: Sequence[Any], P: Partition) -> dict[int, _Header]:
@@ -165,7 +162,7 @@ def distribute_tensor(
     else:
         device = header.device_beside(x)
         block = torch.zeros(owned.local, dtype=header.dtype, device=device, requires_grad=header.gradient)
-    return know(redistribute(GlobalTensor._of(block, owned), needed), Bounds.merged([header.bounds]))
+    return redistribute(GlobalTensor._of(block, owned), needed)
 
 
 def _is_rest(x: Any) -> bool:
@@ -207,7 +204,7 @@ def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None 
             block = zeros_on(block.to(device, first.dtype), layout.local)
         else:
             block = torch.zeros(layout.local, dtype=first.dtype, device=device, requires_grad=wants)
-    return know(GlobalTensor._of(block, layout), Bounds.merged(one.bounds for one in headers.values()))
+    return GlobalTensor._of(block, layout)
 
 
 def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
@@ -257,7 +254,7 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
     def move() -> GlobalTensor:
         if needed is x._layout:
             return x
-        return same_values(x, GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed))
+        return GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed)
 
     y: GlobalTensor = debug.moved("redistribute", x, needed, move) if debug.on else move()
     return y

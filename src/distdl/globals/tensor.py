@@ -75,7 +75,6 @@ class GlobalTensor(torch.Tensor):
     _ties: list[Tie]
     _wants: bool  # whether it says that it requires a gradient
     _memory: Any  # what it has in common with its views: ties.Memory
-    _known: Any  # what all workers know of its values: bounds.Known
 
     def __new__(cls, *args: Any, **options: Any) -> GlobalTensor:
         raise TypeError(

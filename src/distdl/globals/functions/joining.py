@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from distdl.geometry.boxes import Intervals, Shape, balanced
 from distdl.globals.adopting import split_beside
-from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import one_by_one
@@ -351,7 +350,6 @@ def constructor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def one_hot(func: Any, tensor: Any, num_classes: int = -1) -> GlobalTensor:
     if num_classes < 1:
         num_classes = int(tensor.max()) + 1  # (every worker needs to know it)
-    check_range(tensor, 0, num_classes, lambda wrong: func(wrong, num_classes))
     layout: KnownLayout = tensor._layout
 
     def make() -> KnownLayout:

@@ -132,3 +132,31 @@ def _with_numbers(value: Any, key: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_with_numbers, value, key))
     return value
+
+
+def check_range(
+    x: torch.Tensor, first: int, stop: int, refuse: Callable[[torch.Tensor], Any], ignored: int | None = None
+) -> None:
+    """Check indices that this worker reads, where the function of its block would not: ``range(first, stop)`` is right.
+
+    On a GPU nothing waits for the answer: a wrong index ends the work there, as it does in torch.
+
+    Args:
+        refuse: torch's function of a tensor of the host that has one wrong index: it raises.
+        ignored: an index that is right, too.
+    Raises: what torch raises, on the workers that read a wrong index. The others learn of it as of any failure.
+    """
+    if x.is_meta or not x.numel():
+        return
+    if not x.is_cuda:
+        low, high = torch.aminmax(x)
+        if first <= int(low) and int(high) < stop:
+            return
+    x = x.long()  # (uint8 would take -100 for 156)
+    wrong = (x < first) | (x >= stop)
+    if ignored is not None:
+        wrong &= x != ignored
+    if x.is_cuda:
+        torch._assert_async(~wrong.any(), "an index is out of range")
+    elif wrong.any():
+        refuse(x[wrong][:1].cpu())

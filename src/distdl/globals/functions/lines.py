@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from distdl.globals.adopting import split_beside, write
-from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import picked
-from distdl.globals.functions.judging import judge_dtype, judged, shape_of
+from distdl.globals.functions.judging import check_range, judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, moved_blocks, taken
 from distdl.globals.replicas import entered
@@ -92,7 +91,6 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
     if not known.dim() or (not index.numel() and index.dim() != input.dim()):
         return NotImplemented
     dim %= known.dim()
-    _check_lines(input, dim, index)
     judge_dtype(lambda one: one.gather(dim, torch.zeros(one.shape, dtype=torch.int64, device=one.device)), input)
     shape = [n if one != dim else input.shape[dim] for one, n in enumerate(index.shape)]
     input = _first_cells(input, shape)
@@ -103,12 +101,6 @@ def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = F
     index = whole_along(index, [dim], "gather")
     lines = brought(input, _along(index._layout, dim, shape), "gather")
     return GlobalTensor._of(lines.gather(dim, block_of(index)), index._layout)
-
-
-def _check_lines(x: Any, dim: int, index: Any) -> None:
-    """Check that what is gathered or scattered along a dim is there."""
-    n = x.shape[dim]
-    check_range(index, 0, n, lambda wrong: _line(x, dim).gather(dim, wrong.reshape([1] * x.dim())))
 
 
 def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -146,7 +138,6 @@ def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
             return fall_back(func, args, kwargs)
         name = func.__name__.removesuffix("_")
         judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
-        _check_lines(input, dim, index)
         if isinstance(src, torch.Tensor):
             src = src.reshape(src.shape or (1,))  # (one number for one place)
         y = whole_along(input, [dim % input.dim()], name)
@@ -199,9 +190,7 @@ def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         index, dim = entire(index), dim % input.dim()
         if func.__name__.startswith("index_fill"):
             return _filled(func, input, dim, index, source)
-        name, n = func.__name__.removesuffix("_"), input.shape[dim]
-        given = torch.empty([1] * input.dim(), device="cpu")
-        check_range(index, 0, n, lambda wrong: getattr(_line(input, dim), name)(dim, wrong, given, **more))
+        name = func.__name__.removesuffix("_")
         y = whole_along(input, [dim], name)
         source = brought(source, _along(y._layout, dim, source.shape), name)
         block = block_of(y)
@@ -243,7 +232,6 @@ def _added(name: str, cell: torch.Tensor, dim: int, source: torch.Tensor, **more
 def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:
     """One value for slices across a dim, which stay where they are."""
     n = x.shape[dim]
-    check_range(index, -n, n, lambda wrong: _line(x, dim).index_fill(dim, wrong, 0.0))
     mask = torch.zeros(n, dtype=torch.bool, device=x.device)
     mask[index] = True
     fill = x.masked_fill_ if func.__name__.endswith("_") else x.masked_fill

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import as_global, autocast_dtype, cast_to, weight_of
 from distdl.globals.functions.counting import added_up
@@ -45,7 +44,6 @@ def embedding(
     if weight.dim() != 2:
         raise RuntimeError("'weight' must be 2-D")
     context, layout, table = input._context, input._layout, weight_of(weight, input._context)
-    check_range(input, 0, table.shape[0], lambda wrong: functional.embedding(wrong, _rows(table)))
     block, (rows, columns) = block_of(input), map(int, table.shape)
 
     def look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import ready, weight_of
-from distdl.globals.functions.judging import judge, judge_dtypes
+from distdl.globals.functions.judging import check_range, judge, judge_dtypes
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.reductions import summed, without_dims
 from distdl.globals.functions.shapes import whole_along
@@ -213,7 +212,7 @@ def _of_classes(
         def refuse(wrong: torch.Tensor) -> None:
             functional.nll_loss(torch.zeros(1, n, device="cpu"), wrong, ignore_index=ignored)
 
-        check_range(target, 0, n, refuse, given, ignored)
+        check_range(given, 0, n, refuse, ignored)
     block = block_of(x)
     known: list[tuple[KnownLayout | None, torch.Tensor]] = [(layout, block), (seen, given)]
     own: torch.Tensor = ABSENT

@@ -7,16 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.bounds import check_range
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.losses import reduction_of
 from distdl.globals.functions.work import work_on
 from distdl.globals.table import handles
-
-
-def _refuse(func: Any, n: int, wrong: torch.Tensor, several: bool) -> None:
-    """Let torch refuse a class number among n classes."""
-    func(torch.zeros(1, n, device="cpu"), wrong.expand(1, n) if several else wrong)
 
 
 @handles("multi_margin_loss multilabel_margin_loss", "functional")
@@ -42,8 +36,6 @@ def margin_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         same = weight is None or (weight.dtype is input.dtype and weight.shape == input.shape[-1:])
         if not (known and same and input.is_floating_point()):
             return fall_back(func, args, kwargs)  # (for torch's error, and what is empty)
-        n = input.shape[-1]
-        check_range(target, -1 if several else 0, n, lambda wrong: _refuse(func, n, wrong, several))
         x, t = (input, target) if input.dim() == 2 else (input.unsqueeze(0), target.unsqueeze(0))
         operands, labels = [x, t], [("n", "c"), ("n", "c") if several else ("n",)]
         if weight is not None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.bounds import same_values, share_bounds
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.applying import one_by_one
@@ -57,8 +56,6 @@ def view_of(
         note_copied(x, y)
     else:
         note_view(x, y)
-    if "_known" in x.__dict__:
-        share_bounds(x, y, came)
     return y
 
 
@@ -116,7 +113,7 @@ def reshaped(x: GlobalTensor, shape: Sequence[int], name: str = "reshape") -> Gl
     block = block_of(x) if needed is None else moved(x, needed, name)
     y = block.reshape(target.local)
     if copied:
-        return same_values(x, GlobalTensor._of(y.clone() if _shares(y, x._block) else y, target))
+        return GlobalTensor._of(y.clone() if _shares(y, x._block) else y, target)
     return view_of(x, y, target, needed is not None, View(shape, lambda whole: whole.reshape(shape)))
 
 

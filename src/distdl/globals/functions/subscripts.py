@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from distdl.globals.adopting import split_beside, write
-from distdl.globals.bounds import check_range
 from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import check_cells, part, picked, together
+from distdl.globals.functions.judging import check_range
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
-from distdl.globals.operands import block_of, entire
+from distdl.globals.operands import block_of, entire, own_of
 from distdl.globals.replicas import entered
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
@@ -195,8 +195,6 @@ def _looked_up(func: Callable[..., Any], x: torch.Tensor, index: tuple[Any, ...]
         workers = layout.partition.workers.reshape(layout.partition.workers.shape + (1,) * more)
         return context.layout(workers, [*layout.intervals, *(((0, n),) for n in table.shape[1:])])
 
-    n = table.shape[0]
-    check_range(cells, -n, n, lambda wrong: torch.empty(n, device="cpu")[wrong])
     target = context.keep(("looked up", layout, table.shape), make)
     y = GlobalTensor._of(entered(table, context)[cells._block].reshape(target.local), target)
     return y.movedim(list(range(cells.dim())), list(range(dim, dim + cells.dim()))) if dim else y
@@ -218,8 +216,8 @@ def _as_one(
     shape = table.shape[at : at + len(tensors)]
     cells: Any = 0
     for n, one in zip(shape, tensors, strict=True):
-        own = one._block if type(one) is GlobalTensor else None  # (of the two as one, torch could not tell)
-        check_range(one, -n, n, partial(operator.getitem, torch.empty(n, device="cpu")), own)
+        # (of the index tensors as one, torch could not tell)
+        check_range(own_of(one), -n, n, partial(operator.getitem, torch.empty(n, device="cpu")))
         one = one.to(x.device) if one.device.type == "cpu" else one  # (torch takes some of the host beside others)
         cells = cells * n + one.long() % max(n, 1)
     return table.flatten(at, at + len(tensors) - 1), (*[slice(None)] * at, cells)
