@@ -1,4 +1,8 @@
-"""Comparing what every worker has whole: bits that follow from all of a tensor, and how far apart two of them are."""
+"""Comparing what every worker has whole: bits that travel with gradients, and how far apart two copies are.
+
+The bits follow from all of a tensor. Gradients are added up over n workers, and so are the bits: the sum of each is 0
+or n if all workers have the same. Only if it is not, the tensor itself is compared. Differences of rounding are none.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,20 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from distdl.globals.samples import BITS, MIXING, mixed_of
+from distdl.globals.context import Context
+from distdl.partition import dims
 from distdl.partition.sharing import gather_values
-from distdl.transport import Communicator
 
+BITS = 16  # that travel with gradients
+_MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
 _WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS = 4096  # numbers that have a factor each
-_SHORTEST = 1021  # of a tensor with more numbers: how many are added up first, at least
-_FIRST = 4  # backwards by a parameter of no distributed model in which it is looked at
+_SHORTEST = 1021  # numbers of such a row (more, shorter rows take longer)
+_FIRST = 4  # backwards by a parameter of no distributed model in which it is compared
 
 
 class Looks:
-    """How often parameters of no distributed model have been looked at, by their memory.
+    """How often parameters of no distributed model have been compared, by their memory.
 
     (A weak reference to a parameter itself would keep torch from swapping it for another.)
     """
@@ -28,43 +34,75 @@ class Looks:
         self._seen: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
         self._most = 64  # how many there are before those that are gone are left out
 
-    def times(self, one: torch.Tensor) -> int | None:
-        """How often a parameter has been looked at, if it is looked at once more."""
-        key = _place_of(one)
+    @classmethod
+    def of(cls, context: Context) -> Looks:
+        """Those of a world."""
+        found: Looks = context.comm.kept.setdefault(cls, cls())
+        return found
+
+    def come(self, one: torch.Tensor) -> bool:
+        """Whether a parameter is compared this time."""
+        key = one.untyped_storage()._cdata, int(one.storage_offset())
         reference, times = self._seen.get(key) or (StorageWeakRef(one.untyped_storage()), 0)
-        if times < _FIRST:
-            self._seen[key] = reference, times + 1
-            if len(self._seen) > self._most:
-                self._seen = {key: kept for key, kept in self._seen.items() if not kept[0].expired()}
-                self._most = 2 * len(self._seen) + 64
-            return times
-        return None
-
-    def forget(self, one: torch.Tensor) -> None:
-        """Let it be looked at again."""
-        self._seen.pop(_place_of(one), None)
+        if times == _FIRST:
+            return False
+        self._seen[key] = reference, times + 1
+        if len(self._seen) > self._most:
+            self._seen = {key: kept for key, kept in self._seen.items() if not kept[0].expired()}
+            self._most = 2 * len(self._seen) + 64
+        return True
 
 
-def _place_of(one: torch.Tensor) -> tuple[int, int]:
-    return one.untyped_storage()._cdata, int(one.storage_offset())
+def is_comparable(one: torch.Tensor | None) -> bool:
+    """Whether a tensor has values from which bits can follow."""
+    plain = type(one) in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    )  # (those of quantised weights know their own functions only)
+    return plain and one is not None and one.layout is torch.strided and not one.is_meta and one.numel() > 0
 
 
-def farthest(comm: Communicator, group: tuple[int, ...], one: torch.Tensor, what: str) -> tuple[int, float, float]:
-    """Whose copy of a tensor differs most from worker 0's, by how much, and the largest value there. Collective.
+def differ(sums: torch.Tensor, context: Context) -> bool:
+    """Whether bits were not the same on all workers, over which these are their sums."""
+    return any(0 < n < len(context.everyone) for n in sums.tolist())
 
-    Of one shape and dtype everywhere. The first worker of the group if none differs by more than rounding may.
+
+def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str) -> None:
+    """Compare a tensor with that of worker 0. Collective.
+
+    Nothing is compared where workers have tensors of other names, shapes or dtypes: these are not one variable.
+
+    Args:
+        one: the tensor; None on a worker that has none.
+        rule: what the error says, of ``name``, ``shape``, ``dtype``, ``worker``, ``apart`` and ``largest``.
+    Raises: ValueError, the same on every worker, if they differ by more than rounding.
     """
+    context.comm.where = what = "comparing weights"
+    mine = None if one is None else (name, tuple(one.shape), str(one.dtype))
+    told = gather_values(context.comm, context.everyone, what, mine)
+    if one is None or any(theirs != mine for theirs in told):
+        return
     cells = bytes_of(one)
-    comm.through.broadcast(group, cells).wait()
+    context.comm.through.broadcast(context.everyone, cells).wait()
     wide = torch.complex128 if one.is_complex() else torch.float64
-    mine, first = one.detach().cpu().to(wide), cells.view(one.dtype).reshape(one.shape).to(wide)
-    same = (mine == first) | (mine.isnan() & first.isnan())
-    apart = (mine - first).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()
-    told = gather_values(comm, group, what, float(apart))
+    own, first = one.detach().cpu().to(wide), cells.view(one.dtype).reshape(one.shape).to(wide)
+    same = (own == first) | (own.isnan() & first.isnan())
+    apart = (own - first).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()
+    far = gather_values(context.comm, context.everyone, what, float(apart))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    worker = max(range(len(told)), key=told.__getitem__)
+    worker = max(range(len(far)), key=far.__getitem__)
     rounding = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() or one.is_complex() else 0.0
-    return (worker if told[worker] > rounding * largest else 0), told[worker], largest
+    if far[worker] > rounding * largest:
+        raise ValueError(
+            rule.format(
+                name=name,
+                shape=dims(one.shape) or "no dims",
+                dtype=one.dtype,
+                worker=worker,
+                apart=far[worker],
+                largest=largest,
+            )
+        )
 
 
 def bytes_of(one: torch.Tensor) -> torch.Tensor:
@@ -72,33 +110,30 @@ def bytes_of(one: torch.Tensor) -> torch.Tensor:
     return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def bits_of_all(one: torch.Tensor, turn: int = 0, number: int = 0) -> torch.Tensor:
+def bits_of(one: torch.Tensor, number: int = 0) -> torch.Tensor:
     """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
 
-    Each number of the tensor counts by its place: one factor for each, or for rows of them, whose lengths follow from
-    the turn. They are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
+    Each number of the tensor counts by its place: one factor for each, or for rows of them. Factors and lengths of rows
+    are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
     """
-    one = one.resolve_conj().resolve_neg()
+    one = one.detach().resolve_conj().resolve_neg()
     cells = torch.view_as_real(one) if one.is_complex() else one
     numbers = _in_memory(cells.view(_WHOLE_NUMBERS[cells.element_size()]))
     count = numbers.numel()
     if count > _ROWS:
-        length = (max(_SHORTEST, -(-count // _ROWS)) + 2 * (turn % 16)) | 1
-        rows = count // length
-        first = (count - rows * length) * (turn % 2)  # (the last ones, that fill no row, are in every second turn)
+        length = max(-(-count // _ROWS), _SHORTEST) | 1
+        full = count - count % length
         # (added up in a wider kind, it takes ten times longer)
         kind = None if numbers.dtype is torch.int8 else numbers.dtype
-        numbers = numbers[first : first + rows * length].view(rows, length).sum(1, dtype=kind)
+        rows = numbers[:full].view(-1, length).sum(1, dtype=kind)
+        numbers = torch.cat([rows, numbers[full:]]) if full < count else rows
     factors, shifts = _constants(numbers.numel(), one.device)
     if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
         numbers = numbers ^ (numbers >> 32)
     total = (numbers.to(torch.int64) * factors).sum()
-    return ((total + mixed_of(number) if number else total) >> shifts) & 1
-
-
-def differ(sums: torch.Tensor, workers: int) -> bool:
-    """Whether bits were not the same on all workers, over which these are their sums."""
-    return any(0 < n < workers for n in sums.tolist())
+    if number:
+        total = total + ((number * _MIXING + (1 << 63)) % (1 << 64) - (1 << 63))
+    return (total >> shifts) & 1
 
 
 def _in_memory(x: torch.Tensor) -> torch.Tensor:
@@ -111,7 +146,7 @@ def _in_memory(x: torch.Tensor) -> torch.Tensor:
 @lru_cache(256)
 def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd factors, and by how much the highest bits are shifted."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(MIXING)
+    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_MIXING)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
     shifts = torch.arange(64 - BITS, 64, device=device)
     return torch.from_numpy(mixed.view(np.int64)).to(device, non_blocking=True), shifts

@@ -17,7 +17,6 @@ from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Intervals, Shape, balanced, shape
 from distdl.globals import debug
-from distdl.globals.comparing import Looks
 from distdl.globals.samples import Samples
 from distdl.nn.placement import distributed_models
 from distdl.ops import Site
@@ -143,7 +142,6 @@ class Context:
         draws: the random calls.
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
-        looks: at parameters of no distributed model.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
@@ -160,7 +158,6 @@ class Context:
         self.draws = Draws()
         self.draws_plain = False
         self.samples = Samples()
-        self.looks = Looks()
         self.models = distributed_models(comm)
         self.under_way: dict[Any, Any] = {}
 

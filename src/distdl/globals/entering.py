@@ -32,8 +32,8 @@ from torch.profiler import record_function
 
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
+from distdl.globals.comparing import BITS
 from distdl.globals.context import Context
-from distdl.globals.samples import BITS
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
@@ -191,7 +191,9 @@ class _Sum:
         which: Which = _OTHERS,
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
-        bits = 0 if compared is None else BITS
+        # (of more workers than the dtype can count, bits cannot be added up)
+        many = len(context.everyone) > 2 / torch.finfo(dtype).eps
+        bits = 0 if compared is None or many else BITS
         key = (shapes, dtype, bits, which)
         return context.keep((cls, *key), lambda: cls(context, *key))
 
@@ -240,7 +242,7 @@ class _Sum:
         if missing:
             owned = owned.clone()
             owned[missing] = 0
-        bits = None if compared is None else compared.bits
+        bits = None if compared is None or not self._bits else compared.bits
         if bits is None:  # (first perhaps in a step that a CUDA graph captures, into which nothing is copied)
             sent = torch.zeros(self._bits, dtype=dtype, device=device)
         else:
@@ -254,7 +256,7 @@ class _Sum:
         *totals, owners, bits = self._packing.unpack(moved)
         if moved.is_meta:
             return [*totals]  # nobody knows which ones nobody has
-        if compared is not None:
+        if compared is not None and self._bits:
             compared.settle(bits.real)
         if all(part is not None for part in parts):  # (somebody has them, then; to read it would wait for a device)
             return [*totals]

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from distdl.globals import debug
-from distdl.globals.comparing import bits_of_all, differ, farthest
+from distdl.globals.comparing import Looks, bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ, note_entered
@@ -21,8 +21,6 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks, may_be_block, note_made_of
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
-from distdl.partition import dims
-from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
 
 
@@ -234,6 +232,11 @@ _OUTDATED = (
     "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
     'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'
 )
+_OTHER_WEIGHTS = (
+    "a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every worker; one "
+    "of {shape} {dtype} on worker 0 differs by {apart:.3g} on worker {worker}. distdl.distribute(model, P) gives all "
+    "workers the weights of worker 0"
+)
 
 
 def _is_own(operator: Any) -> bool:
@@ -315,28 +318,22 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
 class _Look:
     """What travels with the gradient of a plain tensor of no distributed model: of a parameter, in its first backwards.
 
-    Workers that have made their model anew, or deep-copied it, may count otherwise, and what is a parameter on one may
-    be another tensor elsewhere. Then they compare once more, or do not.
+    What is a parameter on one worker may be another tensor elsewhere, and is not compared then.
     """
 
     def __init__(self, tensor: torch.Tensor, context: Context) -> None:
         # (others may be large, and free before their graph is)
-        self._parameter = tensor if type(tensor) is torch.nn.Parameter else None
+        self._parameter = tensor if type(tensor) is torch.nn.Parameter and is_comparable(tensor) else None
         self._context = context
 
     @property
     def bits(self) -> torch.Tensor | None:
-        """Some that follow from all of it, or nearly all, in turns; none later on."""
-        one, context = self._parameter, self._context
-        if one is None or one.layout is not torch.strided or one.is_meta or not one.numel():
-            return None
-        if len(context.everyone) > 1 / torch.finfo(one.dtype).eps:
-            return None
-        turn = context.looks.times(one)
-        if turn is None:
+        """Some that follow from all of it; none later on."""
+        one = self._parameter
+        if one is None or not Looks.of(self._context).come(one):
             return None
         with unobserved():
-            return bits_of_all(one.detach(), turn)
+            return bits_of(one)
 
     def settle(self, sums: torch.Tensor) -> None:
         """Compare the parameter itself if the bits differ. (They are read in each backward, also on a GPU, which has to
@@ -344,22 +341,8 @@ class _Look:
 
         Raises: ValueError, the same on every worker.
         """
-        one, context = self._parameter, self._context
-        if not differ(sums, len(context.everyone)):
-            return
-        context.comm.where = what = "comparing a parameter that stands beside global tensors"
-        mine = None if one is None else (tuple(one.shape), str(one.dtype))
-        told = gather_values(context.comm, context.everyone, what, mine)
-        if one is None or any(theirs != mine for theirs in told):
-            return
-        worker, apart, _ = farthest(context.comm, context.everyone, one, what)
-        if worker:
-            context.looks.forget(one)
-            raise ValueError(
-                f"a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every "
-                f"worker; one of {dims(one.shape) or 'no dims'} {one.dtype} on worker 0 differs by {apart:.3g} on "
-                f"worker {worker}. distdl.distribute(model, P) gives all workers the weights of worker 0"
-            )
+        if differ(sums, self._context):
+            check_same(self._context, self._parameter, "", _OTHER_WEIGHTS)
 
 
 def mark(tensor: torch.Tensor, context: Context) -> None:

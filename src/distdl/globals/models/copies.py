@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import takewhile
@@ -14,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
 from distdl.globals.entering import Entering, Which, enter, settle
-from distdl.globals.models.drift import Drift, Places
+from distdl.globals.models.drift import Drift
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, is_copy, memory_of, parameter_of, plain_of
 from distdl.globals.standing import settled
@@ -25,7 +24,6 @@ from distdl.nn.module import Module
 from distdl.partition import Partition
 from distdl.tensors.derivatives import is_checkpointed, is_recomputed
 from distdl.tensors.levels import beneath
-from distdl.tensors.modes import unobserved
 from distdl.tensors.repeats import checkpoints
 
 _BUCKET = 4 << 20
@@ -189,7 +187,7 @@ class Replicas:
         self.module, self.P = module, P
         self.running, self.additions = 0, Additions()
         self.outside: WeakSet[Any] = WeakSet()
-        self._drift = Drift(module)
+        self._drift = Drift()
         self._copies: dict[int, Replica] = {}  # by the id of a parameter: those of the latest forward
         self._entering: dict[int, _Bucket] = {}  # the same: those of which none has been read in it
         self._plain = False  # whether the forward that runs has no gradients, and reads the parameters themselves
@@ -224,8 +222,7 @@ class Replicas:
                 around = _around(paths[id(listed[place])] for place in places)
                 self._buckets.append((places, Which(tuple([among[place] for place in places]), around)))
         alone = len(context.everyone) == 1
-        with unobserved():
-            look = None if alone or not listed else self._drift.look(context, every, self._listed, self._buffers)
+        look = None if alone or not listed else self._drift.look(context, self.module)
         settle(context)
         buckets = [([listed[place] for place in places], which) for places, which in self._buckets]
         if alone or len(buckets) < 2:  # (one is full only when the backward has come to its end)
@@ -243,16 +240,6 @@ class Replicas:
     def _read(self, context: Context, parameters: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
         for parameter, copy in zip(parameters, copies, strict=True):
             self._copies[id(parameter)] = Replica._of_parameter(copy, parameter, context)
-
-    def _buffers(self) -> Places:
-        """Where the buffers are that every worker has whole, and that belong to the state."""
-        found = {name for name, one in whole_of(self.module) if not isinstance(one, torch.nn.Parameter)}
-        return [
-            (weakref.ref(child), name)
-            for path, child in self.module.named_modules()
-            for name in child._buffers
-            if f"{path}.{name}".lstrip(".") in found and name not in child._non_persistent_buffers_set
-        ]
 
     def end(self) -> None:
         """The copies stay: a checkpoint reads them in backward."""

@@ -257,10 +257,8 @@ class Forward:
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor or x.is_nested:
             return x
-        if not self.copies.running:
-            Context.of(self.P.comm).samples.keep(x)
-            if debug.on:
-                debug.note_plain("a distributed model with", x)
+        if debug.on and not self.copies.running:
+            debug.note_plain("a distributed model with", x)
         if not self._splits(x):
             return x
         layout = Context.of(self.P.comm).balanced(self.P.workers, x.shape)
