@@ -1,9 +1,7 @@
 """Broadcast: copies of each worker's tensor, on all the workers that match it."""
 
 from distdl.agreement.header import Headers
-from distdl.nn.layer import Layer
-from distdl.nn.module import Option
-from distdl.nn.primitive import Movement
+from distdl.nn.primitive import Between, Movement
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_spread
@@ -11,7 +9,7 @@ from distdl.plan import Plan
 from distdl.plan.planning import broadcast
 
 
-class Broadcast(Layer):
+class Broadcast(Between):
     r"""Copy the tensors of the workers of ``P_x`` to the workers of ``P_y``, along the axes where P_x has one worker.
 
     Forward: :math:`y_t = x_{s(t)}`, where s(t) is the worker of P_x at t's index, with 0 along the axes where P_x is 1.
@@ -31,10 +29,6 @@ class Broadcast(Layer):
     Source: Hewett & Grady, arXiv:2006.03108.
     """
 
-    P_x = Option[Partition]()
-    P_y = Option[Partition]()
-    preserve_batch = Option[bool]()
-
     @checks_arguments
     def __init__(
         self,
@@ -51,7 +45,4 @@ class Broadcast(Layer):
             return broadcast(source, target, headers.local_shapes, me)
 
         movement = Movement(P_x, P_y, plan, preserve_batch, alike=True)
-        super().__init__(
-            movement.name("Broadcast"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
-        )
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        super().__init__("Broadcast", movement, (transpose_src, transpose_dest))

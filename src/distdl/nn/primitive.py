@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from distdl.agreement import Headers
 from distdl.environment.arguments import check_fields
 from distdl.exchange import Together
+from distdl.nn.layer import Layer
+from distdl.nn.module import Option
 from distdl.ops import Setup, Site
 from distdl.ops.setup import blank_shape, same
 from distdl.partition import Partition
@@ -93,3 +95,21 @@ class Movement:
         if not isinstance(plan, Plan):
             raise TypeError(f"{label} needs a distdl.plan.Plan of its function plan; got {plan!r}")
         return Setup(Together(site.operator(plan, dtype, headers.derivatives[0], [own], [blank])), same, same)
+
+
+class Between(Layer):
+    """A layer that executes one movement from one partition to another.
+
+    Args:
+        kind: the name of the primitive.
+        options: what distinguishes it from others of its kind between the same partitions.
+    """
+
+    P_x = Option[Partition]()
+    P_y = Option[Partition]()
+    preserve_batch = Option[bool]()
+
+    def __init__(self, kind: str, movement: Movement, options: object = ()) -> None:
+        P_x, P_y = movement.P_x, movement.P_y
+        super().__init__(movement.name(kind), movement.everyone, movement, options, (P_x, P_y))
+        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, movement.preserve_batch

@@ -6,9 +6,8 @@ import torch
 
 from distdl.agreement.header import Headers
 from distdl.geometry.boxes import Box, shape, slices
-from distdl.nn.layer import Layer
-from distdl.nn.module import Option, check_buffer_manager
-from distdl.nn.primitive import Movement
+from distdl.nn.module import check_buffer_manager
+from distdl.nn.primitive import Between, Movement
 from distdl.ops import Setup
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
@@ -18,7 +17,7 @@ from distdl.plan import Move, Plan
 from distdl.plan.planning import copy
 
 
-class Repartition(Layer):
+class Repartition(Between):
     r"""Move a tensor that is split over ``P_x`` so that it is split over ``P_y``, in one step.
 
     Forward: :math:`y[c] = x[c]` for every cell c of the global tensor.   Adjoint: the same in the other direction.
@@ -37,10 +36,6 @@ class Repartition(Layer):
         extent is 1.
     Source: Hewett & Grady, arXiv:2006.03108 (there: scatter and gather; upstream also calls it a transpose).
     """
-
-    P_x = Option[Partition]()
-    P_y = Option[Partition]()
-    preserve_batch = Option[bool]()
 
     @checks_arguments
     def __init__(self, P_x: Partition, P_y: Partition, preserve_batch: bool = True, buffer_manager: Any = None) -> None:
@@ -62,8 +57,7 @@ class Repartition(Layer):
             return copy(owned, Layout.balanced(P_y, owned.extents), me)
 
         movement = Movement(P_x, P_y, plan, preserve_batch, copies=False)
-        super().__init__(movement.name("Repartition"), movement.everyone, movement, (), (P_x, P_y))
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        super().__init__("Repartition", movement)
         self._last: Setup | None = None  # that of the latest forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

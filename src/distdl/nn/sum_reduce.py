@@ -1,9 +1,7 @@
 """SumReduce: on each worker, the sum of the tensors of all the workers that match it."""
 
 from distdl.agreement.header import Headers
-from distdl.nn.layer import Layer
-from distdl.nn.module import Option
-from distdl.nn.primitive import Movement
+from distdl.nn.primitive import Between, Movement
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import check_spread, first_of_each
@@ -12,7 +10,7 @@ from distdl.plan import Plan
 from distdl.plan.planning import broadcast
 
 
-class SumReduce(Layer):
+class SumReduce(Between):
     r"""Add up the tensors of the workers of ``P_x`` on the workers of ``P_y``, along the axes where P_y has one worker.
 
     Forward: :math:`y_t = \sum_{s:\,t(s)=t} x_s`, where t(s) is the worker of P_y at s's index, with 0 along the axes
@@ -32,10 +30,6 @@ class SumReduce(Layer):
         added differ in shape, or if dtypes differ.
     Source: Hewett & Grady, arXiv:2006.03108.
     """
-
-    P_x = Option[Partition]()
-    P_y = Option[Partition]()
-    preserve_batch = Option[bool]()
 
     @checks_arguments
     def __init__(
@@ -57,7 +51,4 @@ class SumReduce(Layer):
             return broadcast(target, source, shapes, me).T
 
         movement = Movement(P_x, P_y, plan, preserve_batch, adds=True, copies=False, alike=True)
-        super().__init__(
-            movement.name("SumReduce"), movement.everyone, movement, (transpose_src, transpose_dest), (P_x, P_y)
-        )
-        self.P_x, self.P_y, self.preserve_batch = P_x, P_y, preserve_batch
+        super().__init__("SumReduce", movement, (transpose_src, transpose_dest))
