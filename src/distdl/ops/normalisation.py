@@ -23,7 +23,7 @@ be kept whole likewise: then every member, also one without a block, gathers all
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -62,17 +62,8 @@ class BatchNorm(Normalisation):
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         batch, _, *space = owned.extents
-        if self.running and not self.training:
-            return _by_channels(owned, site, self)
-        if batch * prod(space) == 1:
-            raise ValueError(
-                f"{site.label} needs more than 1 value per channel when training; the global shape of the input is "
-                f"{dims(owned.extents)}"
-            )
-        kept = _kept(owned, self)
-        batches, _, *spaces = owned.intervals
-        along = [Along.merged(batches), _channels(owned, kept), *map(Along.merged, spaces)]
-        return _by_channels(owned, site, self, along, kept, self.momentum)
+        values = (batch * prod(space), "value per channel")
+        return _by_channels(self, owned, site, values, Along.merged(owned.intervals[0]), self.momentum)
 
     def compute(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
@@ -105,18 +96,11 @@ class InstanceNorm(Normalisation):
 
     def arrange(self, owned: Layout, site: Site) -> Arrangement:
         samples, _, *space = owned.extents
-        if self.running and not self.training:
-            return _by_channels(owned, site, self)
-        if prod(space) == 1:
-            raise ValueError(
-                f"{site.label} needs more than 1 spatial element when training; the global shape of the input is "
-                f"{dims(owned.extents)}"
-            )
-        kept = _kept(owned, self)
-        batches, _, *spaces = owned.intervals
-        needed = [(0, samples)] * len(batches) if kept is not None else batches
-        along = [Along.kept(batches, needed), _channels(owned, kept), *map(Along.merged, spaces)]
-        return _by_channels(owned, site, self, along, kept, self.momentum or 0.0)
+        batches = owned.intervals[0]
+        # running statistics are averages over the batch, so a worker that keeps some needs the moments of all samples
+        needed = [(0, samples)] * len(batches) if self.running else batches
+        values = (prod(space), "spatial element")
+        return _by_channels(self, owned, site, values, Along.kept(batches, needed), self.momentum or 0.0)
 
     def compute(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
@@ -241,17 +225,33 @@ class RMSNorm(Normalisation):
 
 
 def _by_channels(
+    op: BatchNorm | InstanceNorm,
     owned: Layout,
     site: Site,
-    op: BatchNorm | InstanceNorm,
-    along: Sequence[Along] = (),
-    kept: Interval | None = None,
-    momentum: float | None = None,
+    values: tuple[int, str],
+    batch: Along,
+    momentum: float | None,
 ) -> Arrangement:
+    """The arrangement of a normalisation of channels over space, and perhaps over the batch.
+
+    Args:
+        values: how many values have one mean, and what such a value is called in the error if there is only one.
+        batch: what happens along the batch: moments are merged, or kept for each sample.
+        momentum: the weight of a new batch in running statistics.
+    """
     cells, everywhere = shape(owned.box_of(site.me)), op.running and op.everywhere
     row = (1, cells[1], *[1] * (len(cells) - 2))
+    if op.running and not op.training:
+        return Arrangement(cells, row, None, everywhere=everywhere)
+    if values[0] == 1:
+        raise ValueError(
+            f"{site.label} needs more than 1 {values[1]} when training; the global shape of the input is "
+            f"{dims(owned.extents)}"
+        )
+    kept = _kept(owned, op)
+    along = (batch, _channels(owned, kept), *map(Along.merged, owned.intervals[2:]))
     members = CartesianPartition(site.comm, list(site.members)) if everywhere else None
-    moments = Moments(owned.partition, tuple(along), centred=True, everywhere=members) if along else None
+    moments = Moments(owned.partition, along, centred=True, everywhere=members)
     return Arrangement(cells, row, moments, kept, momentum, everywhere)
 
 

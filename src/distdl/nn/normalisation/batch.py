@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from distdl.nn.normalisation.state import Agreed, TrackingLayer, Weights
+from distdl.nn.normalisation.state import TrackingLayer
 from distdl.nn.parametrised import trained
 from distdl.ops.normalisation import BatchNorm
 from distdl.partition import Layout, Partition
@@ -59,14 +59,9 @@ class DistributedBatchNorm(TrackingLayer):
         if P_x.workers.ndim < 2:
             raise ValueError(f"DistributedBatchNorm needs P_x: batch x channels x space; got {P_x}")
         op = BatchNorm(int(num_features), eps, momentum, bool(track_running_stats))
-        weights = Weights(P_x, op.extents, ("gamma", "beta") if affine else (), full=True)
-        name = f"DistributedBatchNorm (P_x: {P_x}; {num_features})"
-        super().__init__(name, Agreed(op, weights, ("eps", "momentum"), runs=True), ("gamma", "beta"))
-        self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
-        self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
+        super().__init__(P_x, op, affine, ("gamma", "beta"), full=True)
         # what stands for weight and bias where none is stored; kept, so that it stays frozen once it is
         self._absent = {name: torch.nn.Parameter(torch.empty(0)) for name in self.sequential_names}
-        self._track()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and self.num_batches_tracked is not None:

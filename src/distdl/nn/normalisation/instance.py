@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from distdl.nn.normalisation.state import Agreed, TrackingLayer, Weights
+from distdl.nn.normalisation.state import TrackingLayer
 from distdl.ops.normalisation import InstanceNorm
 from distdl.partition import Partition
 from distdl.partition.arguments import checks_arguments
@@ -49,13 +49,7 @@ class DistributedInstanceNorm(TrackingLayer):
     ) -> None:
         if P_x.workers.ndim < 3:
             raise ValueError(f"DistributedInstanceNorm needs P_x: batch x channels x space; got {P_x}")
-        op = InstanceNorm(int(num_features), eps, momentum, bool(track_running_stats))
-        weights = Weights(P_x, op.extents, ("weight", "bias") if affine else ())
-        name = f"DistributedInstanceNorm (P_x: {P_x}; {num_features})"
-        super().__init__(name, Agreed(op, weights, ("eps", "momentum"), runs=True))
-        self.P_x, self.num_features, self.eps, self.momentum = P_x, int(num_features), eps, momentum
-        self.affine, self.track_running_stats = bool(affine), bool(track_running_stats)
-        self._track()
+        super().__init__(P_x, InstanceNorm(int(num_features), eps, momentum, bool(track_running_stats)), affine)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._normalise(x, self._running(), self.momentum)

@@ -18,6 +18,7 @@ from distdl.nn.module import Option
 from distdl.nn.parametrised import check_unfit, trained, unfit
 from distdl.nn.placement import check_storable, keep_sequential_keys
 from distdl.ops import Setup, Site
+from distdl.ops.normalisation import BatchNorm, InstanceNorm
 from distdl.partition import Layout, Partition, Signature
 from distdl.transport import Label
 
@@ -247,6 +248,12 @@ class TrackingLayer(NormalisationLayer):
 
     Every worker of P_x keeps the running mean and variance of its balanced block of channels. It also reads its block
     from the state of the sequential layer.
+
+    Args:
+        op: the operation, with its first options.
+        affine: whether there are a weight and a bias.
+        names: of the weight and the bias.
+        full: whether these have all dims of x, as in :class:`Weights`.
     """
 
     num_features = Option[int]()
@@ -257,14 +264,24 @@ class TrackingLayer(NormalisationLayer):
     running_var: torch.Tensor | None
     num_batches_tracked: torch.Tensor | None
 
-    def _track(self) -> None:
-        """Begin to keep running statistics, if it tracks them. Called last by constructors."""
-        P_x, tracks = self.P_x, self.track_running_stats
+    def __init__(
+        self,
+        P_x: Partition,
+        op: BatchNorm | InstanceNorm,
+        affine: bool,
+        names: tuple[str, str] = ("weight", "bias"),
+        full: bool = False,
+    ) -> None:
+        weights = Weights(P_x, op.extents, names if affine else (), full)
+        name = f"{type(self).__name__} (P_x: {P_x}; {op.num_features})"
+        super().__init__(name, Agreed(op, weights, ("eps", "momentum"), runs=True), names)
+        self.P_x, self.num_features, self.eps, self.momentum = P_x, op.num_features, op.eps, op.momentum
+        self.affine, self.track_running_stats = bool(affine), op.running
         check_storable(Layout.balanced(P_x[:1, :].reshape(-1)[: P_x.workers.shape[1]], (self.num_features,)))
         start, stop = _kept(self)
         for name, value in (("running_mean", torch.zeros(stop - start)), ("running_var", torch.ones(stop - start))):
-            self.register_buffer(name, value if tracks else None)
-        self.register_buffer("num_batches_tracked", torch.tensor(0) if tracks else None)
+            self.register_buffer(name, value if op.running else None)
+        self.register_buffer("num_batches_tracked", torch.tensor(0) if op.running else None)
         self.register_load_state_dict_pre_hook(_read_own_channels)
 
     def _running(self) -> tuple[torch.Tensor, ...]:
