@@ -12,7 +12,7 @@ split channels for Feature too, and the axis in of the work is 1: each index alo
 
 from __future__ import annotations
 
-from typing import Any, Required, Self, TypedDict, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 import torch
 
@@ -133,15 +133,6 @@ class _GeneralConv(ConvolutionLayer):
         return self.P_x.comm.rank in stored_on(self._work, 1)[:, :1]
 
 
-class _ChannelConv(_GeneralConv):
-    __doc__ = _GeneralConv.__doc__
-
-    @property
-    def conv_layer(self) -> Self:
-        """The layer itself: in the published interface it has ``weight`` and ``bias``."""
-        return self
-
-
 def _arguments(
     name: str,
     space: int,
@@ -171,6 +162,11 @@ def _arguments(
     }
 
 
+_itself = property(
+    lambda layer: layer, doc="The layer itself: in the published interface it has ``weight`` and ``bias``."
+)
+
+
 class DistributedFeatureConv1d(_FeatureConv):
     __doc__ = _FeatureConv.__doc__
     space = 1
@@ -186,19 +182,22 @@ class DistributedFeatureConv3d(_FeatureConv):
     space = 3
 
 
-class DistributedChannelConv1d(_ChannelConv):
-    __doc__ = _ChannelConv.__doc__
+class DistributedChannelConv1d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 1
+    conv_layer = _itself
 
 
-class DistributedChannelConv2d(_ChannelConv):
-    __doc__ = _ChannelConv.__doc__
+class DistributedChannelConv2d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 2
+    conv_layer = _itself
 
 
-class DistributedChannelConv3d(_ChannelConv):
-    __doc__ = _ChannelConv.__doc__
+class DistributedChannelConv3d(_GeneralConv):
+    __doc__ = _GeneralConv.__doc__
     space = 3
+    conv_layer = _itself
 
 
 class DistributedGeneralConv1d(_GeneralConv):

@@ -56,14 +56,20 @@ class PoolingLayer(Layer):
 
     Args:
         least: shape of the smallest tensor that torch's operator accepts.
-        options: the main options, for its name.
+        shown: the main option, for its name.
+        options: its public attributes.
     """
 
     P_x = Option[Partition]()
     space: ClassVar[int]  # dims of space
 
     def __init__(
-        self, P_x: Partition, op: Pooling | AdaptiveAverage | AdaptiveMaximum, least: Shape, options: str
+        self,
+        P_x: Partition,
+        op: Pooling | AdaptiveAverage | AdaptiveMaximum,
+        least: Shape,
+        shown: str,
+        **options: Any,
     ) -> None:
         kind = type(self).__name__
         if P_x.workers.ndim != len(least):
@@ -82,8 +88,10 @@ class PoolingLayer(Layer):
         def alone(x: torch.Tensor) -> Any:
             return (outside(x), torch.zeros_like(x, dtype=torch.int64)) if op.indices else outside(x)
 
-        super().__init__(f"{kind} (P_x: {P_x}; {options})", P_x, Application(op, (P_x,), P_x, configure), alone=alone)
+        super().__init__(f"{kind} (P_x: {P_x}; {shown})", P_x, Application(op, (P_x,), P_x, configure), alone=alone)
         self.P_x = P_x
+        for option, value in options.items():
+            setattr(self, option, value)
         self._results = ResultTypes(op.sample, least)
 
     def forward(self, x: torch.Tensor) -> Any:

@@ -34,8 +34,40 @@ def _warn_of_stride(name: str) -> None:
         )
 
 
-class _SlidingPool(PoolingLayer):
-    """The pooling layers whose windows slide."""
+def _sliding(
+    name: str, space: int, P_x: Partition, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
+) -> PoolSliding:
+    """The windows. Worker 0 warns if no stride was given and the layer's default differs from torch's.
+
+    Raises: ValueError that names the layer.
+    """
+    sliding = PoolSliding.of(name, space, kernel, kernel if stride is None else stride, padding, dilation)
+    if stride is _ONE and max(sliding.kernel) > 1 and P_x.comm.rank == 0:
+        _warn_of_stride(name)
+    return replace(sliding, ceil_mode=bool(ceil_mode))
+
+
+def _arguments(name: str, op: Pooling) -> dict[str, Any]:
+    """The arguments of :class:`PoolingLayer` that follow from windows that slide.
+
+    Raises: ValueError that names the layer.
+    """
+    op.check(name)
+    sliding = op.sliding
+    return {
+        "op": op,
+        "least": op.least,
+        "shown": f"kernel {dims(sliding.kernel)}",
+        "kernel_size": sliding.kernel,
+        "stride": sliding.stride,
+        "padding": sliding.padding,
+        "dilation": sliding.dilation,
+        "ceil_mode": sliding.ceil_mode,
+    }
+
+
+class _Sliding:
+    """The public attributes of layers whose windows slide."""
 
     kernel_size = Option[Shape]()
     stride = Option[Shape]()
@@ -43,24 +75,8 @@ class _SlidingPool(PoolingLayer):
     dilation = Option[Shape]()
     ceil_mode = Option[bool]()
 
-    def __init__(self, P_x: Partition, op: Pooling) -> None:
-        op.check(type(self).__name__)
-        sliding = op.sliding
-        super().__init__(P_x, op, op.least, f"kernel {dims(sliding.kernel)}")
-        self.kernel_size, self.stride, self.padding = sliding.kernel, sliding.stride, sliding.padding
-        self.dilation, self.ceil_mode = sliding.dilation, sliding.ceil_mode
 
-    def _sliding(
-        self, P_x: Partition, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
-    ) -> PoolSliding:
-        name = type(self).__name__
-        sliding = PoolSliding.of(name, self.space, kernel, kernel if stride is None else stride, padding, dilation)
-        if stride is _ONE and max(sliding.kernel) > 1 and P_x.comm.rank == 0:
-            _warn_of_stride(name)
-        return replace(sliding, ceil_mode=bool(ceil_mode))
-
-
-class _MaxPool(_SlidingPool):
+class _MaxPool(PoolingLayer, _Sliding):
     r"""Pool over windows of space: the largest cell of each. A worker gets the cells around its block that it needs.
 
     Forward: the same as torch's layer on the whole tensor. Adjoint: the transpose; gradients of cells that several
@@ -100,12 +116,13 @@ class _MaxPool(_SlidingPool):
         return_indices: bool = False,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        sliding = self._sliding(P_x, kernel_size, stride, padding, dilation, ceil_mode)
-        super().__init__(P_x, Pooling(Maximum(bool(return_indices)), sliding))
+        name = type(self).__name__
+        sliding = _sliding(name, self.space, P_x, kernel_size, stride, padding, dilation, ceil_mode)
+        super().__init__(P_x, **_arguments(name, Pooling(Maximum(bool(return_indices)), sliding)))
         self.return_indices = bool(return_indices)
 
 
-class _AvgPool(_SlidingPool):
+class _AvgPool(PoolingLayer, _Sliding):
     r"""Pool over windows of space: the mean of each. A worker gets the cells around its block that it needs.
 
     Forward: the same as torch's layer on the whole tensor. Adjoint: the transpose; gradients of cells that several
@@ -148,16 +165,17 @@ class _AvgPool(_SlidingPool):
         divisor_override: int | None = None,
     ) -> None:
         check_buffer_manager(buffer_manager)
-        sliding = self._sliding(P_x, kernel_size, stride, padding, dilation, ceil_mode)
+        name = type(self).__name__
+        sliding = _sliding(name, self.space, P_x, kernel_size, stride, padding, dilation, ceil_mode)
         divisor: Any = divisor_override
         divisor = index(divisor) if hasattr(divisor, "__index__") else divisor
         if any(n > 1 for n in sliding.dilation):
-            raise ValueError(f"{type(self).__name__} has no dilation; got {dilation}")
-        super().__init__(P_x, Pooling(Average(bool(count_include_pad), divisor), sliding))
+            raise ValueError(f"{name} has no dilation; got {dilation}")
+        super().__init__(P_x, **_arguments(name, Pooling(Average(bool(count_include_pad), divisor), sliding)))
         self.count_include_pad, self.divisor_override = bool(count_include_pad), divisor
 
 
-class _LPPool(_SlidingPool):
+class _LPPool(PoolingLayer, _Sliding):
     r"""The power mean times the size of the kernel, as torch has it: :math:`y = (k \cdot \text{mean}(x^p))^{1/p}`.
 
     The mean is over the cells that a window has in the tensor. Where p is infinite, y is the largest absolute value;
@@ -183,8 +201,10 @@ class _LPPool(_SlidingPool):
     def __init__(
         self, P_x: Partition, norm_type: float, kernel_size: Any, stride: Any = _ONE, ceil_mode: bool = False
     ) -> None:
-        sliding = self._sliding(P_x, kernel_size, stride, 0, 1, ceil_mode)
-        super().__init__(P_x, Pooling(Power(float(norm_type) if isinstance(norm_type, int) else norm_type), sliding))
+        name = type(self).__name__
+        sliding = _sliding(name, self.space, P_x, kernel_size, stride, 0, 1, ceil_mode)
+        power = Power(float(norm_type) if isinstance(norm_type, int) else norm_type)
+        super().__init__(P_x, **_arguments(name, Pooling(power, sliding)))
         self.norm_type = float(norm_type)
 
 
