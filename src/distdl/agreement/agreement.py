@@ -175,7 +175,7 @@ class Agreement(Generic[Outcome]):
         if torch._C._are_functorch_transforms_active():
             raise TransformError
         comm = self._comm
-        if type(extra) is not tuple:  # (a list is the same object when its numbers have changed)
+        if type(extra) is not tuple:  # a list could change its numbers and stay the same object
             extra = tuple(extra)
         if comm.waiting is not None:
             comm.refuse_thread(self._label)
@@ -236,7 +236,8 @@ class Agreement(Generic[Outcome]):
         comm, calls = self._comm, self._calls
         calls.agreed += 1
         sent[0], sent[1] = calls.history, -calls.history
-        return (comm.recorder or comm).all_max(self._members, sent)  # (``through``, at once: it happens in each call)
+        # ``comm.through`` without a call, as this runs in each forward
+        return (comm.recorder or comm).all_max(self._members, sent)
 
     def _settle(
         self,

@@ -33,7 +33,7 @@ def checks_arguments(
     @wraps(make)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
         nonlocal checks
-        if checks is None:  # (at the first call: by then all types that are named are there)
+        if checks is None:  # at the first call, when all types that annotations name are defined
             checks = _checks_of(make)
         for (_, kind, fits), value in zip(checks.places, args, strict=False):
             if fits is not None and type(value) is not kind and not fits(value):
@@ -82,7 +82,7 @@ def checks_fields(kind: type[Made]) -> type[Made]:
         rule(made)
         return made
 
-    kind.__new__ = new  # type: ignore[method-assign]  # (that of this class, for its callers)
+    kind.__new__ = new  # type: ignore[method-assign]  # callers see the signature of the class
     return kind
 
 
@@ -117,8 +117,9 @@ def _other_fields(value: object) -> dict[str, Any]:
 def known(kind: type[Made], *values: Any) -> Made:
     """A frozen dataclass of these fields, which are known to be right: the library makes thousands of some kinds."""
     made = object.__new__(kind)
-    for name, value in zip(kind.__match_args__, values, strict=False):  # type: ignore[attr-defined]  # (dataclasses have it)
-        object.__setattr__(made, name, value)  # (not by its __dict__, after which all fields are found more slowly)
+    # dataclasses have it
+    for name, value in zip(kind.__match_args__, values, strict=False):  # type: ignore[attr-defined]
+        object.__setattr__(made, name, value)  # a write to __dict__ would make all later reads of fields slower
     return made
 
 

@@ -38,9 +38,9 @@ class _Behind(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._name or self._act is None:
             return None
-        # (one of another import of distdl, before this one, asks those behind itself, too: not each other for ever)
+        # Asks only finders behind itself: two of these, of two imports of distdl, would ask each other for ever.
         place = next((place for place, one in enumerate(sys.meta_path) if one is self), -1)
-        # (those without it are of the kind before Python 3.4, which 3.12 passes over, too)
+        # finders without find_spec are of the kind before Python 3.4, which Python 3.12 passes over, too
         finds = [one.find_spec for one in sys.meta_path[place + 1 :] if hasattr(one, "find_spec")]
         found = next((spec for find in finds if (spec := find(name, path, target)) is not None), None)
         if found is not None and found.loader is not None:
@@ -52,5 +52,6 @@ class _Behind(MetaPathFinder):
                     self._act()
                     self._act = None
 
-            found.loader.exec_module = execute_and_act  # type: ignore[method-assign]  # (a loader of this one alone)
+            # the loader belongs to this module alone
+            found.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return found

@@ -38,7 +38,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
         limits: whether numbers have to be within their limits (see :class:`AtLeast`), too.
     """
     origin, inside = _origin(hint), get_args(hint)
-    if hint == ArrayLike:  # (a union with everything in it; here it stands for whole numbers)
+    if hint == ArrayLike:  # NumPy's union accepts everything; here it stands for whole numbers
         return is_array_of_whole_numbers
     if origin in (Union, types.UnionType):
         return partial(_is_one_of, tuple(judge(one, limits) for one in inside))
@@ -66,7 +66,7 @@ def judge(hint: Any, limits: bool = True) -> Judge:
     if simple is not None:
         return simple
     kind = hint if origin is None else origin
-    if kind in (Any, object) or not isinstance(kind, type) or hasattr(kind, "__total__"):  # (that of a TypedDict)
+    if kind in (Any, object) or not isinstance(kind, type) or hasattr(kind, "__total__"):  # a TypedDict has __total__
         return is_anything
     if getattr(kind, "_is_protocol", False):
         return partial(_has_all, _members(kind))
@@ -166,7 +166,7 @@ def _is_among(values: Collection[Any], value: Any) -> bool:
 
 
 def _has_all(names: Iterable[str], value: Any) -> bool:
-    kind, own = type(value), getattr(value, "__dict__", ())  # (not hasattr, which would compute properties)
+    kind, own = type(value), getattr(value, "__dict__", ())  # hasattr on the value would compute properties
     computed = hasattr(kind, "__getattr__")
     return all(
         hasattr(kind, name) or (name != "__call__" and (name in own or (computed and hasattr(value, name))))
@@ -187,7 +187,7 @@ def _is_at_least(least: int, value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # (a tensor or array without dims is one, too)
+    # a tensor or array without dims is a number, too
     return isinstance(value, (Real, np.number)) or (hasattr(value, "__float__") and getattr(value, "ndim", -1) == 0)
 
 
@@ -210,7 +210,7 @@ def _is_list_of(fit: Judge, value: Any) -> bool:
 
 
 def _is_sequence_of(fit: Judge, value: Any) -> bool:
-    if type(value) in (list, tuple):  # (at a glance)
+    if type(value) in (list, tuple):  # the common case, without the checks below
         return fit(value)
     try:
         return len(value) >= 0 and not isinstance(value, (str, Mapping)) and fit(value)

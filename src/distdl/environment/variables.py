@@ -84,7 +84,7 @@ def _seconds(name: str, default: float, zero: bool) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds <= LONGEST_TIMEOUT or (seconds == 0 and not zero):  # (nan is in no range)
+    if not 0 <= seconds <= LONGEST_TIMEOUT or (seconds == 0 and not zero):  # true of nan, too
         limits = f"from 0 to {LONGEST_TIMEOUT}" if zero else f"above 0 and at most {LONGEST_TIMEOUT}"
         _refuse(name, f"a number of seconds {limits}", text)
     return seconds

@@ -21,7 +21,7 @@ class Together:
     same order; they may differ in their members. Tensors for which there is no operator pass as they are.
 
     Attributes:
-        first: those that the first tensor passes.
+        first: the operators that the first tensor passes.
     """
 
     @checks_arguments
@@ -36,7 +36,7 @@ class Together:
         self._one = alone if alone is not None and len(alone.inputs) == len(alone.outputs) == 1 else None
 
     def __call__(self, *xs: torch.Tensor) -> Tensors:
-        if self._one is not None and len(xs) == 1:  # (what most layers do)
+        if self._one is not None and len(xs) == 1:  # the common case: most layers move one tensor
             return (self._one(xs[0]),)
         if not self._moving and not is_checkpointed():
             return xs

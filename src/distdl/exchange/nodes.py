@@ -28,7 +28,7 @@ from distdl.transport.communicator import Communicator, Pending
 from distdl.transport.label import Label
 
 _NOTHING = torch.empty(0, device="cpu")
-_new = tuple.__new__  # (that of a NamedTuple takes twice as long)
+_new = tuple.__new__  # the constructor of a NamedTuple takes twice as long
 
 
 class Movable(Protocol):
@@ -72,16 +72,17 @@ def move_all(operators: Sequence[Movable], arguments: Sequence[Tensors]) -> list
 
 
 def are_bare(xs: Sequence[torch.Tensor], derivatives: Derivatives) -> bool:
-    """Whether none of the tensors carries what any member's do."""
+    """Whether this worker's tensors have no gradient, or no tangent, though tensors of other members have."""
     return (derivatives.gradient and not any(x.requires_grad for x in xs)) or (
         derivatives.tangent and not any(map(has_tangent, xs))
     )
 
 
 def anchor_beside(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tensor:
-    """A tensor of zero volume that carries what any member's tensors do."""
+    """A tensor of zero volume that has the derivatives that tensors of other members have."""
     anchor = torch.empty(0, device=beside.device, requires_grad=derivatives.gradient)
-    if torch._C._current_graph_task_id() != -1:  # (that of a forward stands for the tensors of other members)
+    # Inside a backward, the anchor is marked as made by it. In a forward, it stands for the tensors of other members.
+    if torch._C._current_graph_task_id() != -1:
         anchor.__dict__[MADE_BY] = None
     return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
 
@@ -107,7 +108,8 @@ class Apply(BlockFunction):
         if op.derivatives.gradient:
             adjoint = _adjoint(op)
             calls, began = op.calls, source.began
-            calls.log.append(began)  # (``calls.derive``, at once)
+            # as ``calls.derive`` does, without a call
+            calls.log.append(began)
             calls.history ^= began
             dx = source.like(adjoint.move(adjoint.filled((dy,), source.device)[0] if dy is None else dy))
         return None, _anchored(ctx.needs_input_grad[1], source.device), dx
@@ -120,7 +122,7 @@ class Apply(BlockFunction):
 
 
 class ApplyPacked(BlockFunction):
-    """The same for several tensors, which move as one."""
+    """``ys = op(*xs)`` for several tensors, which move as one."""
 
     @staticmethod
     def adds_parts(node: Any) -> bool:
@@ -152,7 +154,7 @@ class ApplyPacked(BlockFunction):
 
 
 class _ApplyTogether(BlockFunction):
-    """The same for several operators. Those of which nothing is recorded move, too."""
+    """Several operators in one node. Operators that are not recorded move in it, too."""
 
     @staticmethod
     def adds_parts(node: Any) -> bool:
@@ -213,7 +215,7 @@ class Stay(BlockFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(anchor)
-        alias: torch.Tensor = torch.ops.aten.alias(x)  # (view_as changes the strides of dims of extent 1)
+        alias: torch.Tensor = torch.ops.aten.alias(x)  # view_as would change the strides of dims of extent 1
         return alias
 
     @staticmethod
@@ -227,10 +229,10 @@ class Stay(BlockFunction):
 
 
 class _Source(NamedTuple):
-    """What is to be known of a tensor that has moved, for its derivatives.
+    """What derivatives need to know of a tensor that has moved.
 
     Attributes:
-        began: the history of the group when the exchange began: so its derivatives say of which one they are.
+        began: the history of the group when the exchange began. A derivative of the exchange names it by that.
     """
 
     shape: torch.Size
@@ -248,7 +250,8 @@ class _Source(NamedTuple):
 
 
 def _adds_parts(op: Movable) -> bool:
-    return op.plan.pattern is not Pattern.SUM and op.comm.size > 1  # (one worker has the whole sum, and its gradient)
+    # a single worker has the whole sum, and its whole gradient
+    return op.plan.pattern is not Pattern.SUM and op.comm.size > 1
 
 
 def _derive(began: dict[Calls, int], operators: Sequence[Movable]) -> None:
@@ -258,7 +261,7 @@ def _derive(began: dict[Calls, int], operators: Sequence[Movable]) -> None:
 
 
 def _adjoint(op: Movable) -> Movable:
-    """How the gradient of what has moved moves back: recorded if this backward is itself differentiated."""
+    """The operator that moves a gradient back. It is recorded if this backward is itself differentiated."""
     mode, forward_mode = torch.is_grad_enabled(), is_differentiated_forward()
     if mode or forward_mode:
         return op.T.deriving(Derivatives(mode, forward_mode, mode and forward_mode))
@@ -275,7 +278,7 @@ def _anchored(needed: bool, device: torch.device) -> torch.Tensor | None:
 
 
 def _grouped(flat: Sequence[Any], counts: Sequence[int]) -> list[Tensors]:
-    """The same, with as many at a time in a tuple as counted."""
+    """A flat sequence as tuples of these lengths."""
     if len(counts) == 1:
         return [tuple(flat)]
     rest = iter(flat)

@@ -47,9 +47,9 @@ class Operator:
             those of the tensors of zero volume that stand in.
         keeps_format: y is channels_last where x is. Otherwise it is contiguous.
         still: nothing moves. Then the operator is the identity.
-        lends: one function of torch's sees y, and nobody else; so the gradient of y is memory that nobody else reads,
-            and the adjoint may make that of x in it.
-        reuses: whether the result may lie in the memory of x: the adjoint of what lends.
+        lends: only one function of torch's sees y. So nobody else reads the memory of the gradient of y, and the
+            adjoint may make the gradient of x in it.
+        reuses: whether the result may lie in the memory of x, as in the adjoint of an operator that lends.
     Attributes:
         recorded: whether the movement is recorded for differentiation, on every member.
         calls: what the members have exchanged so far.
@@ -171,7 +171,7 @@ class Operator:
         """
         if is_checkpointed() and self.derivatives.gradient and carries_gradients(self.dtype):
             anchor = torch.empty(0, device=xs[0].device, requires_grad=True)
-            # (without elements, a tensor may be of any dtype)
+            # a tensor without elements may be of a dtype that carries no gradient
             x = xs[0] if carries_gradients(xs[0].dtype) else xs[0].to(self.dtype)
             xs = (Stay.apply(x, anchor), *xs[1:])
         return xs[0] if len(xs) == 1 else xs
@@ -202,7 +202,8 @@ class Operator:
         comm.where = self._here
         if comm.watch is not None:
             comm.watch(self.label, self.members, self.dtype)
-        calls = self.calls  # (all of this at once: a method would cost each call as much again)
+        # counts the exchange as :meth:`count` does; a call of a method would cost as much again
+        calls = self.calls
         calls.number += 1
         calls.log.append(self.label)
         calls.history = history = (calls.history ^ self._mark) * 5 & LARGEST

@@ -13,10 +13,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all tensors, in their order, as one vector. (Of a single one that has any: a view, if it can.)"""
+    """The elements of all tensors, in their order, as one vector. It is a view if only one tensor has elements."""
     full = [tensor for tensor in tensors if tensor.numel()]
     if len(full) > 1:
-        vector: torch.Tensor = torch._C._nn.flatten_dense_tensors(full)  # (in half the time of reshape and cat)
+        vector: torch.Tensor = torch._C._nn.flatten_dense_tensors(full)  # takes half the time of reshape and cat
         return vector
     return (full or tensors)[0].reshape(-1)
 
@@ -48,7 +48,7 @@ class Packing:
                 f"an Operator needs tensors of as many elements as its plan moves; they are of the shapes "
                 f"{list(map(list, shapes))}, and the plan has {list(self.shape)} for this worker"
             )
-        # (torch stacks numbers and takes them apart in half the time of what holds for any shapes)
+        # numbers are stacked and unbound, which takes torch half the time of the general way
         self._numbers = not any(shapes) and self.shape == (len(shapes),)
         self._pieces = [] if self.plain or self._numbers else _pieces(shapes)
 

@@ -141,7 +141,7 @@ class Transfer:
             view.take(tensors).zero_()
         if self._leaving:
             tensors += [pack([view.take(tensors) for view in packed.views]) for packed in self._leaving]
-        comm = self._comm.recorder or self._comm  # (``through``, at once)
+        comm = self._comm.recorder or self._comm  # as ``comm.through``, without a call
         pending = Pending() if self._exchange is None else comm.start(self._exchange, tensors, tag)
         if self._short:
             target, source = y.data_ptr(), x.data_ptr()

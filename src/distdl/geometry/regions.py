@@ -102,7 +102,8 @@ def _digits(region: Region, steps: Sequence[int]) -> list[tuple[int, int]] | Non
             if start + count > base:
                 if start or count % base:
                     return None
-                counts[steps[place - 1]] += count // base - 1  # (all digits, and so many more of the next)
+                # every digit of this place occurs, so the count goes on in the next place
+                counts[steps[place - 1]] += count // base - 1
                 count = base
         found.append((start, start + count))
     return found[::-1]

@@ -113,7 +113,7 @@ def _read_array(body: memoryview) -> Any:
 
 
 def _write_tensor(value: torch.Tensor) -> bytes:
-    with torch._C.DisableTorchFunctionSubclass():  # (those of a global tensor are messages)
+    with torch._C.DisableTorchFunctionSubclass():  # functions of a global tensor would send messages
         plain = readable(value.detach()).cpu().contiguous()
         content = as_bytes(plain).numpy().tobytes()
     return bytes([dtype_code(value.dtype)]) + _write_dims(tuple(value.shape)) + content
@@ -141,7 +141,8 @@ def _of(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# (first byte of the message, which values it is for, to bytes, from bytes); the first that accepts a value writes it
+# A row: the first byte of the message, which values it is for, to bytes, from bytes. The first row that accepts a value
+# writes it.
 _KINDS: tuple[tuple[bytes, Callable[[Any], bool], Callable[[Any], bytes], Callable[[memoryview], Any]], ...] = (
     (b"g", lambda value: isinstance(value, np.generic) and _is_array(value), _write_array,
      lambda body: _read_array(body)[()]),

@@ -41,7 +41,7 @@ def whole_numbers(values: ArrayLike, what: str) -> IntArray:
 
     Raises: TypeError for anything else.
     """
-    if not is_array_of_whole_numbers(values) or np.asarray(values).dtype == bool:  # (which may be meant for a mask)
+    if not is_array_of_whole_numbers(values) or np.asarray(values).dtype == bool:  # booleans may be meant for a mask
         raise TypeError(f"{what} needs whole numbers; got {values!r}")
     return np.asarray(values, dtype=np.int64)
 

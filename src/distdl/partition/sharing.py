@@ -78,7 +78,7 @@ def reduce_values(comm: Communicator, members: Group, call: str, value: Any, op:
     Raises: ValueError, the same on every member, for another ``op`` or if the shapes differ.
     """
     values = gather_values(comm, members, f"{call}, op={op!r}", value)
-    if op not in _REDUCTIONS:  # (not before: the others would wait)
+    if op not in _REDUCTIONS:  # raised after the exchange, in which the others would wait for this worker
         raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; got {op!r}")
     shapes = [tuple(np.shape(one)) for one in values]
     if len(set(shapes)) > 1:

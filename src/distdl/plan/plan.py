@@ -26,7 +26,7 @@ from distdl.transport.communicator import Group
 
 _LARGE_SUM = 1 << 16  # elements of which two workers add up one half each, instead of all of them twice
 
-_put = object.__setattr__  # (which a frozen class leaves)
+_put = object.__setattr__  # sets fields of a frozen class
 
 Shapes = Mapping[int, Shape]
 Index = tuple[slice, ...]
