@@ -50,10 +50,10 @@ class _Depth:
         return self
 
     def __bool__(self) -> bool:
-        if getattr(self._leaving, "is_asked", False):  # (right behind -=)
+        if getattr(self._leaving, "is_asked", False):  # torch asks this right after -=
             self._leaving.is_asked = False
             return True
-        # (Dynamo cannot follow this cache: what it compiles computes them each time)
+        # Dynamo cannot follow this cache, so compiled code computes the tensors each time
         return self._cache.depth > 0 and not torch.compiler.is_compiling()
 
 

@@ -20,8 +20,9 @@ def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros of some shape that depend on a tensor in the autograd graph, whatever its own shape."""
     zeros = tensor.new_zeros(tuple(shape))
     if not (tensor.requires_grad or is_differentiated_forward()):
-        return zeros  # (torch has dtypes that it cannot add up)
-    # (not by torch.cat: its derivative cuts the graph at tensors of zero volume)
+        # some dtypes cannot be added, so zeros that need no graph are returned as they are
+        return zeros
+    # not by torch.cat, whose derivative cuts the graph at tensors of zero volume
     return zeros + tensor.reshape(-1)[:0].sum(dtype=tensor.dtype)
 
 
@@ -44,7 +45,7 @@ def no_view(y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
     """
     if not y._is_view():
         return y
-    storage = y.untyped_storage()._cdata  # (not the address of its memory: meta tensors have none)
+    storage = y.untyped_storage()._cdata  # meta tensors have a storage, but no address
     if not y.numel() or any(x is not None and x.untyped_storage()._cdata == storage for x in inputs):
         return y.clone()
     own: torch.Tensor = _Whole.apply(y)
@@ -64,10 +65,10 @@ def replayed(y: torch.Tensor, above: torch.Tensor | None = None) -> torch.Tensor
     if not y._is_view() or (above is None and _REPLAYED in y.__dict__):
         return y
     if not is_ordinary_view(y):
-        return y  # (others cannot be written in place: torch refuses it)
-    base: torch.Tensor = y._base  # type: ignore[assignment]  # (a view has one)
+        return y  # torch refuses to write to other views in place
+    base: torch.Tensor = y._base  # type: ignore[assignment]  # a view has a base
     if base.dtype.to_real() is not y.dtype.to_real():
-        return y  # (of the bits of another dtype, which has no derivative)
+        return y  # a view of the bits as another dtype has no derivative
     if above is None or above._base is not base:
         above = base
     noted = torch._C._is_view_replay_enabled()
@@ -102,7 +103,8 @@ class _Whole(BlockFunction):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-        return y.detach()  # (which shares the count of writes: a derivative that needs the old values raises)
+        # y and the result share the count of writes, so a derivative that needs old values raises an error
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:

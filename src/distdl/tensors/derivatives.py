@@ -80,7 +80,8 @@ class Keeping(torch.autograd.graph.saved_tensors_hooks):
 
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
-        del self.pack_hook._user_hooks  # type: ignore[attr-defined]  # (the graph keeps the hook, and not what is around)
+        # the graph keeps the hook, and need not keep the hooks around it
+        del self.pack_hook._user_hooks  # type: ignore[attr-defined]
 
 
 def recorded() -> Any:

@@ -31,8 +31,8 @@ def forget_failed() -> None:
     if torch._C._current_graph_task_id() != -1:
         return
     leaf, oldest = _OLDEST
-    # (torch comes to the newest nodes first, and drops those whose backward has ended. A gradient that it is given it
-    # compares by what imports sympy: 0.4 s in a program that has had no backward)
+    # torch takes the newest nodes first, so before it comes to this oldest one it drops all nodes of backwards that
+    # have ended. No gradient is passed, as torch would compare it by means of sympy, whose import takes 0.4 s.
     with unobserved(), torch.inference_mode(False):
         torch.autograd.grad(oldest, leaf, retain_graph=True)
 

@@ -42,8 +42,8 @@ class Function(torch.autograd.Function):
             raise TransformError
         if torch._C._len_torch_dispatch_stack() and not cls.observed and is_selective():
             with unobserved():
-                return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (as below)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # (of a base in C)
+                return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # as below
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # the base is written in C
 
     @staticmethod
     def entered_into(node: Any) -> Any:
@@ -100,7 +100,7 @@ def any_given() -> bool:
 def given_by(node: Any) -> Given | None:
     """What a node of the graph gives, if a layer or an operator has given that, but of global tensors."""
     noted: Given | None = node.metadata.get(_GIVEN)
-    kind = getattr(type(node), "_forward_cls", None)  # (of an autograd function in Python)
+    kind = getattr(type(node), "_forward_cls", None)  # an autograd function in Python has it
     if noted is None and isinstance(kind, type) and issubclass(kind, BlockFunction):
         return Given.PARTS if kind.adds_parts(node) else Given.BLOCKS
     return noted

@@ -54,7 +54,7 @@ class Pool:
                 if not blocks:
                     del self._blocks[capacity]
         if block is None:
-            with _disable_current_modes():  # (who counts the memory of tensors counts that of the lease)
+            with _disable_current_modes():  # modes that count memory count the tensor over this block instead
                 block = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy()
         lease = block.view(_Lease)
         lease.home = (self, block)
@@ -135,7 +135,7 @@ def keep_freed() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is None or not pool.limit or tunes_malloc():
         return
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)  # (to set either of the two keeps both from changing by themselves)
+    mallopt(_M_MMAP_THRESHOLD, _LARGEST_ON_HEAP)  # setting either threshold keeps malloc from changing both
     mallopt(_M_TRIM_THRESHOLD, min(pool.limit, _LARGEST_INT))
 
 
@@ -169,7 +169,8 @@ def kind_without_memory(tensor: torch.Tensor) -> str:
     except RuntimeError:  # some kinds raise it in place of an address
         pass
     layout = tensor.layout
-    if tensor.is_meta or (layout is not torch.strided and isinstance(layout, torch.layout)):  # (or a Layout)
+    # a global tensor has a Layout there
+    if tensor.is_meta or (layout is not torch.strided and isinstance(layout, torch.layout)):
         return "meta" if tensor.is_meta else str(layout)
     return f"a {type(tensor).__name__}, which wraps other tensors"
 

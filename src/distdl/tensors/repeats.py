@@ -87,7 +87,7 @@ def repeatable(x: torch.Tensor) -> torch.Tensor:
     """x, unchanged, for a random call. Its backward raises RuntimeError if a re-entrant checkpoint has repeated it."""
     if not torch.is_grad_enabled():
         return x
-    # (what recomputes without re-entry has drawn what it drew)
+    # a checkpoint that recomputes without re-entry repeats the numbers that it drew
     inside = _in_backward() and all(backward is None for _, backward in checkpoints())
     if not (inside or is_checkpointed()):
         return x

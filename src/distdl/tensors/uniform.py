@@ -59,10 +59,10 @@ def mask_block(
         p: from 0 to 1.
     """
     block = torch.empty([stop - start for start, stop in box], dtype=torch.bool, device=device)
-    least = ceil(p * 2.0**_BITS)  # (u is a whole number of steps of 2^-53, and the product is exact)
+    least = ceil(p * 2.0**_BITS)  # u is a whole number of steps of 2^-53, and the product is exact
     for piece, numbers in _numbers(block, key, box, extents):
         if piece.is_cpu:
-            np.greater_equal(numbers.numpy(), least, out=piece.numpy())  # (in half of torch's time)
+            np.greater_equal(numbers.numpy(), least, out=piece.numpy())  # takes half of torch's time
         else:
             torch.ge(numbers, least, out=piece)
     return block
@@ -147,7 +147,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)  # (torch shifts in copies of the sign, which have to go)
+    # torch shifts in copies of the sign bit, which have to be cleared
+    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _words(key: Key) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = self.met = self.met_after = self.agreed = 0
-        self.history = 1  # (a source is not 0)
+        self.history = 1  # not 0, which means no source
         self.log: deque[Label | int] = deque(maxlen=_REMEMBERED)
         self.layers = 0
         self.silent = 0
@@ -99,7 +99,7 @@ class Calls:
     def _unwound(self) -> _Past:
         past = _Past({}, {}, {}, {})
         history, number = self.history, self.number
-        for entry in reversed(list(self.log)):  # (it may grow meanwhile, where another thread asks)
+        for entry in reversed(list(self.log)):  # a copy, as the log may grow while another thread reads it
             if isinstance(entry, Label):
                 past.histories[number] = history
                 history = history * _FIFTH & LARGEST ^ entry.mark

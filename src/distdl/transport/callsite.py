@@ -88,7 +88,7 @@ class Site(NamedTuple):
     @classmethod
     def of(cls, thread: int) -> Site:
         """That of the call in which a thread is just now."""
-        with suppress(Exception):  # (an error is being made, and is worth more than its place)
+        with suppress(Exception):  # this runs while an error is made, which must not be lost
             return cls._of(sys._current_frames().get(thread))
         return cls()
 

@@ -179,7 +179,7 @@ class Communicator(ABC):
         """
         if self.failure is None:
             self.failure = error
-            for call in _CALLS:  # (each call would take longer if it looked whether it may go on)
+            for call in _CALLS:  # a test in each call of whether it may go on would cost every step
                 setattr(self, call, self._refuse)
         return error
 
@@ -414,7 +414,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(
             f"as_bytes needs a contiguous tensor; got one of shape {list(tensor.shape)} with strides {tensor.stride()}"
         )
-    # (a tensor of one element counts as contiguous whatever its strides, hence as_strided)
+    # as_strided, because a tensor of one element counts as contiguous whatever its strides
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

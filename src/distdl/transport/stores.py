@@ -73,7 +73,7 @@ def connect(host: str, port: int, seconds: float, keep: bool = False) -> dist.TC
 
     def ask() -> dist.TCPStore:
         limit = timedelta(seconds=seconds)
-        # (several of one process share a server, so that init_process_group can come later)
+        # stores of one process share a server, so that init_process_group can come later
         return dist.TCPStore(host, port, is_master=keep, timeout=limit, wait_for_workers=False, multi_tenant=True)
 
     try:

@@ -20,11 +20,13 @@ _HINT = "(DISTDL_DEBUG=1 shows the frames of distdl, too)"
 
 
 def fold(error: BaseException) -> bool:
-    """Leave our frames out of the traceback of an error, and of its causes. One that has no others is kept as it is.
+    """Leave frames of distdl out of the traceback of an error, and of those of its causes.
 
-    Returns: whether some were left out of its own.
+    A traceback that has only frames of distdl is kept as it is.
+
+    Returns: whether frames were left out of the traceback of the error itself.
     """
-    with suppress(Exception):  # (the error is worth more than that it is short)
+    with suppress(Exception):  # a traceback that cannot be shortened is shown whole
         return not environment.debug() and _fold(error)
     return False
 
@@ -66,7 +68,7 @@ def fold_uncaught() -> None:
     if getattr(show, "folds", False):
         return
 
-    @wraps(show)  # (which may have marks of its own)
+    @wraps(show)  # keeps what other libraries have noted on the hook
     def shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if fold(error):
             error.add_note(_HINT)

@@ -25,7 +25,7 @@ _ANSWER = 1.5 * _PATIENCE  # seconds in which those that wait are sure to have w
 _MOMENT = 0.3  # seconds between a failure that closes connections and its first words
 _TRIES = 3  # failures in a row, after which it looks no more
 _LIMIT = 2 * _ANSWER + _MOMENT + 1  # seconds of all that a failing worker asks
-_new = tuple.__new__  # (that of a NamedTuple takes twice as long)
+_new = tuple.__new__  # the constructor of a NamedTuple takes twice as long
 
 
 class _Wait(NamedTuple):
@@ -108,7 +108,7 @@ class Watch:
         while not late and not store.check(["failed"]) and time.monotonic() < until:
             time.sleep(_MOMENT / 10)
         first = store.compare_set("failed", "", me).decode()
-        if first != me or store.check([f"told/{me}"]):  # (its watch has told why)
+        if first != me or store.check([f"told/{me}"]):  # this worker's own watch may have told why
             try:
                 store.wait([f"told/{first}"], timedelta(seconds=_LIMIT - 1))
             except RuntimeError:  # it failed again, and for good
@@ -150,7 +150,8 @@ class Watch:
             try:
                 self._look_once(key)
                 failures = 0
-            except Exception as error:  # (the worker may have changed what is read here; or the store has gone)
+            except Exception as error:
+                # the worker may have changed what is read here, or the store may have gone
                 failures += 1
                 if failures == _TRIES:
                     self._ended = error

@@ -64,7 +64,7 @@ class Whereabouts(NamedTuple):
                 many, some are listed.
         """
         listed = {group: comm.calls(group) for group in groups}
-        where = comm.where  # (which may change meanwhile, where another thread asks)
+        where = comm.where  # read once, as the worker may change it while another thread asks
         group = tuple(getattr(where, "group", ()))
         if isinstance(where, Meeting):
             place = group.index(comm.rank)
@@ -92,14 +92,15 @@ class Whereabouts(NamedTuple):
         ]
         positions = list(self.positions.values())
         listed = self.worker, self.generation, self.where, self.wait, own, self.awaited, groups, positions, histories
-        return json.dumps(listed, separators=(",", ":"), default=int)  # (MPI sends what is short at once)
+        return json.dumps(listed, separators=(",", ":"), default=int)  # short, as MPI sends short messages at once
 
     @classmethod
     def decode(cls, message: str | bytes) -> Whereabouts:
         worker, generation, where, wait, own, awaited, groups, positions, histories = json.loads(message)
         groups = [tuple(group) for group in groups]
         found, counts, recent = {}, {}, {}
-        for group, (last, values, listed, named) in zip(groups, histories, strict=False):  # (its own may come behind)
+        # the group in which the worker waits may come last, without a history
+        for group, (last, values, listed, named) in zip(groups, histories, strict=False):
             found[group], counts[group] = {last - n: one for n, one in enumerate(values)}, tuple(listed)
             recent[group] = dict(named)
         placed = {group: tuple(one) for group, one in zip(groups, positions, strict=True)}
