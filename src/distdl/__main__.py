@@ -84,14 +84,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-# (what a script does not have, it would find among the builtins: those of their module)
+# names that a script would otherwise find among the builtins, with the values of that module
 _UNSET = dict.fromkeys(["__doc__", "__package__", "__spec__"])
 
 
 def _execute(workers: int, backend: str, script: Path, program: list[str]) -> int:
     """Execute the script once on each worker of this process, each time in a namespace of its own."""
     sys.argv = program
-    code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)  # (this file's future statements)
+    # without the future statements of this file
+    code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
     begun = False
 
     def execute() -> None:
@@ -104,7 +105,7 @@ def _execute(workers: int, backend: str, script: Path, program: list[str]) -> in
     except (ValueError, RuntimeError) as error:
         if begun:
             raise
-        print(error, file=sys.stderr)  # (of the command, and not of the script)
+        print(error, file=sys.stderr)  # an error of the command, not of the script
         return 1
     return 0
 

@@ -34,6 +34,6 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(*args, **kwargs)
         own = any(bool(one.item()) for one in found.values())
         overflow = float((self._P or world()).allreduce_data(int(own), "max"))
-        # (a worker without gradients has found nothing, and its torch would refuse to go on)
+        # a worker without gradients has found nothing, and torch would refuse to go on without an entry
         devices = list(found) or [torch.device(self._device)]
         return {device: torch.full((), overflow, dtype=torch.float32, device=device) for device in devices}

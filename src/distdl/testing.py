@@ -174,7 +174,8 @@ def assert_matches_sequential(
     assert whole.grad is not None
     findings.compare("the gradient of x", local.grad, whole.grad, owned, tolerance)
     for (name, layout), parameter in zip(layouts.items(), reference.parameters(), strict=True):
-        if name in own and (parameter.grad is not None or own[name].grad is not None):  # (or it is frozen in both)
+        # else the parameter is frozen in both
+        if name in own and (parameter.grad is not None or own[name].grad is not None):
             whole_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             findings.compare(f"the gradient of {name}", own[name].grad, whole_gradient, layout, tolerance)
     findings.tell("it differs from the sequential layer")
@@ -231,7 +232,7 @@ class _Findings:
         ours = ours.detach()
         largest = whole.detach().abs().max().item() if whole.numel() else 0.0
         difference = (ours - theirs).abs()
-        off = ~(difference <= tolerance * max(largest, 1e-300))  # (nan is off, too)
+        off = ~(difference <= tolerance * max(largest, 1e-300))  # nan is off, too
         if not off.any():
             return
         begins = [start for start, _ in layout[me]] if me in layout.partition else [0] * ours.dim()
@@ -299,7 +300,8 @@ def _where_no_adjoint(layer: Any, everyone: Partition, x: torch.Tensor, y: torch
     with torch.no_grad():
         forward = torch.stack([joined(layer(unit)) for unit in units(inputs, x)], 1)
     backward = torch.stack([joined(pulled_back(unit)) for unit in units(outputs, y)])
-    scale = forward.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-300)  # (of what is nan, all would be off)
+    # with a nan in the scale, all cells would be off
+    scale = forward.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp(min=1e-300)
     off = ~((forward - backward).abs() <= tolerance * scale)
     lines = [f"\n  by {int(off.sum())} of {off.numel()} pairs of cells of input and output:"] if off.any() else []
     for row, column in off.nonzero().tolist():

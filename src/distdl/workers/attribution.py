@@ -55,7 +55,7 @@ class Attribution:
         self._hooks = ExitStack()
 
     def __enter__(self) -> Attribution:
-        # (hooks of each module would be seen, by torch and by ours, as hooks of the model)
+        # these hooks are global: torch and distdl would take hooks of each module for hooks of the model
         begin = torch.nn.modules.module.register_module_forward_pre_hook(self._begin)
         end = torch.nn.modules.module.register_module_forward_hook(self._end, always_call=True)
         self._hooks.callback(begin.remove)
@@ -113,7 +113,8 @@ class Attribution:
                 node.register_prehook(partial(self._reach, self._maker(node)))
 
     def _reach(self, maker: Owner, gradients: Any) -> None:
-        if not self._paths or self._stack:  # (it is closed, or a module's forward differentiates)
+        # the owner stays the same after the end, and while a forward itself differentiates
+        if not self._paths or self._stack:
             return
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:

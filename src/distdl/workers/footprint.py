@@ -49,7 +49,7 @@ class Footprint(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are held now."""
-        expired = torch.UntypedStorage._expired  # (which the references ask, too, through two functions)
+        expired = torch.UntypedStorage._expired  # the references ask this function through two others
         freed = [key for key, (reference, _) in self._alive.items() if expired(reference.cdata)]
         for key in freed:
             self._noted -= self._alive.pop(key)[1]
@@ -62,7 +62,7 @@ class Footprint(TorchDispatchMode):
         self._look()
 
     def _look(self) -> None:
-        if self._noted > self.peak:  # (else there is no new peak, whatever has been freed)
+        if self._noted > self.peak:  # otherwise there is no new peak, whatever has been freed
             self.peak = max(self.peak, self.now)
 
     def _note_all(self, value: Any) -> None:
@@ -94,7 +94,8 @@ class Footprint(TorchDispatchMode):
             self._owners.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # (functions have been asked before, and these are operators)
+        # Python functions have been intercepted before; these are operators
+        with torch._C.DisableTorchFunctionSubclass():
             result = self._compute(func, args, kwargs or {})
         self._note_all((args, kwargs, result))
         self._look()

@@ -60,7 +60,7 @@ def run_workers(function: Callable[[], Result], workers: int = 4, backend: str |
             with inside(communicator, name):
                 return function()
         finally:
-            forget_failed()  # (before the thread ends)
+            forget_failed()  # in the thread itself, before it ends
 
     with catching_for_threads():
         return found.start(work, workers)

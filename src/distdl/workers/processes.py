@@ -82,7 +82,8 @@ def run_processes(
             for rank in range(workers):
                 report, sender = context.Pipe(duplex=False)
                 arguments = (content, rank, workers, store.port, backend, sender)
-                process = context.Process(target=_work, args=arguments)  # (a daemon could have no data loader)
+                # no daemon: a daemon could start no data loader
+                process = context.Process(target=_work, args=arguments)
                 process.start()
                 sender.close()
                 processes.append(process)
