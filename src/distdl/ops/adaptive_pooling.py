@@ -111,7 +111,8 @@ class AdaptiveAverage:
     def _whole(self, x: torch.Tensor, outputs: Shape) -> torch.Tensor:
         """torch's own operator, for a block that has the windows that torch gives it."""
         how = AdaptiveMean(_planar(x, outputs))
-        return how.pool(x) if prod(how.outputs) == 1 else average(x, how)  # (of one mean, torch saves nothing)
+        # for a single mean, torch saves nothing for backward
+        return how.pool(x) if prod(how.outputs) == 1 else average(x, how)
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def _choosing(segments: Segments, result: Shape, place: tuple[int, int] | None =
         if place is not None:
             own = (chosen + place[0]) * place[1]
             found = [own + found[0]] if found else [own]
-        return (y.to(x.dtype), *found)  # (under autocast, torch may have made it wider)
+        return (y.to(x.dtype), *found)  # under autocast, torch may have returned a wider dtype
 
     return largest
 

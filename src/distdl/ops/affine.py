@@ -87,7 +87,7 @@ def combine(
 ) -> torch.Tensor:
     """``x * factor + shift``, of which no derivative is asked; in a tensor of the shape of x, if one is given."""
     y = torch.mul(x, factor, out=_like(x) if out is None else out)
-    return y if shift is None else y.add_(shift)  # (torch.addcmul takes twice as long where rows broadcast)
+    return y if shift is None else y.add_(shift)  # torch.addcmul takes twice as long where rows broadcast
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class SlidingMean(NamedTuple):
     def spread(self, dy: torch.Tensor, dx: torch.Tensor) -> None:
         """Write the adjoint of dy into dx."""
         adjoint = _ATEN.avg_pool2d_backward if len(self.kernel) == 2 else _ATEN.avg_pool3d_backward
-        # (the cells are not read; as they are named twice, nothing is allocated for them)
+        # the second argument stands for the input, which is not read, so no memory is allocated for it
         adjoint.grad_input(dy, dx, self.kernel, self.stride, self.padding, False, True, self.divisor, grad_input=dx)
 
 
@@ -72,10 +72,10 @@ class AdaptiveMean(NamedTuple):
 def average(x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
     """The averages of the cells of a block. They are no view."""
     if x.is_cuda and x.dim() == 4 and isinstance(how, SlidingMean) and any(how.padding) and is_channels_last(x):
-        # (of such blocks, the gradient that CUDA's kernel gives is wrong: seen in torch 2.11)
+        # for such blocks, the gradient of CUDA's kernel is wrong: seen in torch 2.11
         return average(x.contiguous(), how).contiguous(memory_format=torch.channels_last)
     if x.nbytes < WORTH and isinstance(how, SlidingMean):
-        # (the second derivatives of torch's adaptive means follow from x, and those of empty blocks do not)
+        # not for adaptive means: torch connects their second derivatives to x, but not those of empty blocks
         return how.pool(x)
     y: torch.Tensor = _Average.apply(x, how)
     return y
@@ -87,7 +87,8 @@ class _Average(BlockFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
         ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
-        ctx.channels_last = x.dim() == 4 and is_channels_last(x)  # (torch's kernels of space write contiguous tensors)
+        # torch's kernels in 3-d write contiguous tensors
+        ctx.channels_last = x.dim() == 4 and is_channels_last(x)
         return how.pool(x)
 
     @staticmethod
@@ -97,14 +98,14 @@ class _Average(BlockFunction):
 
     @staticmethod
     def jvp(ctx: Any, dx: torch.Tensor, _: None) -> torch.Tensor:
-        return ctx.how.pool(dx)  # type: ignore[no-any-return]  # (autograd keeps it untyped)
+        return ctx.how.pool(dx)  # type: ignore[no-any-return]  # ctx is untyped
 
 
 def _spread(
     dy: torch.Tensor, how: SlidingMean | AdaptiveMean, shape: Sequence[int], channels_last: bool
 ) -> torch.Tensor:
     dx = empty(shape, dy.dtype, dy, channels_last)
-    if not dx.is_meta:  # (of which torch has not all of these operators)
+    if not dx.is_meta:  # torch has not all of these operators for meta tensors
         how.spread(dy, dx)
     return dx
 

@@ -89,7 +89,7 @@ class Convolution:
         (x, weight, *biases), channels = signatures, self.channels
         check_channels(site, x, 1, channels.inputs)
         border = Border(self.padding_mode, ((0, 0), (0, 0), *self.sliding.widths))
-        border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # (a batch may be empty)
+        border.check(site.label.kind, (1, 1, *x.layout.extents[2:]))  # with 1 for the batch, which may be empty
         _, out, inner, *space = site.partition.workers.shape
         read, computed = self.sliding.windows(site.label.kind, x.layout.extents[2:], tuple(space))
         padded = self._padded_by_torch(x.layout.extents[2:], space)

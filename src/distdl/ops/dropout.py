@@ -56,7 +56,7 @@ class Dropout:
             kept = mask_block((*self.key, number), box, extents, self.p, x.device)
             return masked(x, kept.reshape(*kept.shape, *[1] * (x.dim() - kept.dim())), factor)
 
-        return Setup(Together(), drop, same, (x.layout,))  # (what a checkpoint needs is recorded by `repeatable`)
+        return Setup(Together(), drop, same, (x.layout,))  # `repeatable` records what a checkpoint needs
 
 
 def masked(x: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:
@@ -65,4 +65,4 @@ def masked(x: torch.Tensor, kept: torch.Tensor, factor: float) -> torch.Tensor:
     Args:
         kept: of dtype bool.
     """
-    return (x * kept.view(torch.uint8)).mul_(factor)  # (torch multiplies by bytes in half of the time)
+    return (x * kept.view(torch.uint8)).mul_(factor)  # bytes take torch half of the time of bools

@@ -170,7 +170,7 @@ class Around:
         rim = rims(own, *sides)[place]
         if 0 in outputs.shapes[site.me]:
             return cls(dim, rim, operator, ())
-        # (along earlier dims, the cells are as wide as the block, and along later ones as the window)
+        # in earlier dims these cells are as wide as the block, and in later dims as the window
         cells_of, computed = (*blocks[site.me][:dim], *windows[site.me][dim:]), outputs[site.me]
         found, start = [], 0
         for cells in (side[place] for side in sides):
@@ -256,7 +256,8 @@ class InPlace:
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.differentiates and not x.requires_grad:
-            x = x.detach().requires_grad_()  # (that of another worker does, and its gradient has terms from here)
+            # x of another worker requires a gradient, and that gradient has terms from this worker
+            x = x.detach().requires_grad_()
         y: torch.Tensor = _InPlace.apply(x, weight, bias, self)
         return y
 
@@ -279,7 +280,8 @@ class _InPlace(BlockFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, bias, *cells = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
+        # before any message, as this is where a checkpoint recomputes its forward
+        x, weight, bias, *cells = ctx.saved_tensors
         steps: InPlace = ctx.steps
         needed = ctx.needs_input_grad[:3]
         if needed[0] or torch.is_grad_enabled():

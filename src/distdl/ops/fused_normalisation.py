@@ -121,7 +121,8 @@ class _Normalise(BlockFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, mean, variance, centre, *weights = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
+        # before any message, as this is where a checkpoint recomputes its forward
+        x, mean, variance, centre, *weights = ctx.saved_tensors
         fused: Fused = ctx.fused
         anchored = torch.zeros(0, device=x.device) if ctx.needs_input_grad[2] else None
         if fused.moves or torch.is_grad_enabled():

@@ -71,7 +71,7 @@ class Kernel:
             if dim:
                 return self._without(dim)(x.squeeze(dim), weight.squeeze(dim), bias).unsqueeze(dim)
             if self._runs_elsewhere(x, weight):
-                bias = None if bias is None else bias.contiguous()  # (it reads one as if it were)
+                bias = None if bias is None else bias.contiguous()  # oneDNN reads a bias as if it were contiguous
                 y: torch.Tensor = _ONEDNN(x, weight, bias, self.padding, self.stride, self.dilation, self.groups)
                 return y
         return self._by_torch(x, weight, bias)
@@ -86,7 +86,7 @@ class Kernel:
         """
         y: torch.Tensor
         own = any(self.output_padding) or (x.dim() == _OF_3D and self._is_elsewhere(x, weight))
-        # (of complex numbers, only functional's is there: it takes them apart)
+        # complex numbers go to torch.nn.functional, which takes them apart
         if own and not (casts or x.is_complex()) and forward_ad._current_level < 0:
             y = _Recorded.apply(self, x, weight, bias)
         elif self.transposed:
@@ -131,7 +131,7 @@ class Kernel:
                 return dx if dx is None else dx.unsqueeze(dim), dw if dw is None else dw.unsqueeze(dim), db
             if self._comes_back_elsewhere(x, weight):
                 dx, dw, db = self._backward(dy, x.to_mkldnn(), weight, (*needed[:2], False))
-                if needed[2]:  # (oneDNN adds one number after the other: of 65,536, three digits are lost)
+                if needed[2]:  # oneDNN adds one number after the other: of 65,536, three digits are lost
                     db = dy.sum((0, *range(_FIRST, _OF_3D)))
                 return _dense(dx), _dense(dw), db
         return self._backward(dy, x, weight, needed)
@@ -153,18 +153,19 @@ class Kernel:
         return 0
 
     def _without(self, dim: int) -> Kernel:
-        """That of one dim less."""
+        """The kernel for tensors without this dim."""
         numbers = {name: getattr(self, name) for name in ("stride", "dilation", "padding", "output_padding")}
         place = dim - _FIRST
         return replace(self, **{name: one[:place] + one[place + 1 :] for name, one in numbers.items()})
 
     def _runs_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether the forward is oneDNN's where torch would take its own; in 3-d."""
+        """Whether the forward in 3-d takes oneDNN, where torch would take its own implementation."""
         return not self.transposed and self._is_overlooked(x, weight, _FORWARD)
 
     def _comes_back_elsewhere(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """The same of the backward."""
-        if self.transposed:  # (of dilated ones, torch's own takes tensors of oneDNN's for its own)
+        """Whether the backward in 3-d takes oneDNN, where torch would take its own implementation."""
+        # not with a dilation: torch then takes oneDNN's tensors for its own
+        if self.transposed:
             fits, least = max(self.dilation) == 1, _TRANSPOSED_BACK
         else:
             taps = prod(weight.shape[_FIRST:])

@@ -170,7 +170,8 @@ class GroupNorm(Normalisation):
     def compute(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running: Running | None
     ) -> torch.Tensor:
-        groups = max(x.shape[1] * self.num_groups // self.num_channels, 1)  # (1 of the one channel for an empty block)
+        # a block without channels passes as one with one channel, and one group
+        groups = max(x.shape[1] * self.num_groups // self.num_channels, 1)
         return torch.group_norm(x, groups, weight, bias, self.eps, _fast())
 
 

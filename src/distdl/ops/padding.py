@@ -82,7 +82,7 @@ class Padding:
         filling = Filling.of(border, Layout.along(owned.partition, windows).box_of(me), owned.extents)
 
         def fill(cells: torch.Tensor) -> torch.Tensor:
-            # (not by local: around no cells, there may be cells of the value)
+            # not by ``local``: a block without cells may get cells of the value
             return no_view(filling.fill(cells, self.value))
 
         return Setup(Together(fetch), fill, same, (Layout.along(owned.partition, computed),))

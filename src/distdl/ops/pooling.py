@@ -101,8 +101,8 @@ class Maximum:
 
         def largest(x: torch.Tensor) -> Any:
             x = lowest(x, cells.behind)
-            known = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # (torch has none for meta tensors)
-            if known and not self.indices:  # (then torch's function chooses a dtype)
+            known = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # torch has no autocast for meta tensors
+            if known and not self.indices:  # torch's function then chooses the dtype
                 return cut(self._pool(x, sliding, cells.before, False), cells.result)
             y, numbers = largest_cells(
                 x, lambda x: self._pool(x, sliding, cells.before, True), max(len(sliding.kernel), 2)

@@ -146,7 +146,7 @@ class Rows(NamedTuple):
             return found, False
         centre = mean.to(x.dtype)
         found = self.measured(self.less(x, *self.spread(centre, self.own, x.dtype)))
-        found[0].add_(centre)  # (the kernels round means to the dtype of x)
+        found[0].add_(centre)  # the kernels round means to the dtype of x
         return found, True
 
     def _squares(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,8 @@ class Rows(NamedTuple):
             shape = (batch, *self.leading, pieces)
             lines, number = x.view(1, batch * rows * pieces, cells), max(_MEASURED // cells, 1)
             chunks = lines.split(number, 1) if x.is_cpu and number < lines.shape[1] else [lines]
-            parts = [  # (without what they are of: one such chunk at a time is enough)
+            # only the moments are kept, so that one normalised chunk at a time is in memory
+            parts = [
                 torch.native_group_norm(one, None, None, 1, one.shape[1], cells, one.shape[1], 0.0)[1:]
                 for one in chunks
             ]
@@ -262,7 +263,8 @@ class Rows(NamedTuple):
         """
         mean, variance, eps = by
         dx = empty(x.shape, x.dtype, x)
-        subtracts = self.centred and x.is_cpu  # (where the kernels multiply first: of a large mean, digits get lost)
+        # kernels on CPU multiply x before they subtract the mean, and with a large mean the difference loses digits
+        subtracts = self.centred and x.is_cpu
         if subtracts:
             factors = [factors[0], factors[1] * torch.add(variance, eps).rsqrt_(), *factors[2:]]
         for sample in self._kernels((x, dy, dx), mean, variance, *factors):
@@ -369,8 +371,9 @@ def _measured(x: torch.Tensor) -> torch.Tensor:
 
 def _sums(x: torch.Tensor, dy: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float) -> torch.Tensor:
     found, wanted = [], [False, True, True]
-    weight = None if x.is_cpu or x.is_meta else torch.ones_like(mean)  # (GPUs take its dtype and memory for granted,
-    saved = None if weight is None else weight.new_empty(0)  # and what a forward saved: nothing, if not in training)
+    # kernels of a GPU need a weight, and tensors that a forward saved, which are empty if it is not in training
+    weight = None if x.is_cpu or x.is_meta else torch.ones_like(mean)
+    saved = None if weight is None else weight.new_empty(0)
     for runs, (one, rise) in _runs(x, dy):
         moments = (mean, variance) if runs == 1 else (mean.repeat(runs), variance.repeat(runs))
         sums = torch.stack(_SUMS(rise, one, weight, *moments, saved, saved, False, eps, wanted)[1:])
@@ -383,7 +386,7 @@ def _apply(
 ) -> None:
     """``y = (x - mean) / sqrt(variance + eps) * weight + bias``, of rows."""
     mean, variance, eps = by
-    # (where the kernels of a GPU leave the moments, as they add them up; those of the CPU leave nothing)
+    # kernels of a GPU write the moments here, and add them up in this dtype; those of the CPU write nothing
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     left, beside = (torch.empty(0, dtype=dtype, device=x.device) for _ in range(2))
     _KERNEL(x, weight, bias, mean, variance, False, 0.0, eps, out=y, save_mean=left, save_invstd=beside)

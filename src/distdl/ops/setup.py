@@ -113,7 +113,7 @@ class Setup:
         """The three steps. Of a window, what is saved for backward is its margins (see ``distdl.ops.keeping``)."""
         moved, block = self.move_in(*tensors), tensors[0]
         window = moved[0]
-        if self.local is same and self.move_out is same:  # (a primitive)
+        if self.local is same and self.move_out is same:  # a primitive computes nothing
             return window
         if window is block or not isinstance(window, torch.Tensor):
             return self.move_out(self.local(*moved))

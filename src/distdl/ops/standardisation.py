@@ -138,7 +138,7 @@ class Normalisation(ABC):
         own = x.layout.box_of(site.me)
         part = Parts([tuple(own[dim] for dim in self.extents)], [tuple(self.extents.values())])
         plan = None if arrangement.moments is None else arrangement.moments.plan()
-        row = (prod(arrangement.row),) if plan is None else arrangement.row  # (torch takes weights in one dim)
+        row = (prod(arrangement.row),) if plan is None else arrangement.row  # torch takes weights of one dim
         everywhere = bool(weights) and weights[0].layout.is_everywhere
         spread = [weights_for(site, needed, row, weights)] if weights and not everywhere else []
         derivatives = reduce(or_, (one.derivatives for one in weights), NONE)

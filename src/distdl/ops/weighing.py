@@ -119,7 +119,8 @@ class Weighing:
             if weights is None:
                 target.copy_(source)
                 continue
-            apart = run.apart and not is_channels_last(x)  # (of which the last dim is not the last one in memory)
+            # in channels_last, the last dim is not the last one in memory
+            apart = run.apart and not is_channels_last(x)
             total = empty(target.shape, x.dtype, x) if apart else target
             torch.mul(source, weights, out=total)
             for inputs, weights in others:

@@ -99,7 +99,7 @@ class Windowed:
 
 
 class _Windowed(BlockFunction):
-    observed = True  # (as torch's convolution is)
+    observed = True  # selective checkpoints see torch's convolution, too
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class _Windowed(BlockFunction):
                 fetched.wait()
             place = steps.place(x, window) if window is not x and window.nbytes >= WORTH else None
         ctx.place = place
-        # (what was passed is saved for second derivatives, too)
+        # the arguments are saved as well as the window, because second derivatives need them
         if place is None:
             ctx.save_for_backward(used[0], x, *weights, window)
         else:
@@ -128,7 +128,8 @@ class _Windowed(BlockFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, x, *saved = ctx.saved_tensors  # (before any message: a checkpoint recomputes here)
+        # before any message, as this is where a checkpoint recomputes its forward
+        weight, x, *saved = ctx.saved_tensors
         steps, asked, window = ctx.steps, ctx.needs_input_grad, saved[-1]
         anchored = torch.zeros(0, device=dy.device) if asked[1] else None
         count = len(asked) - 3  # of the weights
@@ -140,7 +141,7 @@ class _Windowed(BlockFunction):
         if ctx.place is not None:
             window = torch.empty_strided(*ctx.window, dtype=x.dtype, device=x.device)
             ctx.place.join(window, x, saved[count:])
-        # (what moves follows from what all members agreed on)
+        # which messages there are follows from what all members agreed on, not from this worker's needs
         of_x = asked[2] if fetch.still else fetch.derivatives.gradient
         of_weights = asked[3] or asked[-1] if parameters is None else parameters.derivatives.gradient
         dx, *found = steps.kernel.backward(dy, window, weight, (of_x, of_weights, of_weights and count > 1))
