@@ -50,7 +50,7 @@ class BlockDataset(data.Dataset[Any]):
     @checks_arguments
     def __init__(self, source: Any, P: Split) -> None:
         P = split_of(P, "BlockDataset")
-        self.P: Partition | None = P  # (not in worker processes, where there are no other workers)
+        self.P: Partition | None = P  # None in worker processes, which reach no other workers
         self.me, self.workers = P.comm.rank, P.workers
         self.sources = each(source, source_of)
         lengths = [one.length for one in leaves(self.sources)]
@@ -72,7 +72,8 @@ class BlockDataset(data.Dataset[Any]):
         return each(self.sources, lambda source: self._batch(source, indices))
 
     def _batch(self, source: Source, indices: Sequence[int]) -> Blocks:
-        indices = [checked(index, self._length) for index in indices]  # (also those of others, for all have to raise)
+        # all indices, also of other workers' samples, so that all workers raise an error
+        indices = [checked(index, self._length) for index in indices]
         shape = (len(indices), *source.shape)
         workers = _workers_of(self.workers, len(shape))
         box = _box(workers, self.me, shape)
@@ -82,7 +83,7 @@ class BlockDataset(data.Dataset[Any]):
         return Blocks(self._cells(source, indices[first:last], within), shape, workers)
 
     def _sample(self, source: Source, index: int) -> torch.Tensor:
-        # (a batch of one sample for each place of the first axis, so that each worker has one)
+        # as a batch with one sample for each place of the first axis, so that each worker has one
         workers = _workers_of(self.workers, 1 + len(source.shape))
         box = _box(workers, self.me, (workers.shape[0], *source.shape))
         within = [(0, 0)] * len(source.shape) if box is None else box[1:]

@@ -74,8 +74,9 @@ class DataLoader(data.DataLoader[Any]):
         generator = torch.Generator().manual_seed(seed)
         super().__init__(blocks, batch_size, collate_fn=collate(self._P), generator=generator, **options)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # (torch gives a class of its own)
-        self._compare()  # (now, not with the first batch, which a thread may ask for that loads ahead)
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a class of its own
+        # compared now: the first batch may be asked for by a thread that loads ahead
+        self._compare()
         return (_checked(as_global(batch, self._P), self.dataset) for batch in super().__iter__())
 
     def _compare(self) -> None:
@@ -100,9 +101,10 @@ class DataLoader(data.DataLoader[Any]):
         for one in found:
             order = crc32(one.cpu().numpy().tobytes(), order)
         size = "batches of their sampler" if self.batch_size is None else f"batches of {self.batch_size}"
-        count = len(self.dataset)  # type: ignore[arg-type]  # (torch's datasets need not have a length; these have one)
+        count = len(self.dataset)  # type: ignore[arg-type]  # these datasets have a length; not all of torch's do
         kinds = ", ".join(f"{dims(one.shape) or '0-d'} {one.dtype}" for one in leaves(_read_by(self.dataset).sources))
-        split = f"over {self._P} ({crc32(self._P.workers.tobytes()):08x})"  # (of many workers, the text has some)
+        # the text of a partition of many workers shows only some, so the checksum tells them apart
+        split = f"over {self._P} ({crc32(self._P.workers.tobytes()):08x})"
         return f"{count} of {whole} samples of {kinds} in {size} {split} in the order {order:08x}"
 
 
@@ -118,15 +120,15 @@ _DRAWING = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSam
 
 
 def _order_of(sampler: Any) -> list[torch.Tensor]:
-    """What is known of what the order follows from that a sampler gives."""
-    if isinstance(sampler, (list, tuple, range)):  # (of samples, or of batches, which may differ in length)
+    """What determines the order of a sampler, as far as that can be known."""
+    if isinstance(sampler, (list, tuple, range)):  # samples, or batches, which may differ in length
         batches = [np.ravel(one) for one in sampler]
         lengths = torch.tensor([len(one) for one in batches])
         return [lengths, torch.as_tensor(np.concatenate(batches))] if batches else [lengths]
     if isinstance(sampler, (torch.Tensor, np.ndarray)):
         return [torch.as_tensor(sampler)]
     found = []
-    with suppress(TypeError, NotImplementedError):  # (not each sampler has a length)
+    with suppress(TypeError, NotImplementedError):  # not every sampler has a length
         found.append(torch.tensor(len(sampler)))
     generator = getattr(sampler, "generator", None)
     if generator is None and isinstance(sampler, _DRAWING):
@@ -137,7 +139,8 @@ def _order_of(sampler: Any) -> list[torch.Tensor]:
         chosen = getattr(sampler, name, None)
         if isinstance(chosen, (Sequence, torch.Tensor, np.ndarray)):
             found.append(torch.as_tensor(chosen))
-    if type(sampler).__module__.startswith("torch."):  # (an option of others, as their rank, may mean anything)
+    # options of other samplers, such as their rank, may mean anything
+    if type(sampler).__module__.startswith("torch."):
         options = [one for one in vars(sampler).values() if isinstance(one, (int, float))]
         found.append(torch.tensor(options, dtype=torch.float64))
     return found

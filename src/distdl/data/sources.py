@@ -122,7 +122,8 @@ class _File:
 
     def open(self) -> Any:
         """The array."""
-        if self._held is None or self._held[0] != os.getpid():  # (a file that was opened before a fork is not ours)
+        # a file that was opened before a fork belongs to the parent
+        if self._held is None or self._held[0] != os.getpid():
             self._held = os.getpid(), _open(self.path, self.name)
         return self._held[1]
 
@@ -163,14 +164,14 @@ def _array_of(path: str, name: str) -> Any:
         if not name and len(file) != 1:
             raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(file)}")
         name = name or next(iter(file))
-        if not hasattr(file[name], "shape"):  # (a group)
+        if not hasattr(file[name], "shape"):  # a group of arrays
             inside = ", ".join(f"{name}/{one}" for one in file[name])
             raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {inside}")
         return file[name]
     if kind == ".zarr":
         found = _library("zarr", "Zarr").open(path, mode="r")
         found = found[name] if name else found
-        if not hasattr(found, "shape"):  # (a group)
+        if not hasattr(found, "shape"):  # a group of arrays
             raise ValueError(f"BlockDataset needs {path}:NAME, where NAME is one of {', '.join(sorted(found))}")
         return found
     raise ValueError(f"BlockDataset reads .npy, .h5, .hdf5 and .zarr; got {path}")
@@ -232,7 +233,7 @@ class _Mapped(_File):
         self._held = os.getpid(), array
 
     def open(self) -> Any:
-        if self._held is None:  # (a map that was made before a fork is as good)
+        if self._held is None:  # a map that was made before a fork serves the child as well
             self._held = os.getpid(), np.memmap(self.path, **self._options)
         return self._held[1]
 

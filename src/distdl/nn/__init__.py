@@ -155,4 +155,4 @@ __all__ = [
     "utils",
 ]
 
-local = checks_arguments(connection.local)  # (ours call it where it stands)
+local = checks_arguments(connection.local)  # for authors: the function itself, which distdl calls, checks no arguments

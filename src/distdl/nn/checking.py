@@ -73,7 +73,7 @@ def _plain(module: nn.Module, path: str, allowed: Collection[str], seen: set[int
     seen.add(id(module))
     yield path, module
     if type(module).__module__.startswith("torch.nn.") and module._parameters:
-        return  # (attention, for one: what it is made of says nothing more)
+        return  # the parts of such a module, as of attention, would say nothing more
     for name, child in module.named_children():
         yield from _plain(child, f"{path}.{name}" if path else name, allowed, seen)
 

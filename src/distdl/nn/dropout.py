@@ -49,7 +49,8 @@ class _DropoutLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> Any:
         if not self.training or self.p == 0:
-            return x  # (outside, too: of a clone, the graph says that a layer has given it, and of x it does not)
+            # also outside of P_x: the graph would note a clone as the result of a layer, and x is none
+            return x
         setup = self.agree(x, extra=self._marks)
         moved = setup.move_in(x)
         return setup.move_out(setup.local(*moved, self.calls))

@@ -106,7 +106,7 @@ class DistributedEmbedding(Layer):
         return y
 
     def _configure(self, op: Any, headers: Headers) -> Op:
-        # (here, and not in the operation, as only reports tell which indices a worker has)
+        # checked here and not in the operation, as only headers tell which indices a worker has
         for worker, (wrong, index, _) in zip(
             self.P_x.workers.flat, headers.extras(self.P_x).reshape(-1, 3), strict=True
         ):

@@ -78,7 +78,7 @@ class Application:
         return op.setup(Site._make((self.work, headers.members, label)), *self._signatures(headers, label))
 
     def _signatures(self, headers: Headers, label: Label) -> Iterator[Signature]:
-        for number, place in enumerate(self.places[: headers.tensors]):  # (the last may be missing: a bias)
+        for number, place in enumerate(self.places[: headers.tensors]):  # the bias, which is last, may be missing
             if isinstance(place, Layout):
                 yield stored(headers, place, number, label, (*self.names, "a parameter")[min(number, len(self.names))])
             elif isinstance(place, Partition):
@@ -189,4 +189,5 @@ def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-blank_shape = checks_arguments(steps.blank_shape)  # (ours call it where it stands)
+# for authors: the function itself, which distdl calls, checks no arguments
+blank_shape = checks_arguments(steps.blank_shape)

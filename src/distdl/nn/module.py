@@ -21,7 +21,7 @@ class Module(torch.nn.Module):
 
     _gives = Given.BLOCKS  # what results are: the same on every worker
     _member = True  # whether this worker takes part
-    _keeps_copies = True  # whether results of what is the same on every worker are so, too, where worker 0 has some
+    _keeps_copies = True  # whether inputs that are the same on every worker give equal results, if worker 0 has one
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -29,18 +29,19 @@ class Module(torch.nn.Module):
             leave_uncompiled(cls.__dict__["forward"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it with this worker's tensors; or with tensors that know of which they are blocks, which call it."""
+        """Call the module with this worker's tensors. A global tensor among the arguments takes the call over."""
         for one in (*args, *kwargs.values()) if kwargs else args:
-            if type(one) is not torch.Tensor:  # (at a glance: to look for what is not there takes longer)
+            if type(one) is not torch.Tensor:  # the common case first: a look-up of what is not there takes longer
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
                     return take_over(self, self._call_plain, args, kwargs)
         return self._call_plain(*args, **kwargs)
 
     def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it with plain tensors, and note in the graph of what it gives that it has given that."""
+        """Call the module with plain tensors, and note in the graph of the result what kind of result it is."""
         y = self._wrapped_call_impl(*args, **kwargs)
-        if not hasattr(self, "P_x"):  # (nobody knows of others, that have some of ours)
+        # a module without P_x may have modules of ours inside, and nothing is known of its results
+        if not hasattr(self, "P_x"):
             return y
         return note_given(y, (*args, *kwargs.values()) if kwargs else args, self._gives)
 

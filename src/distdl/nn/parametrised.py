@@ -198,7 +198,7 @@ def weight_norm(module: torch.nn.Module, name: str = "weight", dim: int | None =
     Returns: the layer.
     Raises: ValueError, on every worker, if the parameter is split in another dim.
     """
-    norm = partial(parametrizations.weight_norm, dim=cast(int, dim))  # (None is missing in torch's types)
+    norm = partial(parametrizations.weight_norm, dim=cast(int, dim))  # None is missing in torch's types
     return _parametrise(module, name, "weight_norm", _WHOLE if dim is None else dim, norm)
 
 

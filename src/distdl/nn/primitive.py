@@ -40,8 +40,8 @@ class Movement:
         plan: gives the plan for one worker, from what the members reported. A pure function: if it raises an error, all
             members raise it.
         adds: whether the forward adds tensors up.
-        copies: whether results may be copies of one tensor, of whose gradient the backward adds up the parts that the
-            workers have. (That of what one worker alone has may be the whole one.)
+        copies: whether results may be copies of one tensor. The backward then adds up the parts of its gradient that
+            the workers have. The gradient of a tensor that one worker alone has may be whole.
         alike: whether tensors that are the same on all workers of ``P_x`` give the same on all workers of ``P_y``.
     """
 
@@ -68,11 +68,9 @@ class Movement:
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether what it makes of tensors that are the same on every worker is so, too, on worker 0 and on others that
-        have some.
-        """
+        """Whether inputs that are the same on every worker give equal results, and worker 0 has one of these."""
         if not (self.adds or self.copies) and self.P_x.workers.tolist() == self.P_y.workers.tolist():
-            return True  # (each worker has its own tensor)
+            return True  # each worker has its own tensor
         workers = self.P_y.workers.ravel().tolist()
         return 0 in workers and (self.alike or len(workers) == 1)
 

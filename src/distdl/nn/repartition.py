@@ -62,7 +62,7 @@ class Repartition(Between):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         setup = self.agree(x)
-        self.__dict__["_last"] = setup  # (torch's way to set an attribute takes longer)
+        self.__dict__["_last"] = setup  # torch's way to set an attribute takes longer
         y: torch.Tensor = setup.local(*setup.move_in(x))
         return y
 

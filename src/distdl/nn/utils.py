@@ -66,7 +66,8 @@ def clip_grad_norm_(
 def clip_grad_value_(network: torch.nn.Module | Tensors, clip_value: float, foreach: bool | None = None) -> None:
     """Clip the gradients to between ``-clip_value`` and ``clip_value``. No messages are sent."""
     parameters = [parameter for parameter in _tensors(network) if parameter.grad is not None]
-    if parameters:  # (torch raises where there are none, as on a worker that stores no weight)
+    # torch raises an error if there are none, as on a worker that stores no weight
+    if parameters:
         clip_locally(parameters, clip_value, foreach)
 
 
@@ -123,7 +124,7 @@ def _sorted(
         known = {id(one) for model in list(distributed_models(everyone.comm)) for one in _copies(model)}
         split = {name for name, one in named.items() if id(one) not in known}
     for name, one in named.items():
-        if isinstance(one.layout, Layout):  # (a function of them all gives every worker the same)
+        if isinstance(one.layout, Layout):  # torch's functions of global tensors give every worker the same
             whole["the shares of a model"].append(one)
         elif name in split:
             blocks.append(one)
@@ -141,7 +142,7 @@ def _copies(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:
 
 
 def _norm(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> float:
-    # (the largest element of a tensor without elements is an error in torch)
+    # torch raises an error for the largest element of a tensor without elements
     filled = [tensor.detach() for tensor in tensors if tensor.numel()]
     return float(local_norm(filled, order, False, foreach)) if filled else 0.0
 

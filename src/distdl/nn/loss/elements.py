@@ -164,7 +164,8 @@ class DistributedLossBase(Layer):
         # of elements nothing has to be agreed on, unless what is global has to be split
         self._by_itself = Setup(Together(), op.elements, same) if self._member else self._alone
 
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:  # type: ignore[override]  # (a loss takes two)
+    # a loss takes two tensors
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> Any:  # type: ignore[override]
         tensors = (x, target, or_absent(self.weight), or_absent(self.pos_weight))
         if self.reduction == "none" and self.pos_weight is None:
             setup = self._by_itself
