@@ -60,7 +60,7 @@ def _check_optimiser(found: Any, tensors: Container[str], is_value: Callable[[An
         _need(type(group["named"]) is bool, "named of a group", group["named"])
         options = group["options"]
         _need(isinstance(options, dict) and "dict" in options and is_value(options), "options of a group", options)
-    further = found.get("besides", {"dict": []})  # (distdl did not keep it at first)
+    further = found.get("besides", {"dict": []})  # absent in checkpoints of early versions
     _need(isinstance(further, dict) and "dict" in further and is_value(further), "besides of an optimiser", further)
     state = found["state"]
     _need(_is_dict(state, lambda kept: _is_dict(kept, is_kept)), "state of an optimiser", state)

@@ -50,7 +50,8 @@ def export_state(
 
 def _in_order(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """The same as the model's ``state_dict`` lists it: module by module, its parameters and then its buffers."""
-    paths = (path for path, _ in model.named_modules(remove_duplicate=False))  # (of a shared module it lists each)
+    # state_dict lists a shared module at each of its paths
+    paths = (path for path, _ in model.named_modules(remove_duplicate=False))
     modules = {path: at for at, path in enumerate(paths)}
 
     def place(key: str) -> tuple[int, int, int]:
@@ -59,7 +60,7 @@ def _in_order(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
             path, _, name = path.rpartition(".")
         module = model.get_submodule(path)
         kinds = list(module._parameters), list(module._buffers), [_EXTRA]
-        # (a parameter that has another name in the layer comes in the order of its layouts)
+        # parameters that have another name in the layer come in the order of its layouts
         kind = next((at for at, names in enumerate(kinds) if name in names), 0)
         return modules[path], kind, kinds[kind].index(name) if name in kinds[kind] else 0
 

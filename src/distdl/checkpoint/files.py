@@ -42,7 +42,7 @@ def on_disk(block: torch.Tensor, copy: bool = False) -> torch.Tensor:
     if block.dtype.is_complex:
         block = torch.view_as_real(block)
     moved = block.cpu().contiguous()
-    own = moved.untyped_storage().nbytes() == moved.nbytes  # (safetensors wants no views of something larger)
+    own = moved.untyped_storage().nbytes() == moved.nbytes  # safetensors takes no views of larger tensors
     return moved.clone() if not own or (copy and moved.data_ptr() == block.data_ptr()) else moved
 
 
@@ -91,7 +91,7 @@ class Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.clear()  # (which unmaps them)
+        self._open.clear()  # unmaps the files
 
     def read(self, key: str, box: Box) -> torch.Tensor:
         """The cells of a box."""
@@ -110,7 +110,8 @@ class Reader:
             part = (shape(block.box), saved.dtype)
             whole: torch.Tensor = found[slices(within(box, block.box)) or ...]
             if saved.dtype.is_complex:
-                # (a copy: a file has it at a multiple of 8 bytes, and torch's loops over complex128 need one of 16)
+                # A copy, as torch's loops over complex128 need an address that is a multiple of 16, and a file has
+                # multiples of 8.
                 whole = torch.view_as_complex(whole.clone(memory_format=torch.contiguous_format))
             if tuple(found.get_shape())[: len(part[0])] != part[0] or whole.dtype != saved.dtype:
                 raise ValueError(f"{key} has shape {found.get_shape()} and {whole.dtype}; the index says {part}")

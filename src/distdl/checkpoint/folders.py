@@ -18,7 +18,7 @@ from distdl.checkpoint.index import Index, from_text, to_text
 try:
     import fcntl
 except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]  # (it is a module elsewhere)
+    fcntl = None  # type: ignore[assignment]  # it is a module elsewhere
 
 INDEX = "index.json"
 _STEP = re.compile(r"step-(\d{9,})")
@@ -136,13 +136,13 @@ class Place:
         with contextlib.suppress(OSError):
             (self.folder / f"{INDEX}.new").unlink(missing_ok=True)
         if self.folder != self.path:
-            with contextlib.suppress(OSError):  # (it is not empty: there is an older checkpoint)
+            with contextlib.suppress(OSError):  # the folder is not empty where there is an older checkpoint
                 self.folder.rmdir()
 
     def release(self) -> None:
         """Let others save here."""
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # (also for processes that were forked meanwhile)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
             os.close(self._lock)
             self._lock = None
 

@@ -228,7 +228,7 @@ def _read(content: dict[str, Any]) -> Index:
         tensors[key] = saved = Saved(_DTYPES[one["dtype"]], tuple(map(number, one["shape"])), blocks)
         if _uncovered(saved):
             raise ValueError(f"the blocks of {key} do not tile it")
-    if not _FOLDER.fullmatch(content["folder"]):  # (nothing outside of the checkpoint is read)
+    if not _FOLDER.fullmatch(content["folder"]):  # so nothing outside of the checkpoint is read
         raise ValueError(f"{content['folder']!r} is no folder of files")
     sizes = {int(worker): number(size) for worker, size in content["sizes"].items()}
     without = {block.worker for saved in tensors.values() for block in saved.blocks} - sizes.keys()
@@ -239,7 +239,7 @@ def _read(content: dict[str, Any]) -> Index:
     if unknown:
         raise ValueError(f"it has no {unknown[0]}")
     facts = {key: content[key] for key in ("optimiser", "scheduler", "random", "extra_state")}
-    facts["scheduler_kind"] = content.get("scheduler_kind")  # (distdl did not keep it at first)
+    facts["scheduler_kind"] = content.get("scheduler_kind")  # absent in checkpoints of early versions
     check_facts(facts, tensors)
     return Index(
         tensors=tensors,

@@ -109,7 +109,7 @@ def install_together(comm: Any, what: str, stage: Any, staged: list[Staged]) -> 
     try:
         together(comm, what, staged[0].install)
     except Exception:
-        with suppress(Exception):  # (of a load_state_dict that is not torch's)
+        with suppress(Exception):  # a load_state_dict of the user's may fail again
             staged[0].undo()
         raise
     staged[0].restore_random()

@@ -44,7 +44,7 @@ def describe(optimiser: torch.optim.Optimizer, records: Records) -> dict[str, An
     numbers = [number for group in found["param_groups"] for number in group["params"]]
     for number, name in zip(numbers, [name for own in names for name in own], strict=True):
         parameter = records.found[name]
-        if parameter.box is not None:  # (what is kept of no cells tells nothing)
+        if parameter.box is not None:  # state of a block without cells tells nothing
             own = found["state"].get(number, {})
             state[name] = {key: _described(value, key, parameter, records) for key, value in own.items()}
     further = encode(besides(found), "optimiser/besides", keep)
@@ -116,7 +116,8 @@ def _described(value: Any, key: str, parameter: Record, records: Records) -> dic
         other = parameter.tensor
         if isinstance(value, GlobalTensor) and isinstance(other, GlobalTensor) and value.layout != other.layout:
             raise ValueError(f"{path} needs to be split as its parameter is")
-        records.add(Record(path, parameter.extents, parameter.box, value, equal=False))  # (its parameter is compared)
+        # not compared, as the parameter is
+        records.add(Record(path, parameter.extents, parameter.box, value, equal=False))
     elif isinstance(value, GlobalTensor):
         layout = value.layout
         me = layout.partition.comm.rank
@@ -231,7 +232,8 @@ def _value(name: str, found: dict[str, Any], parameter: torch.Tensor, record: Re
     if "value" in found:
         return decode(found["value"], lambda key: read(key, None))
     key = found["tensor"]
-    if found["follows"] and not is_count(name, record.extents):  # (distdl let counts follow numbers at first)
+    # checkpoints of early versions may say that a count follows its parameter
+    if found["follows"] and not is_count(name, record.extents):
         cells = read(key, record).to(parameter.device)
         block = torch.empty_like(local(parameter), dtype=cells.dtype).copy_(cells.reshape(local(parameter).shape))
         return GlobalTensor._of(block, parameter._layout) if isinstance(parameter, GlobalTensor) else block

@@ -20,7 +20,7 @@ def describe(model: torch.nn.Module, comm: Communicator, records: Records) -> di
         records.add(Record(key, tuple(state.shape), whole(state.shape), state))
     layers = {}
     for path, layer in _layers(model):
-        if layer.P_x.workers.flat[0] == comm.rank:  # (whose seed is that of all)
+        if layer.P_x.workers.flat[0] == comm.rank:  # the first worker's seed is that of all workers
             layers[path] = list(layer.random_state)
     context: Context | None = comm.kept.get(Context)
     draws = None if context is None else [context.draws.seed, [list(one) for one in context.draws.counted()]]

@@ -160,7 +160,7 @@ def _record(key: str, tensor: torch.Tensor | None, layout: Layout | None, saves:
         equal = is_parameter and saves
         return Record(key, tuple(tensor.shape), whole(tensor.shape), tensor, saves, equal, first=not is_parameter)
     me = layout.partition.comm.rank
-    # (of a tensor without cells, who has a block of it has all of it)
+    # a worker with a block of a tensor without cells has all of it
     nothing = tensor is not None and not volume(whole(layout.extents))
     holds = me in layout.partition and (volume(layout[me]) or nothing)
     box = layout[me] if holds else None

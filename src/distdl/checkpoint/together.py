@@ -48,5 +48,5 @@ def _kind(error: Exception) -> str:
 
 
 def _text(error: Exception) -> str:
-    expected = type(error).__name__ in _KINDS or isinstance(error, OSError)  # (which says itself what it is)
+    expected = type(error).__name__ in _KINDS or isinstance(error, OSError)  # the text of an OSError says what it is
     return str(error) if expected else f"{type(error).__name__}: {error}"

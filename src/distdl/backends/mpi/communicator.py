@@ -180,7 +180,7 @@ class MPICommunicator(Communicator):
         return highest
 
     def _come_together(self, group: Group, requests: Sequence[MPI.Request], *memory: object) -> None:
-        # (of a user's own call, ``where`` names an earlier one, in which nobody needs the others)
+        # In a user's own call, ``where`` still names an earlier call, in which nobody needs the others.
         self._waits.finish(requests, group, *memory, needs=group if isinstance(self.where, Meeting) else ())
 
     def _higher(self, other: int, values: IntArray) -> IntArray:
@@ -226,7 +226,7 @@ class MPICommunicator(Communicator):
         known = self._handles.get(group)
         if known is None:
             self._check_released()
-            workers = tuple(sorted(map(int, group)))  # (the integers may be NumPy's)
+            workers = tuple(sorted(map(int, group)))  # the integers may be NumPy's
             if workers not in self._groups:
                 self._groups[workers] = self._create(workers)
             handle = self._groups[workers], workers.index(group[0])
@@ -252,7 +252,7 @@ class MPICommunicator(Communicator):
         begun = self._position()
 
         def finish() -> None:
-            # (where another call of the group has begun since, it is not this one in which others may be behind)
+            # if another call of the group has begun since, others may be behind in that one
             self._waits.finish(requests, group, buffer, read, needs=needs if self._position() == begun else ())
             deliver(tensor, buffer)
 

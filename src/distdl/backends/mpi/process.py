@@ -79,7 +79,8 @@ def _text(show: Callable[..., Any], kind: Any, error: Any, trace: Any) -> str:
 def _print_at_once(text: str) -> None:
     """Write all of it by as few calls as possible, so that little of other workers gets in between."""
     streams: tuple[Any, ...] = sys.stderr, sys.__stderr__
-    for stream in streams:  # (torch.distributed's hook collects what others print, to show it later)
+    # sys.stderr may be no file: a hook of torch.distributed collects there what other hooks print, to show it later
+    for stream in streams:
         try:
             left = memoryview(text.encode())
             while left:

@@ -78,7 +78,7 @@ class Questions:
                 f"worker {comm.rank} gave up in {comm.place}, after another worker had: {text.decode()}"
             )
         group = tuple(getattr(comm.where, "group", group))
-        if comm.rank not in group:  # (messages of its own making)
+        if comm.rank not in group:  # messages of this worker's own
             awaited = ()
         if waited >= self._next:
             self._next = 2 * waited
@@ -105,7 +105,8 @@ class Questions:
         """What is wrong if workers wait in a circle; it asks those on whom that depends."""
         me = self._own(group)
         found, wrong = self._circles.look(self._comm, me, self._ask)
-        if found:  # (to be found again, from what they answer now)
+        # the circle has to show again in what the workers answer now
+        if found:
             self._answers = {}
             self._circles.look(self._comm, me, self._ask)
         return wrong

@@ -79,7 +79,7 @@ def _run(work: Work, workers: int) -> list[Any]:
     if hub.failure is not None:
         try:
             _join(running)
-        finally:  # (a second interruption, too)
+        finally:  # also after a second interruption
             for thread in running:
                 _stop(thread)
         raise _telling(hub.failure, hub.cause, failures)
@@ -142,7 +142,7 @@ def _join(threads: Sequence[_Worker]) -> None:
     deadline = time.monotonic() + _GRACE
     for thread in threads:
         if thread.over.wait(max(deadline - time.monotonic(), 0.0)):
-            thread.join()  # (which is the interpreter's last moment with it)
+            thread.join()  # waits for what the interpreter does at the end of a thread
 
 
 @atexit.register

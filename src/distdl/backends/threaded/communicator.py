@@ -138,7 +138,8 @@ class ThreadCommunicator(Communicator):
                 self.hub.fail(self.poison(error))
                 raise error
             _await(written, source.event)
-            with torch.inference_mode():  # (the only mode in which the tensors of a worker in any mode may be written)
+            # inference mode may write to tensors of workers in any mode, and no other mode may
+            with torch.inference_mode():
                 written.copy_(read)
             source.event = _record(written)
         with self.hub.lock:

@@ -67,7 +67,8 @@ class _Random(ModuleType):
         vars(self)[_NAME] = self.shared if value is torch.default_generator else value
 
     def __reduce__(self) -> Any:
-        return importlib.import_module, (self.__name__,)  # (as what pickles modules does with those of torch's class)
+        # libraries that pickle modules know plain ones only, and import these by name, too
+        return importlib.import_module, (self.__name__,)
 
 
 def share_generator() -> None:
@@ -76,7 +77,7 @@ def share_generator() -> None:
         return
     module = torch.random
     with _sharing:
-        if vars(module)[_NAME] is torch.default_generator:  # (else it is shared, or the user's own)
+        if vars(module)[_NAME] is torch.default_generator:  # otherwise it is shared already, or the user's own
             vars(module)[_NAME] = _Random.shared = OneAtATime(torch.default_generator)
             module.__class__ = _Random
 

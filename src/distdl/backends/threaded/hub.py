@@ -112,7 +112,7 @@ class Hub:
 
     def _check_backward(self, comm: Communicator) -> None:
         """Raise in a backward on torch's thread of a device: the other workers' may stand in line behind this one."""
-        foreign = isinstance(threading.current_thread(), threading._DummyThread)  # (Python has not started it)
+        foreign = isinstance(threading.current_thread(), threading._DummyThread)  # a thread that Python has not started
         if foreign and torch._C._current_graph_task_id() != -1:
             error = CommunicationError(
                 f"{comm.place} is in a backward of worker {comm.rank} that runs on torch's own thread of the device, "

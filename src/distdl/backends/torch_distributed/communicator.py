@@ -77,7 +77,7 @@ class TorchCommunicator(Communicator):
         self._host = host
         self._last_limit = self.timeout, timedelta(seconds=self.timeout)
         self._watch = Watch(store, rank)
-        weakref.finalize(self, self._watch.dismiss).atexit = False  # (whose thread would go on otherwise)
+        weakref.finalize(self, self._watch.dismiss).atexit = False  # its thread would go on otherwise
         _open_ones.add(self)
         self._group(self._world, direct=False)  # at once, so that from now on the others notice the end of a worker
 
@@ -96,7 +96,7 @@ class TorchCommunicator(Communicator):
             raise self._lost([worker for _, _, worker in calls], error) from error
 
         def finish() -> None:
-            limit = () if direct else (self._limit,)  # (NCCL's wait returns at once, and has the group's limit)
+            limit = () if direct else (self._limit,)  # NCCL's wait returns at once, and has the limit of the group
             for worker, work in works:
                 self._meet(work.wait, (worker,), (worker,), *limit)
             for _, tensor, buffer in arrivals:
@@ -143,7 +143,8 @@ class TorchCommunicator(Communicator):
         return self._pending(work, group, buffer if y is None else y, buffer)
 
     def sends_whole(self, group: Group, tensor: torch.Tensor) -> bool:
-        # (a round takes long; of many workers, parts of a small tensor would be as many messages of a few bytes)
+        # A round takes long, so small tensors are sent whole. Among many workers, parts of them would be as many
+        # messages, of a few bytes each.
         return tensor.nbytes * min(len(group) - 1, 16) <= _SENT_AT_ONCE
 
     def all_sum(self, group: Group, x: torch.Tensor, y: torch.Tensor, tag: int = 0) -> Pending:
@@ -163,7 +164,8 @@ class TorchCommunicator(Communicator):
 
     def leave(self, failure: BaseException | None = None) -> None:
         """Write into the store that this worker has come to its end, or failed, and close its connections."""
-        if self._groups and not isinstance(failure, CommunicationError):  # (which only follows from another's end)
+        # a CommunicationError only follows from the end of another worker
+        if self._groups and not isinstance(failure, CommunicationError):
             how = _ENDED
             if failure is not None:
                 how = f"failed with {type(failure).__name__}: {failure}"
@@ -175,7 +177,7 @@ class TorchCommunicator(Communicator):
             _end_graphs()
         try:
             self._close(failure is not None)
-        except RuntimeError:  # (of a device that has failed, which nobody has told: its messages are lost)
+        except RuntimeError:  # a device has failed, and nobody has been told, so its messages are lost
             self._close(True)
             raise
 
@@ -186,15 +188,15 @@ class TorchCommunicator(Communicator):
                 within(_MARGIN, lambda: self._watch.tell(str(failure)))
         for (direct, workers), group in list(self._groups.items()):
             for place in () if direct else [place for place, worker in enumerate(workers) if worker != self.rank]:
-                with suppress(RuntimeError):  # (each wait closes the connection to that worker alone)
+                with suppress(RuntimeError):  # each wait closes the connection to one worker
                     group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], place, _NO_TAG).wait(
                         timedelta(milliseconds=1)
                     )
 
     def _close(self, failed: bool = False) -> None:
         for (direct, _), group in self._groups.items():
-            if direct:  # (gloo closes what nobody has any more; NCCL only warns of it)
-                if not failed:  # (its waits return at once, so messages may be under way that others need)
+            if direct:  # gloo closes a group that nobody holds any more; NCCL only warns of it
+                if not failed:  # its waits return at once, so messages that others need may be under way
                     torch.cuda.synchronize()
                 group.abort()
         self._groups.clear()
@@ -271,7 +273,7 @@ class TorchCommunicator(Communicator):
         try:
             with in_their_turn():
                 options = self._options()
-                # (of two workers, gloo lets the one of the higher address and port connect; the other waits for that)
+                # of two workers, gloo lets the one with the higher address and port connect, and the other waits for it
                 return within(
                     limit,
                     lambda: dist.ProcessGroupGloo(store, place, len(workers), options),
@@ -360,7 +362,7 @@ def _end_graphs() -> None:
     """Let go of CUDA graphs that are still there at the end: NCCL waits for ever for those that have messages."""
     for one in gc.get_objects():
         if issubclass(type(one), torch.cuda.CUDAGraph):
-            with suppress(RuntimeError):  # (of a device that has failed; all else is to be closed yet)
+            with suppress(RuntimeError):  # a device may have failed, and all else is still to be closed
                 one.reset()
 
 
@@ -377,6 +379,6 @@ _open_ones: weakref.WeakSet[TorchCommunicator] = weakref.WeakSet()
 @atexit.register
 def _leave() -> None:
     """Close all connections before the interpreter ends: their threads abort a process that ends beside them."""
-    with ExitStack() as stack:  # (also where one raises an error)
+    with ExitStack() as stack:  # closes all, also where one raises an error
         for communicator in list(_open_ones):
             stack.callback(communicator.leave, getattr(sys, "last_value", None))
