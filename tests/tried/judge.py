@@ -78,6 +78,21 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 7919 * len(shape)))
 
 
+def square(model: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return what a model gives, after a backward of its mean square."""
+    y = model(*inputs)
+    y.square().mean().backward()
+    return y
+
+
+def fitted(criterion: Callable[..., Tensor], model: Callable[..., Tensor], x: Tensor, target: Tensor) -> Any:
+    """Return the loss of a model and what it gives, after a backward of the loss."""
+    y = model(x)
+    loss = criterion(y, target)
+    loss.backward()
+    return loss, y
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a comparison found.

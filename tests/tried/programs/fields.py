@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 os.environ.setdefault("DDE_BACKEND", "pytorch")  # DeepXDE reads it when it is imported
 
@@ -10,7 +11,7 @@ import deepxde
 import torch
 from e3nn import o3, set_optimization_defaults
 from e3nn.nn import Gate
-from judge import Global, noise, program
+from judge import Global, fitted, noise, program, square
 from neuralop.losses import H1Loss, LpLoss
 from neuralop.models import FNO, TFNO, UNO
 from torch import nn
@@ -22,27 +23,10 @@ GRIDS = [(2, 1, 1, 1), (1, 1, 3, 1), (1, 1, 2, 2)]
 POINTS = [(2, 1), (3, 1)]
 
 
-def train(criterion, model, x, target):
-    y = model(x)
-    loss = criterion(y, target)
-    loss.backward()
-    return loss, y
-
-
-def square(model, *inputs):
-    y = model(*inputs)
-    y.square().mean().backward()
-    return y
-
-
 def operator(model, criterion):
     """Return a step in float32: these operators multiply spectra in complex64."""
-
-    def step(model, x, target):
-        return train(criterion, model, x, target)
-
     x, target = noise(2, 2, 18, 16).float(), noise(2, 1, 18, 16, seed=1).float()
-    return step, model.float(), Global(x.requires_grad_()), Global(target)
+    return partial(fitted, criterion), model.float(), Global(x.requires_grad_()), Global(target)
 
 
 @program("neuraloperator", name="FNO with LpLoss (in float32)", grids=GRIDS, tolerance=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from denoising_diffusion_pytorch import GaussianDiffusion, GaussianDiffusion1D, Unet, Unet1D
-from judge import Global, noise, program
+from judge import Global, noise, program, square
 from torch import nn
 from vector_quantize_pytorch import FSQ, LFQ, ResidualVQ, SimVQ, VectorQuantize
 from x_transformers import (
@@ -145,12 +145,6 @@ def translated():
         dec_max_seq_len=24,
     )
     return step, model, tokens(12, 7), tokens(13, 5)
-
-
-def square(model, x):
-    y = model(x)
-    y.square().mean().backward()
-    return y
 
 
 @program("x-transformers", name="ViTransformerWrapper", grids=PLANE)

@@ -8,7 +8,7 @@ import kornia
 import torch
 import torchmetrics
 from dynamic_network_architectures.architectures.unet import PlainConvUNet, ResidualEncoderUNet
-from judge import Global, noise, program
+from judge import Global, fitted, noise, program, square
 from torch import nn
 from torchmetrics import classification, image
 from torchmetrics import segmentation as segmented
@@ -22,12 +22,6 @@ VOLUME = [(2, 1, 1, 1, 1), (1, 1, 2, 1, 1), (1, 1, 1, 2, 2)]
 
 def pictures(*shape, seed=0):
     return noise(*shape, seed=seed).sigmoid()
-
-
-def square(function, *inputs):
-    y = function(*inputs)
-    y.square().mean().backward()
-    return y
 
 
 def kornia_program(name, function, tolerance=1e-9):
@@ -85,18 +79,11 @@ class Classes(nn.Module):
         return self.net(x)
 
 
-def judged(criterion, model, x, target):
-    y = model(x)
-    loss = criterion(y, target)
-    loss.backward()
-    return loss, y
-
-
 def kornia_loss(name, make):
     def build():
         labels = torch.arange(2 * 20 * 18).reshape(2, 20, 18) % 4
         return (
-            partial(judged, make()),
+            partial(fitted, make()),
             Classes(),
             Global(noise(2, 3, 20, 18).requires_grad_()),
             Global(labels, (0, 2, 3)),
@@ -118,7 +105,7 @@ def structural():
 
     model = nn.Conv2d(3, 3, 3, padding=1)
     return (
-        partial(judged, criterion),
+        partial(fitted, criterion),
         model,
         Global(noise(2, 3, 20, 18).requires_grad_()),
         Global(pictures(2, 3, 20, 18)),

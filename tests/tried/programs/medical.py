@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from judge import Global, noise, program
+from judge import Global, fitted, noise, program, square
 from monai.inferers import sliding_window_inference
 from monai.losses import DiceCELoss, DiceFocalLoss, DiceLoss, GeneralizedDiceLoss, TverskyLoss
 from monai.networks.nets import SegResNet, SwinUNETR, UNet
@@ -19,16 +19,9 @@ def net():
     return UNet(2, 1, 3, channels=(4, 8), strides=(2,), num_res_units=1, norm="batch")
 
 
-def train(criterion, model, x, labels):
-    y = model(x)
-    loss = criterion(y, labels)
-    loss.backward()
-    return loss, y
-
-
 def segmented(criterion):
     labels = torch.arange(3 * 18 * 14).reshape(3, 1, 18, 14) % 3
-    return partial(train, criterion), net(), Global(noise(3, 1, 18, 14).requires_grad_()), Global(labels)
+    return partial(fitted, criterion), net(), Global(noise(3, 1, 18, 14).requires_grad_()), Global(labels)
 
 
 @program("monai", name="DiceLoss(to_onehot_y) of a UNet", grids=PLANE)
@@ -63,12 +56,6 @@ def windows():
             return sliding_window_inference(x, (8, 8), 2, model, overlap=0.25, mode="gaussian")
 
     return infer, net().eval(), Global(noise(2, 1, 18, 14))
-
-
-def square(model, x):
-    y = model(x)
-    y.square().mean().backward()
-    return y
 
 
 @program("monai", name="SegResNet, volumes", grids=VOLUME)

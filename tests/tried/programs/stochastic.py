@@ -6,23 +6,14 @@ import geomloss
 import gpytorch
 import torch
 import torchsde
-from judge import Global, noise, program
+from judge import Global, noise, program, square
 from torch import nn
 
 LIBRARIES = ["gpytorch", "geomloss", "torchsde"]
 GRIDS = [(2, 1), (3, 1)]
 
-
-class Exact(gpytorch.models.ExactGP):
-    """A process with a scaled RBF kernel."""
-
-    def __init__(self, x, y, likelihood):
-        super().__init__(x, y, likelihood)
-        self.mean_module = gpytorch.means.ConstantMean()
-        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
-
-    def forward(self, x):
-        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+# A kernel that is evaluated late switches this setting off for a while, and threads share settings.
+gpytorch.settings.lazily_evaluate_kernels._set_state(False)
 
 
 class Kernel(nn.Module):
@@ -36,32 +27,50 @@ class Kernel(nn.Module):
         return self.kernel(x).to_dense()
 
 
+def matrix_of(kernel):
+    return square, Kernel(gpytorch.kernels.ScaleKernel(kernel)), Global(noise(7, 3).requires_grad_())
+
+
 @program("gpytorch", name="ScaleKernel(RBFKernel), the matrix", grids=GRIDS)
 def rbf():
-    def step(model, x):
-        y = model(x)
-        y.square().mean().backward()
-        return y
-
-    return (
-        step,
-        Kernel(gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())),
-        Global(noise(7, 3).requires_grad_()),
-    )
+    return matrix_of(gpytorch.kernels.RBFKernel())
 
 
 @program("gpytorch", name="ScaleKernel(MaternKernel), the matrix", grids=GRIDS)
 def matern():
-    def step(model, x):
-        y = model(x)
-        y.square().mean().backward()
-        return y
+    return matrix_of(gpytorch.kernels.MaternKernel())
 
-    return (
-        step,
-        Kernel(gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel())),
-        Global(noise(7, 3).requires_grad_()),
-    )
+
+class Exact(gpytorch.models.ExactGP):
+    """A process with a scaled RBF kernel."""
+
+    def __init__(self, likelihood):
+        super().__init__(None, None, likelihood)
+        self.mean_module = gpytorch.means.ConstantMean()
+        self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+    def forward(self, x):
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+@program("gpytorch", name="ExactGP, three steps of Adam by its marginal likelihood", grids=GRIDS)
+def exact():
+    def fit(model, x, y):
+        model.train()
+        model.set_train_data(x, y, strict=False)
+        criterion = gpytorch.mlls.ExactMarginalLogLikelihood(model.likelihood, model)
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimiser.zero_grad()
+            loss = -criterion(model(x), y)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    x = noise(9, 2)
+    return fit, Exact(gpytorch.likelihoods.GaussianLikelihood()), Global(x), Global(x[:, 0].sin(), axes=(0,))
 
 
 def transported(loss):
