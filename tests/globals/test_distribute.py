@@ -502,8 +502,8 @@ def _layers(kind, other):
 
 
 DIFFERENT = {
-    "shape": "worker 0 has 1.weight of shape 2x3x1 and torch.float32 and worker 2 1.weight of shape 3x3x1",
-    "dtype": "1.weight of shape 2x3x1 and torch.float32 and worker 2 1.weight of shape 2x3x1 and torch.float64",
+    "shape": "on worker 0 1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 3x3x1 of torch.float32",
+    "dtype": "1.weight is 2x3x1 of torch.float32, and on worker 2 1.weight is 2x3x1 of torch.float64",
     "class": r"on worker 0 1 is ReLU\(\), and on worker 2 1 is Tanh\(\)",
     "option": r"on worker 0 1 is Dropout\(p=0.5, inplace=False\), and on worker 2 1 is Dropout\(p=0.3",
     "fewer": r"on worker 0 2 is ReLU\(\), and on worker 2 nothing more",

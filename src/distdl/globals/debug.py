@@ -41,10 +41,11 @@ _SHOWN = 80  # characters of the numbers of a call
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
 )
-_WRITING = frozenset(["copy_", "fill_", "_foreach_copy_"])  # functions that write all of their first argument
-# (those that give their first argument in another shape or dtype, and ask for that of another tensor)
-_ALIKE = frozenset(["expand_as", "view_as", "reshape_as", "type_as", "to"])
-_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # functions that do the same to each place of lists
+_WRITING = frozenset(["copy_", "fill_"])  # functions that write all of their first argument, which may not be filled
+_ALIKE = frozenset(
+    ["expand_as", "view_as", "reshape_as", "type_as", "to"]
+)  # those that ask for shapes and dtypes alone
+_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # those of lists, as optimisers call them: blocks stand there, too
 on = False
 """Whether any worker of this process compares: then functions are noted."""
 
@@ -123,16 +124,22 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         whole: whether its plain tensors are the same on every worker: those of a user's call. (Inside of a handler,
             they may be blocks.)
     """
-    tensors = list(tensors_in((_beside_global(args) if name_of(func).startswith(_LISTS) else args, kwargs)))
+    name = name_of(func)
+    listed = name.startswith(_LISTS)
+    tensors = [one for one in tensors_in((args, kwargs)) if not listed or "_layout" in one.__dict__]
     layouts = [one.__dict__.get("_layout") for one in tensors]
     split = any(layout is not None and layout.extents for layout in layouts)
-    unread = {id(one) for one in _unread(func, args, kwargs)}
+    reads = whole and name not in _ALIKE
+    given = (args, {key: value for key, value in kwargs.items() if key != "out"})
+    written = {id(one) for one in tensors_in(kwargs.get("out"))} - {id(one) for one in tensors_in(given)}
+    if name in _WRITING or (name == "__setitem__" and _is_all(args[1])):
+        written.add(id(args[0]))
 
     def is_same(one: torch.Tensor) -> bool:
-        if id(one) in unread:
+        if not reads or id(one) in written:
             return False
-        if not whole or split or type(one) is torch.nn.Parameter:
-            return whole
+        if split or type(one) is torch.nn.Parameter:
+            return True
         # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
         return type(one) is torch.Tensor and one.numel() > 1
 
@@ -144,38 +151,11 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
         numbers = ", ".join(_numbers((args, kwargs)))
         if numbers:
             found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
-    return f"{name_of(func)}({'; '.join(found)})"
+    return f"{name}({'; '.join(found)})"
 
 
-def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a call whose values it does not read: they may not have been filled."""
-    name = name_of(func)
-    read = {id(one) for one in tensors_in((args, {key: value for key, value in kwargs.items() if key != "out"}))}
-    found = [one for one in tensors_in(kwargs.get("out")) if id(one) not in read]
-    if name in _WRITING or (name == "__setitem__" and _is_everything(args[1])):
-        found += tensors_in(args[:1])
-    elif name in _ALIKE and args:
-        # (a parameter is compared here: what follows from it is none, of which one cell may be another on each worker)
-        found += tensors_in((args[1:] if type(args[0]) is torch.nn.Parameter else args, kwargs))
-    return found
-
-
-def _is_everything(index: Any) -> bool:
-    parts = index if type(index) is tuple else (index,)
-    return all(one is ... or (type(one) is slice and one.start is one.stop is one.step is None) for one in parts)
-
-
-def _beside_global(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same arguments, without what lists of tensors have at places where each has a plain one.
-
-    Those stand beside no global tensor: lists of an optimiser hold blocks of layers' weights, too, and their gradients.
-    """
-    lists = [one for one in args if isinstance(one, (tuple, list)) and one and isinstance(one[0], torch.Tensor)]
-    told = {place for each in lists for place, one in enumerate(each) if "_layout" in one.__dict__}
-    return tuple(
-        [x for place, x in enumerate(one) if place in told] if any(one is each for each in lists) else one
-        for one in args
-    )
+def _is_all(index: Any) -> bool:
+    return index is ... or (type(index) is slice and index == slice(None))
 
 
 def _numbers(value: Any) -> Iterator[str]:

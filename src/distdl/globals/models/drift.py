@@ -16,17 +16,15 @@ import torch
 
 from distdl.globals.comparing import bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context
-from distdl.globals.models.equality import whole_of
+from distdl.globals.models.equality import SAME, whole_of
 from distdl.globals.samples import Kept, Sample, check_alike
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
 
 _RULE = (
     "a distributed model needs the same weights on every worker; {name} of worker {worker} differs from that of worker "
-    "0 by {apart:.3g}, where its largest value is {largest:.3g}. What writes into weights and buffers after the first "
-    "forward has to write the same everywhere: optimisers take the same steps with the same options (learning rate, "
-    "clipping), gradients are the same, and initial values that are drawn again come from one seed, or from one "
-    "state_dict. (DISTDL_DEBUG=1 compares all of them before each forward)"
+    f"0 by {{apart:.3g}}, where its largest value is {{largest:.3g}}. {SAME}. (DISTDL_DEBUG=1 compares all of them "
+    "before each forward)"
 )
 
 

@@ -18,7 +18,6 @@ from distdl.globals.ties import writes_of
 from distdl.nn.module import Module
 from distdl.partition import dims
 from distdl.partition.sharing import gather_values
-from distdl.tensors.dtypes import DTYPES, dtype_code
 from distdl.tensors.memory import parts_of
 from distdl.transport.callsite import users_call
 
@@ -36,22 +35,24 @@ _DRAWN = (
 )
 
 
-_Weights = tuple[tuple[str, tuple[int, ...], int], ...]
+SAME = (
+    "What writes into weights and buffers after the first forward has to write the same everywhere: optimisers take "
+    "the same steps with the same options (learning rate, clipping), gradients are the same, and initial values that "
+    "are drawn again come from one seed, or from one state_dict"
+)
 
 
 class _Report(NamedTuple):
     """What a worker says of its model.
 
     Attributes:
-        weights: name, shape and code of the dtype of each parameter and buffer.
-        states: of each, how often it has been written, and the checksum of its bytes.
-        parts: the checksum of what its modules and options are.
-        blank: the name of the first weight on the meta device; empty if there is none.
+        described: the checksum of what describes it.
+        states: of each parameter and buffer, how often it has been written, and the checksum of its bytes.
+        blank: the name of the first that is on the meta device; empty if none is.
     """
 
-    weights: _Weights
+    described: int
     states: tuple[tuple[int, int], ...]
-    parts: int
     blank: str
 
 
@@ -78,17 +79,16 @@ def make_equal(
                 f"distribute needs a model whose parameters have their shapes; {name} gets it in a forward"
             )
     found = [(name, part) for name, one in listed for part in parts_of(one)]
-    described = tuple((name, tuple(one.shape), dtype_code(one.dtype)) for name, one in found)
-    parts = (*options, *_parts(module)) if only is None else ()
+    texts = [f"{name} is {dims(one.shape) or 'a number'} of {one.dtype}" for name, one in found]
+    texts += (*options, *_parts(module)) if only is None else ()
     blank = next((name for name, one in found if one.is_meta), "")
-    states = tuple((writes_of(one), crc32(bytes_of(one).numpy().data)) for _, one in (() if blank else found))
-    mine = _Report(described, states, crc32("\n".join(parts).encode()), blank)
+    states = tuple((writes_of(one), _checksum(one)) for _, one in (() if blank else found))
+    mine = _Report(crc32("\n".join(texts).encode()), states, blank)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
     told = [_Report(*one) for one in gather_values(context.comm, context.everyone, call, mine)]
-    _check_same_weights(told)
-    if any(one.parts != mine.parts for one in told):
-        _check_same_parts(context, call, parts)
+    if any(one.described != mine.described for one in told):
+        _check_same(context, call, texts, "distribute needs the same model and options on every worker")
     for worker, theirs in enumerate(told):
         if theirs.blank:
             raise ValueError(
@@ -105,16 +105,16 @@ def make_equal(
                 context.comm.through.broadcast(context.everyone, cells).wait()
                 one.copy_(cells.view(one.dtype).reshape(one.shape))
     if context.comm.threads and context.comm.rank == 0 and torch.initial_seed() != _SEED:
-        _tell_of_draws(context, told)
+        _tell_of_draws(context, [name for name, _ in found], told)
 
 
-def _tell_of_draws(context: Context, told: Sequence[_Report]) -> None:
+def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[_Report]) -> None:
     """Warn, once in a world, that workers which are threads have drawn different weights after a seed was set.
 
     A weight counts that all workers have written equally often. If one worker alone has loaded weights, it has written
     them more often; and memory that nobody has written holds nothing that was drawn.
     """
-    for (name, *_), *states in zip(told[0].weights, *(one.states for one in told), strict=True):
+    for name, *states in zip(names, *(one.states for one in told), strict=True):
         writes = {times for times, _ in states}
         if len(set(states)) > 1 and len(writes) == 1 and 0 not in writes and _DRAWN not in context.warned:
             context.warned.add(_DRAWN)
@@ -135,26 +135,17 @@ def _parts(module: torch.nn.Module) -> list[str]:
     return found
 
 
-def _check_same_weights(told: Sequence[_Report]) -> None:
-    first = told[0].weights
-    for worker, theirs in enumerate(told):
-        if theirs.weights != first:
-            raise ValueError(
-                f"distribute needs the same model on every worker; worker 0 has {_difference(first, theirs.weights)} "
-                f"and worker {worker} {_difference(theirs.weights, first)}"
-            )
-
-
-def _check_same_parts(context: Context, call: str, parts: Sequence[str]) -> None:
-    """Raise the error of workers that have different modules or options. Collective."""
-    told = gather_values(context.comm, context.everyone, call, list(parts))
+def _check_same(context: Context, call: str, texts: Sequence[str], rule: str, cure: str = "") -> None:
+    """Raise an error, of the first difference, if workers have other texts. Collective."""
+    told = gather_values(context.comm, context.everyone, call, list(texts))
     for worker, theirs in enumerate(told):
         for one, other in zip_longest(told[0], theirs, fillvalue="nothing more"):
             if one != other:
-                raise ValueError(
-                    f"distribute needs the same model and options on every worker; on worker 0 {one}, and on worker "
-                    f"{worker} {other}"
-                )
+                raise ValueError(f"{rule}; on worker 0 {one}, and on worker {worker} {other}{cure}")
+
+
+def _checksum(one: torch.Tensor) -> int:
+    return crc32(bytes_of(one).numpy().data)
 
 
 def check_equal(module: torch.nn.Module, context: Context) -> None:
@@ -166,17 +157,9 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
         return  # nobody is there
     found = [(name, part) for name, one in whole_of(module) for part in parts_of(one)]
     context.comm.where = "a forward"
-    mine = tuple((name, crc32(bytes_of(one).numpy().data)) for name, one in found)
-    told = gather_values(context.comm, context.everyone, "comparing weights", mine)
-    for worker, theirs in enumerate(told):
-        for (name, one), (other, checksum) in zip(told[0], theirs, strict=False):
-            if (name, one) != (other, checksum):
-                raise ValueError(
-                    f"a distributed model needs the same weights on every worker; {name} of worker 0 differs from "
-                    f"{other} of worker {worker}. What changes them has to do the same everywhere: optimisers take "
-                    "the same steps with the same options (learning rate, clipping), gradients are the same, initial "
-                    "values are made before distribute, and an optimiser that draws numbers draws by one seed"
-                )
+    texts = [f"{name} has the checksum {_checksum(one):08x}" for name, one in found]
+    rule = "a distributed model needs the same weights on every worker"
+    _check_same(context, "comparing weights", texts, rule, f". {SAME}")
 
 
 def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -185,11 +168,3 @@ def whole_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     apart = {id(one) for child in others for one in (*child.parameters(), *child.buffers())}
     listed = [*module.named_parameters(), *module.named_buffers()]
     return [(name, one) for name, one in listed if id(one) not in apart and type(one) is not GlobalTensor]
-
-
-def _difference(one: _Weights, other: _Weights) -> str:
-    """The first parameter or buffer in which one model differs from another."""
-    for place, entry in enumerate(one):
-        if place >= len(other) or other[place] != entry:
-            return f"{entry[0]} of shape {dims(entry[1])} and {DTYPES[entry[2]]}"
-    return "nothing more"
