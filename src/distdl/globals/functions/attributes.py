@@ -9,7 +9,7 @@ import torch
 
 from distdl.globals.entry import full_tensor
 from distdl.globals.operands import block_of, part_of
-from distdl.globals.replicas import plain_of
+from distdl.globals.replicas import WRITTEN, plain_of
 from distdl.globals.strides import of_memory, offset_of, same_strides, strides_of, whole_view
 from distdl.globals.table import REPLICATED, TABLE, Handler, handles, handles_property
 from distdl.globals.tensor import GlobalTensor
@@ -182,11 +182,11 @@ def write_data_of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """``self.w.data = x``: the parameter gets the values, all of them on every worker, and so does its copy."""
     replica, value = args
     whole = full_tensor(value).detach() if type(value) is GlobalTensor else plain_of(value)
-    for one in (replica.__dict__.get("_variable"), replica._plain):
-        if type(one) is GlobalTensor:
-            _check_shape(one, whole)
-            share_data(one, whole)
-        elif one is not None:
+    parameter = replica.__dict__.get("_variable")
+    if type(parameter) is GlobalTensor:
+        raise RuntimeError(WRITTEN.format("the data of a weight was set (w.data = ...), which would write"))
+    for one in (parameter, replica._plain):
+        if one is not None:
             func(one, whole)
 
 

@@ -57,9 +57,6 @@ class Copies(Protocol):
     def settled(self, value: Any) -> Any:
         """What a parameter becomes that is set to a value."""
 
-    def holds(self, storage: int) -> bool:
-        """Whether a storage is that of a copy which has other memory than its parameter, and is brought there."""
-
     def enlarged(self, modules: list[torch.nn.Module]) -> None:
         """Modules belong to the model from now on, or their parameters have changed."""
 
@@ -270,9 +267,6 @@ class Replicas:
         if not isinstance(value, torch.nn.Parameter):  # as torch.func.functional_call does, whose gradient goes on
             return value.full_tensor()
         return torch.nn.Parameter(settled(value.detach()), value.requires_grad)
-
-    def holds(self, storage: int) -> bool:
-        return False
 
     def enlarged(self, modules: list[torch.nn.Module]) -> None:
         self._held = None

@@ -15,7 +15,8 @@ one message (see :mod:`~distdl.globals.models.course`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -32,10 +33,10 @@ from distdl.globals.models.splitting import split_parameters
 from distdl.globals.models.states import whole_state
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, taken
-from distdl.globals.replicas import Replica, parameter_of, plain_of, view_of
+from distdl.globals.replicas import WRITTEN, Replica, plain_of, view_of
 from distdl.globals.table import REPLICATED
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.ties import data_given, note_given, writes_of
+from distdl.globals.ties import writes_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
 from distdl.tensors.derivatives import Keeping, next_node, saved_tensors_hooks
@@ -90,15 +91,10 @@ class Shares:
             self._hooks.__exit__()
             self._hooks = None
 
-    def forget(self) -> None:
-        """Let go what has come along for a forward or a backward: it may have been written where that is not told."""
-        self._course.forget()
-        self.keep.forget()
-
     def begin_module(self, module: torch.nn.Module, inputs: Any) -> None:
         """A hook: the forward of a module begins."""
         with torch._C.DisableTorchFunction():
-            self._frames.append(_Frame(module, _hooks_now(), self.forget))
+            self._frames.append(_Frame(module, _hooks_now()))
 
     def end_module(self, module: torch.nn.Module, inputs: Any, result: Any) -> None:
         """A hook: it has ended, or failed."""
@@ -107,9 +103,9 @@ class Shares:
         with torch._C.DisableTorchFunction():
             frame = self._frames.pop()
             try:
-                frame.settle_writes()
+                if result is not None or sys.exc_info()[0] is None:  # (an error of the forward is enough)
+                    frame.check_unwritten()
             finally:
-                frame.untie()
                 if frame.gathered and not _forgets_weights(module):
                     frame.gathered[0].before, self._latest = self._latest, frame.gathered
                     _gather_before(result, self.keep, frame.gathered, frame.first)
@@ -135,17 +131,11 @@ class Shares:
                 wanted = [one for one in listed if (one.dtype, one.device, one.requires_grad) == alike]
             for one, copy in zip(wanted, self._gather(owner, wanted, frame), strict=True):
                 frame.copies[id(one), graph] = copy
-                frame.noted[id(one), graph] = _Written.of(copy)
-                frame.states[id(one), graph] = state_of(one)
-                frame.tie(one)
+                frame.states[id(one), graph] = _lies(copy)
         return frame.copies[id(parameter), graph]
 
     def settled(self, value: Any) -> Any:
         return value
-
-    def holds(self, storage: int) -> bool:
-        each = (plain_of(one) for frame in self._frames for one in frame.copies.values())
-        return any(one.untyped_storage()._cdata == storage for one in each)
 
     def enlarged(self, modules: list[torch.nn.Module]) -> None:
         """(New parameters stay whole on every worker; those that a parametrisation takes over are in shares.)"""
@@ -159,7 +149,7 @@ class Shares:
         for one in parameters:
             if one._context is not self._context:  # (whose gradient would add up over other workers)
                 raise other_world("the forward of a model with weights in shares", self._context, one._context)
-            block_of(one)  # (brings what has been written into its state_dict, and into copies of modules around)
+            block_of(one)  # (brings what has been written into its state_dict)
         gathered = Gathered(Gathering.of(parameters), parameters, self.keep)
         kept = frame is not None and frame.hooks is self.keep
         copies = gathered.copies() if frame is None else self._course.copies(gathered, joined=kept)
@@ -178,155 +168,75 @@ class Shares:
 
 
 class _Frame:
-    """A module whose forward runs. It ties each parameter to its copies: a list of all weights reads what is in these.
+    """A module whose forward runs.
 
     Attributes:
         hooks: that keep what was saved for backward where it began.
-        forget: lets go what has come along, of which this forward may have written something since.
         copies: what it has gathered, by the id of the parameter and whether with a graph.
-        noted: of each of them, what had been written by then.
-        states: of each of them, what had been written into the share itself by then, as a loop over a list does.
-        brought: those without a graph whose data may be written unseen, as they were last brought to the shares.
+        states: where each of them lay, and how often it and its share had been written, when it was gathered.
         gathered: those that autograd is not to keep.
         first: a number before those of the autograd nodes that read what was gathered; 0 if nothing was.
     """
 
-    def __init__(self, module: torch.nn.Module, hooks: Any, forget: Callable[[], None]) -> None:
-        self.module, self.hooks, self.forget = module, hooks, forget
+    def __init__(self, module: torch.nn.Module, hooks: Any) -> None:
+        self.module, self.hooks = module, hooks
         self.copies: dict[tuple[int, bool], torch.Tensor] = {}
-        self.noted: dict[tuple[int, bool], _Written] = {}
         self.states: dict[tuple[int, bool], tuple[int, ...]] = {}
-        self.brought: dict[tuple[int, bool], torch.Tensor] = {}
         self.gathered: list[Gathered] = []
         self.first = 0
 
     def is_outdated(self, parameter: GlobalTensor, graph: bool) -> bool:
-        """Whether a parameter has to be gathered: it was not, or its share was written, frozen or trained since."""
-        key = id(parameter), graph
-        if self.states.get(key) != state_of(parameter):
+        """Whether a parameter has to be gathered: it was not, or it has been frozen or trained since."""
+        copy = self.copies.get((id(parameter), graph))
+        if copy is None:
             return True
-        return torch.is_grad_enabled() and plain_of(self.copies[key]).requires_grad is not parameter.requires_grad
+        return torch.is_grad_enabled() and plain_of(copy).requires_grad is not parameter.requires_grad
 
-    def tie(self, parameter: GlobalTensor) -> None:
-        ties = parameter.__dict__.get("_ties", [])
-        if self not in ties:
-            parameter._ties = [*ties, self]
+    def check_unwritten(self) -> None:
+        """Check that the forward, which has ended, has written no weight that it has read.
 
-    def untie(self) -> None:
-        for copy in self.copies.values():
-            parameter: Any = parameter_of(copy)
-            parameter._ties = [one for one in parameter._ties if one is not self]
+        But a table is written whose rows it shortens (``Embedding(max_norm=...)``).
 
-    def holds(self) -> bool:
-        return True
-
-    def written(self, x: GlobalTensor, name: str) -> None:
-        """The parameter has been written: the copies are outdated (see above)."""
-
-    def check(self, x: GlobalTensor) -> None:
-        self.settle_writes([x])
-
-    def settle_writes(self, parameters: Sequence[GlobalTensor] | None = None) -> None:
-        """Bring to the shares what was written into copies: of some parameters, or of all, as the copies go now.
-
-        What has a graph is brought only where torch takes no note of the write (``w.data = w.data * mask``): then its
-        backward, too, reads what the weight has become.
-
-        Raises: RuntimeError for other writes into what has a graph: it was not written, or backward reads the share.
+        Raises: RuntimeError.
         """
-        if not self.copies:
-            return
-        keys = list(self.copies) if parameters is None else [(id(one), graph) for one in parameters for graph in _BOTH]
-        for key in keys:
-            one = self.copies.get(key)
-            if one is None:
+        for key, copy in self.copies.items():
+            if _lies(copy) == self.states[key]:
                 continue
-            before, now = self.noted[key], _Written.of(one)
-            exposed = one.__dict__.get("_is_exposed", False)
-            if now == before and not exposed:
-                continue
-            parameter = one.__dict__["_variable"]
-            brought = self.brought.get(key) if now == before else None
-            if brought is not None and torch.allclose(plain_of(one), brought, 0, 0, equal_nan=True):
-                continue
-            counted = now.writes != before.writes or not key[1]
-            late = self.states[key] != state_of(parameter)  # (a list has written since this was read)
-            behind = late and now.writes != before.writes
-            if ((key[0], True) in self.copies and counted) or behind or one.shape != parameter.shape:
-                self.untie()
-                self.copies.clear()  # (one error is enough)
-                raise RuntimeError(
-                    f"{type(self.module).__name__}.forward has written into a weight that is stored in shares: "
-                    'into a copy that goes behind it. Write between two steps, or distribute with weights="replicated"'
-                )
-            self.noted[key] = now
-            if not counted and now.lies != before.lies:
-                note_given(parameter)
-            if late:
-                continue  # (data set by name was in the share before)
-            # (a write that torch counts is one of the weight: a backward that needs what it was before is an error)
-            share = parameter._block.detach() if now.writes != before.writes else parameter._block.data
-            share.copy_(taken(plain_of(one).detach(), parameter._layout) if parameter._layout.active else share)
-            self.states[key] = state_of(parameter)
-            one.__dict__["_since"].begin()
-            self.forget()
-            if exposed and not key[1] and parameters is not None:  # (whole, so that all workers see what is written)
-                self.brought[key] = plain_of(one).clone()
+            if not isinstance(self.module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+                raise RuntimeError(WRITTEN.format(f"{type(self.module).__name__}.forward has written"))
+            share: Any = copy.__dict__["_variable"]
+            if share._layout.active:
+                share._block.data.copy_(taken(plain_of(copy).detach(), share._layout))
 
 
-_BOTH = (False, True)
+def _lies(copy: torch.Tensor) -> tuple[int, ...]:
+    """Where the copy of a weight lies, and how often it and its share have been written."""
+    plain = plain_of(copy)
+    return plain.data_ptr(), writes_of(plain), *state_of(copy.__dict__["_variable"])
 
 
 class _Since:
     """Since when a copy has what its parameter has."""
 
     def __init__(self, owner: Parameters, parameter: Any) -> None:
-        self._owner, self._parameter = owner, parameter
-        self.begin()
-
-    def begin(self) -> None:
-        self._state, self._given = state_of(self._parameter), data_given(self._parameter)
+        self._owner, self._parameter, self._state = owner, parameter, state_of(parameter)
 
     def now(self) -> torch.Tensor:
         return self._owner.read(self._parameter)  # type: ignore[no-any-return]
 
     def is_over(self, copy: torch.Tensor) -> bool:
-        is_view = copy.__dict__.get("_variable") is not self._parameter
         if state_of(self._parameter) != self._state:
-            # (a view stays in the memory that the parameter had before it got other data)
-            return not is_view or data_given(self._parameter) == self._given
-        if is_view or not torch.is_grad_enabled():
-            return False
-        return plain_of(copy).requires_grad is not self._parameter._block.requires_grad
-
-
-class _Written:
-    """How often the memory of a copy has been written, and which memory it is: another one was set as its ``data``.
-
-    Attributes:
-        lies: where it lies there, and in which order.
-    """
-
-    def __init__(self, writes: int, memory: torch.UntypedStorage, order: tuple[int, ...]) -> None:
-        self.writes, self.memory = writes, memory
-        self.lies = memory._cdata, order
-
-    @classmethod
-    def of(cls, copy: torch.Tensor) -> _Written:
-        plain = plain_of(copy)
-        return cls(writes_of(plain), plain.untyped_storage(), (int(plain.storage_offset()), *plain.stride()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and (self.writes, self.memory._cdata) == (other.writes, other.memory._cdata)
-
-    __hash__ = None  # type: ignore[assignment]  # (typeshed has a method there)
+            return True
+        is_itself = copy.__dict__.get("_variable") is self._parameter  # (and no view)
+        wants: bool = self._parameter._block.requires_grad
+        return is_itself and torch.is_grad_enabled() and plain_of(copy).requires_grad is not wants
 
 
 def _data_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The ``data`` of a copy: what is written there is not counted, so the copy may have been written."""
+    """The ``data`` of a copy; that of a share's copy is one of which torch counts what is written there."""
     copy = args[0]
-    copy.__dict__["_is_exposed"] = True
-    return view_of([copy], func(plain_of(copy)), copy._context)
+    plain = plain_of(copy)
+    return view_of([copy], plain.detach() if "_since" in copy.__dict__ else func(plain), copy._context)
 
 
 _data: Any = torch.Tensor.data
