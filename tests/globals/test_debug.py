@@ -208,29 +208,6 @@ def test_what_a_layer_gives_as_it_is_requires_a_gradient_on_every_worker(monkeyp
     distdl.run_workers(work, 3)
 
 
-def test_a_weight_that_one_worker_alone_gives_to_a_primitive_is_the_same_on_all(monkeypatch):
-    """It gets a copy of a weight, where others get what may be a part of a sum."""
-    monkeypatch.setenv("DISTDL_DEBUG", "1")
-
-    class Scaled(torch.nn.Linear):
-        def forward(self, x):
-            P = distdl.world()
-            empty = distdl.utilities.torch.zero_volume_tensor(dtype=x.dtype, requires_grad=True)
-            own = self.weight if P.rank == 0 else empty
-            return x * (self.first(own) * self.weight).sum() + self.weight.sum()
-
-    def work():
-        P = distdl.world()
-        model = Scaled(5, 1, False, dtype=torch.float64)
-        model.weight.data = noise(1, 5)
-        model.first = distdl.nn.Broadcast(P[:1], P)
-        model = distdl.distribute(model, P[:2])
-        model(split(x35)).sum().backward()
-        assert torch.allclose(model.weight.grad, 2 * noise(1, 5) * x35.sum() + 15)
-
-    distdl.run_workers(work, 3)
-
-
 def test_workers_that_do_the_same_compute_the_same(monkeypatch):
     monkeypatch.setenv("DISTDL_DEBUG", "1")
 
@@ -302,24 +279,6 @@ def test_weights_that_became_different_are_named(monkeypatch, weights):
             model(x)
 
     torch.nested.nested_tensor_from_jagged(x35, torch.tensor([0, 1, 3]))  # (which torch imports then)
-    distdl.run_workers(work, 3)
-
-
-@pytest.mark.parametrize("factor", [
-    lambda P, w: distdl.nn.SumReduce(P, P[:1])(w).sum(), lambda P, w: distdl.nn.DistributedMSELoss(P)(w, w * 0),
-])  # fmt: skip
-def test_what_a_layer_gives_worker_0_alone_of_a_weight_is_no_factor(factor, monkeypatch):
-    monkeypatch.setenv("DISTDL_DEBUG", "1")
-
-    class Scaled(torch.nn.Linear):
-        def forward(self, x):
-            return x * factor(distdl.world(), self.weight)
-
-    def work():
-        model = distdl.distribute(Scaled(5, 1, False, dtype=torch.float64), distdl.world())
-        with pytest.raises(distdl.CommunicationError, match=r"workers differ .* worker 0 has called mul\("):
-            model(split(x35)).sum()
-
     distdl.run_workers(work, 3)
 
 

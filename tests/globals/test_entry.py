@@ -9,7 +9,6 @@ from same import noise
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals import running
 from distdl.nn import DistributedConv2d
 from distdl.partition import Layout
 from distdl.testing import Counting, assert_adjoint, assert_matches_sequential
@@ -148,7 +147,7 @@ def test_what_is_computed_from_a_weight_within_a_model(source, weights):
             scale = self.weight.sin()[:3]
             if type(x) is GlobalTensor:
                 unsplit = distdl.distribute_tensor(scale, grid(1, 1), src=source)
-                assert type(unsplit.to_local()) is torch.Tensor  # (no copy of a weight, on any worker)
+                assert type(unsplit._block) is torch.Tensor  # (no copy of a weight, on any worker)
                 scale = distdl.distribute_tensor(scale, grid(1, 2), src=source) + unsplit * 0
             return x * scale
 
@@ -592,15 +591,14 @@ def test_a_leaf_of_one_worker_beside_what_others_have_moved():
     distdl.run_workers(work, 3)
 
 
-@pytest.mark.parametrize("take", [lambda x: x.full_tensor(on=1), GlobalTensor.to_local], ids=["full", "local"])
 @pytest.mark.parametrize("function", [lambda x: x, lambda x: x * 2, lambda x: x.sum().expand(4, 3)])
-def test_what_follows_from_a_tensor_that_lies_on_one_worker_already(take, function):
+def test_what_follows_from_a_tensor_that_lies_on_one_worker_already(function):
     """Nothing has moved, and all workers take part in its backward as if it had."""
 
     def work():
         world = distdl.world()
         x = distdl.distribute_tensor(torch.arange(12.0).reshape(4, 3), world[1:2].reshape(1, 1)).requires_grad_()
-        y = distdl.distribute_tensor(function(take(x)), world.reshape(world.size, 1), src=1)
+        y = distdl.distribute_tensor(function(x.full_tensor(on=1)), world.reshape(world.size, 1), src=1)
         (dx,) = torch.autograd.grad(y.sum(), x)
         expected = torch.ones(4, 3, requires_grad=True)
         function(expected).sum().backward()
@@ -617,24 +615,12 @@ def test_what_is_written_into_a_whole_tensor_reaches_no_block():
 
 
 @pytest.mark.parametrize("worker", [0, 1, 2])
-def test_what_one_worker_alone_has_meets_weights(worker, monkeypatch):
-    monkeypatch.setattr(running._Here, "noted", False)  # (as in a process of its own)
-
-    def forward(model, x):
-        x = x.full_tensor(on=worker) if type(x) is GlobalTensor else x
-        return (x * (model.w if x.numel() else model.w[:0].sum())).square().sum()
-
-    def work():
-        found = []
-        for given in (split(x35).requires_grad_(), x35.clone().requires_grad_()):
-            model = Calling(forward)
-            model = distdl.distribute(model, grid(2, 1)) if type(given) is GlobalTensor else model
-            model(given).backward()
-            found.append([given.grad, model.w.grad])
-        for ours, theirs in zip(*found, strict=True):
-            assert_close(ours, theirs)
-
-    distdl.run_workers(work, 3)
+@on_workers
+def test_what_one_worker_alone_has_is_refused_beside_weights(worker):
+    """It is a block in a forward: others have none of it."""
+    model = distdl.distribute(Calling(lambda model, x: x.full_tensor(on=worker) * model.w), grid(2, 1))
+    with pytest.raises(RuntimeError, match=r"mul got a block of this worker.* beside a weight.* by distdl.local_map"):
+        model(split(x35))
 
 
 @pytest.mark.parametrize("worker", [0, 1, 2])

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from launched import on_workers, split
 from same import Global, assert_raises_the_same, assert_same, noise
 from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch.nn.attention import flex_attention as flex
@@ -120,23 +121,20 @@ def test_tables_that_are_indexed_twice():
         assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS)
 
 
-@pytest.mark.parametrize("table", [noise(3), Global(noise(3))])
-def test_what_functions_keep_for_another_time(table):
-    """Its gradient counts once, also where that of another call follows from it."""
+@pytest.mark.parametrize("place", [torch.clone, split])
+@on_workers
+def test_what_functions_keep_for_another_time_is_refused(place):
+    """Its gradient would be added up twice."""
+    kept, w = [], place(noise(3)).requires_grad_()
+    x = split(noise(2, 3, 7, 4), 2, 1)
 
-    def function(q, k, v, w):
-        kept = []
+    def mod(s, b, h, i, j):
+        kept.append(w.exp())
+        return s * kept[0][h]
 
-        def mod(s, b, h, i, j):
-            if not kept:
-                kept.append(w.exp())
-            return s * kept[0][h]
-
-        y = attend(q, k, v, mod) + attend(q, k, 2 * v, mod)
-        again = kept[0] * 2
-        return y + attend(q, k, v, lambda s, b, h, i, j: s + again[h] * w[h])
-
-    assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS[:3])
+    flex_attention(x, x, x, score_mod=mod)
+    with pytest.raises(RuntimeError, match="gradient would be added up over the workers twice"):
+        flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * kept[0][h])
 
 
 @pytest.mark.parametrize("table", [noise(3), Global(noise(3))])

@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import nn
-from distdl.globals import running
-from distdl.utilities.torch import zero_volume_tensor
 
 x = noise(4, 3, 7, 5)
 
@@ -173,15 +171,14 @@ def test_what_works_on_blocks_says_so():
 def test_primitives_take_weights_of_a_distributed_model(weights):
     """Each worker has a part of the gradient of what comes out, so that the adjoint adds them up."""
     everyone = distdl.world()
-    sums, first = nn.AllSumReduce(everyone, (0,)), nn.Broadcast(everyone[:1], everyone)
+    sums = nn.AllSumReduce(everyone, (0,))
 
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             if type(x) is not distdl.GlobalTensor:
-                return x * (self.weight.sin() * everyone.size + self.weight) + (x * self.bias[:, None]).mean()
-            own = self.weight if everyone.rank == 0 else zero_volume_tensor(dtype=x.dtype, requires_grad=True)
+                return x * (self.weight.sin() * everyone.size) + (x * self.bias[:, None]).mean()
             means = distdl.local_map(lambda x: x * sums(self.bias * 1).sum())(x).mean() / everyone.size
-            return x * (sums(self.weight.sin()) + first(own)) + means * 0 + (x * self.bias[:, None]).mean()
+            return x * sums(self.weight.sin()) + means * 0 + (x * self.bias[:, None]).mean()
 
     found = []
     for given in (split(noise(3, 5), 2, 1), noise(3, 5)):
@@ -215,7 +212,7 @@ LAYERS = [
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("active", [1, 2])
 @on_workers
-def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
+def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights_in_local_map(
     active, checkpointed, differentiable, make, function, weights
 ):
     """Each worker has the gradient of its own block, and a part of that of a weight."""
@@ -230,10 +227,11 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
             h = self.layer(h)
             return h * (self.scale if h.numel() else self.scale[:0].sum()) + h  # (one of the workers is idle)
 
+        def checked(self, h):
+            return checkpoint(self.scaled, h, use_reentrant=False) if checkpointed else self.scaled(h)
+
         def forward(self, x):
-            h = x.to_local() if type(x) is distdl.GlobalTensor else x
-            y = checkpoint(self.scaled, h, use_reentrant=False) if checkpointed else self.scaled(h)
-            return distdl.GlobalTensor.from_local(y, P) if type(x) is distdl.GlobalTensor else y
+            return distdl.local_map(self.checked, out=P)(x) if type(x) is distdl.GlobalTensor else self.checked(x)
 
     layer = make(P)
     if hasattr(layer, "kernel_size") and hasattr(layer, "weight") and distdl.world().rank == 0:
@@ -249,35 +247,6 @@ def test_blocks_that_layers_of_a_distributed_model_give_meet_its_weights(
         found.append([y, model.scale.grad, *([given.grad] if differentiable else [])])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("active", [1, 2, 3])
-def test_blocks_are_told_where_nobody_has_asked_a_global_tensor_for_one(active, weights, monkeypatch):
-    """Each worker's loss of its block counts, as in a program with ``to_local()``."""
-    monkeypatch.setattr(running._Here, "noted", False)  # (as in a process of its own)
-
-    class Pooled(torch.nn.Module):
-        def __init__(self, pool, data):
-            super().__init__()
-            self.pool, self.data, self.scale = pool, data, torch.nn.Parameter(noise(3, 1, 1))
-
-        def forward(self):
-            h = self.pool(self.data)
-            return (h * (self.scale if h.numel() else self.scale[:0].sum())).square().sum()
-
-    def work():
-        P, me, found = grid(1, 1, active, 1), distdl.world().rank, []
-        own = x.tensor_split(active, 2)[me] if me < active else zero_volume_tensor(dtype=x.dtype)
-        own = own.clone().requires_grad_()
-        pool = nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1)
-        theirs = Pooled(lambda x: F.max_pool2d(x, 3, 1, 1), x)
-        for model in (distdl.distribute(Pooled(pool, own), P, weights), theirs):
-            model().backward()
-            found.append(model.scale.grad)
-        assert_close(*found)
-
-    distdl.run_workers(work, 3)
 
 
 class Times(torch.autograd.Function):
@@ -300,33 +269,83 @@ def times(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 times.register_autograd(Times.backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
-@pytest.mark.parametrize("active", [2, 3])
-@pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("function", [Times.apply, times])
+MIXED = {  # in a forward of a model, of a global tensor of one dim
+    "a block and a weight": (lambda m, x, P: x.to_local() * m.w[0], "mul got a block .* beside a weight"),
+    "without gradients": (lambda m, x, P: x.detach().to_local() ** 2 * m.w[0], "mul got a block .* beside a weight"),
+    "in no_grad": (lambda m, x, P: torch.no_grad()(lambda: x.to_local() * m.w[0])(), "mul got a block .* a weight"),
+    "a weight first": (lambda m, x, P: m.w[0] + x.to_local().sum(), "add got a block .* beside a weight"),
+    "a global tensor": (lambda m, x, P: x * x.to_local(), "mul got a block .* beside a global tensor"),
+    "in front of one": (lambda m, x, P: x.to_local().sum() + x.sum(), "add got a block .* beside a global tensor"),
+    "in a list": (lambda m, x, P: torch.cat([x, x.to_local()]), "cat got a block .* beside a global tensor"),
+    "a list of weights": (lambda m, x, P: torch.stack([m.w[0], x.to_local().sum()]), "stack got a block .* a weight"),
+    "an index": (lambda m, x, P: m.w[x.to_local().long() % 2], "getitem__ got a block .* beside a weight"),
+    "written": (lambda m, x, P: m.w.data.add_(x.to_local().sum()), "add_ got a block .* beside a weight"),
+    "written there": (lambda m, x, P: x.to_local().mul_(m.w[0]), "mul_ got a block .* beside a weight"),
+    "an item": (lambda m, x, P: (x * 1).__setitem__(0, x.to_local().sum()), "setitem__ got a block .* a global tensor"),
+    "a dtype": (lambda m, x, P: m.w.to(x.to_local()), "to got a block .* beside a weight"),
+    "a torch module": (
+        lambda m, x, P: F.linear(x.to_local()[None, :1], m.w[:1, None]),
+        "linear got a block .* a weight",
+    ),
+    "written into a table": (lambda m, x, P: torch.zeros(2).double().add_(x.to_local().sum()) * m.w[0], "mul got a bl"),
+    "an autograd function": (lambda m, x, P: Times.apply(x.to_local(), m.w[0]), "function Times got a block"),
+    "an operator": (lambda m, x, P: times(x.to_local(), m.w[0]), "got a block .* beside a weight"),
+    "of a constant": (lambda m, x, P: Times.apply(noise(1), x.to_local()[:0].sum()) * m.w[0], "mul got a block"),
+    "a layer": (lambda m, x, P: nn.DistributedDropout(P, 0.0)(x.to_local()) * m.w[0], "mul got a block .* a weight"),
+    "its own data": (lambda m, x, P: nn.Repartition(P, P)(noise(2).requires_grad_()) * m.w[0], "mul got a block"),
+    "a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0) * m.w[0].exp(),
+        "mul got a block .* beside a weight",
+    ),
+    "a loss beside a global one": (
+        lambda m, x, P: x.sum() + nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0),
+        "add got a block .* beside a global tensor",
+    ),
+    "arguments of a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x, x.to_local()),
+        "MSELoss got a block .* a global",
+    ),
+    "weights in a loss": (
+        lambda m, x, P: nn.DistributedMSELoss(P)(x.to_local(), m.w),
+        "MSELoss got a block .* a weight",
+    ),
+    "on worker 0": (lambda m, x, P: nn.Repartition(P, P[:1])(x.to_local()).sum() * m.w[0], "mul got a block"),
+    "whole on worker 0": (lambda m, x, P: x.full_tensor(on=0).square().sum() * m.w[0], "mul got a block .* a weight"),
+    "a sum": (
+        lambda m, x, P: nn.AllSumReduce(P, (0,))(x.to_local().sum().reshape(1)) * x,
+        "mul got a block .* a global",
+    ),
+    "moved weights": (
+        lambda m, x, P: nn.Repartition(distdl.world()[:1], distdl.world())(m.w) + m.w[0],
+        "add got a block .* beside a weight",
+    ),
+    "a weight and a block": (lambda m, x, P: nn.SumReduce(P, P)(m.w).sum() + x.to_local().sum(), "add got a block"),
+    "a checkpoint": (
+        lambda m, x, P: checkpoint(torch.mul, x.to_local(), m.w[0], use_reentrant=False),
+        "mul got a block",
+    ),
+    "re-entry": (
+        lambda m, x, P: checkpoint(torch.mul, x.to_local(), m.w[0], use_reentrant=True),
+        "Function got a block",
+    ),
+    "known to re-entry": (
+        lambda m, x, P: checkpoint(lambda h: h * m.w[0], x.to_local(), use_reentrant=True),
+        "mul got a block",
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("active", [1, 2, 3])
+@pytest.mark.parametrize("name", MIXED)
 @on_workers
-def test_functions_of_a_users_take_blocks_and_weights(function, asked, active):
-    """Each worker's backward gets the gradient of its block, whether that comes by ``to_local()`` or by a layer."""
-    P, me, found = grid(1, 1, active, 1), distdl.world().rank, []
-    own = x.tensor_split(active, 2)[me] if me < active else zero_volume_tensor(dtype=x.dtype)
-    pool = nn.DistributedMaxPool2d(P, kernel_size=3, stride=1, padding=1)
-
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(noise(3, 1, 1))
-
-        def forward(self, given):
-            if type(given) is not distdl.GlobalTensor:
-                return F.max_pool2d(given, 3, 1, 1) * self.scale
-            h = pool(given.to_local() if asked else own.clone().requires_grad_())
-            return distdl.GlobalTensor.from_local(function(h, self.scale if h.numel() else self.scale[:0].sum()), P)
-
-    for given, model in ((split(x, 1, 1, active, 1), distdl.distribute(Scaled(), P)), (x, Scaled())):
-        y = model(given)
-        y.square().sum().backward()
-        found.append([y, model.scale.grad])
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)
+def test_blocks_are_refused_beside_weights_and_global_tensors_in_a_forward(name, active, weights):
+    """Of a weight each worker has a part of the gradient there, and of a block its own. The error is that of all."""
+    use, text = MIXED[name]
+    P = grid(active)
+    model = distdl.distribute(Calling(lambda m, x: use(m, x, P)), P, weights=weights)
+    with pytest.raises(RuntimeError, match=text + ".*distdl.local_map"):
+        model(split(noise(6), active).requires_grad_())
 
 
 class Square(torch.autograd.Function):
@@ -340,16 +359,15 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * dy
 
 
-@pytest.mark.parametrize(("follow", "text"), [
-    (lambda s: s * torch.ones(1).double().requires_grad_(), "or from what a primitive of distdl.nn gives and"),
-    (Square.apply, "Square was applied to weights .* or to what a primitive of distdl.nn gives"),
+@pytest.mark.parametrize("follow", [
+    lambda s: s, lambda s: s.sin() * 2, lambda s: s * torch.ones(1).double().requires_grad_(), Square.apply,
 ])  # fmt: skip
 @pytest.mark.parametrize("active", [1, 2, 3])
 @on_workers
-def test_what_primitives_give_is_not_taken_for_a_variable(active, follow, text):
-    """Workers outside raise the same error."""
+def test_what_primitives_give_is_refused_beside_a_global_tensor(active, follow):
+    """Its gradient would be added up over the workers twice. Workers outside raise the same error."""
     total = nn.AllSumReduce(grid(active), (0,))(split(noise(6), 2).requires_grad_().to_local().sum().reshape(1))
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match=r"follows from what Broadcast, AllGather or AllSumReduce gives.*local_map"):
         split(noise(6), 2) * follow(total)
 
 
@@ -359,12 +377,19 @@ def test_what_primitives_give_is_not_taken_for_a_variable(active, follow, text):
 @on_workers
 def test_blocks_beside_a_global_tensor_get_their_own_gradients_in_local_map(make, function, follow, active):
     P, x, found = grid(1, 1, active, 1), noise(2, 3, 6, 5), []
-    for given in (split(x, 1, 1, active, 1).requires_grad_(), x.clone().requires_grad_()):
-        if type(given) is distdl.GlobalTensor:
-            times = distdl.local_map(lambda x, h: x * h if x.numel() else x * h.sum())
-            y = times(given, follow(make(P)(given.to_local())))
-        else:
-            y = given * function(given)
+
+    def forward(model, given):
+        if type(given) is not distdl.GlobalTensor:
+            return given * function(given)
+        times = distdl.local_map(lambda x, h: x * h if x.numel() else x * h.sum())
+        return times(given, follow(make(P)(given.to_local())))
+
+    model = distdl.distribute(Calling(forward), P)
+    for given, one in (
+        (split(x, 1, 1, active, 1).requires_grad_(), model),
+        (x.clone().requires_grad_(), Calling(forward)),
+    ):
+        y = one(given)
         y.square().sum().backward()
         found.append([y, given.grad])
     for ours, theirs in zip(*found, strict=True):
@@ -399,7 +424,7 @@ def test_blocks_get_their_own_gradients_in_local_map_in_local_map(follow, active
 def test_what_primitives_give_is_no_variable_of_functions_of_global_tensors(call, active):
     given = split(noise(6), active).requires_grad_()
     total = nn.AllSumReduce(grid(active), (0,))(given.to_local().sum().reshape(1))
-    with pytest.raises(RuntimeError, match=r"or to what a primitive of distdl\.nn gives"):
+    with pytest.raises(RuntimeError, match="what Broadcast, AllGather or AllSumReduce gives"):
         call(given, total)
     with torch.no_grad():
         assert_close(call(given, total), call(noise(6).requires_grad_(), noise(6).sum().reshape(1)))
@@ -423,26 +448,9 @@ def test_what_primitives_give_one_worker_alone_is_a_variable():
     distdl.run_workers(work, 1)
 
 
-@pytest.mark.parametrize("follow", [lambda s: s, lambda s: s.sin() * 2])
-@on_workers
-def test_sums_of_blocks_by_primitives_stand_beside_global_tensors(follow):
-    found = []
-    for given in (split(noise(6, 5), 3, 1).requires_grad_(), noise(6, 5).requires_grad_()):
-        if type(given) is distdl.GlobalTensor:
-            total = nn.AllSumReduce(distdl.world(), (0,))(given.to_local().square().sum().reshape(1))
-        else:
-            total = given.square().sum()
-        y = given * follow(total)
-        y.square().sum().backward()
-        found.append((y, given.grad))
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)
-
-
 BESIDE = [
     (lambda P, x, w: nn.DistributedMSELoss(P)(x, x.detach() * 0), lambda x, w: x.square().mean()),
     (lambda P, x, w: nn.DistributedL1Loss(P, "sum")(x, x.detach() * 0) * w.sin(), lambda x, w: x.abs().sum() * w.sin()),
-    (lambda P, x, w: nn.AllSumReduce(P, (0,))(x.sum().reshape(1)).sin().sum(), lambda x, w: x.sum().sin()),
     (lambda P, x, w: nn.Repartition(P, P[:1])(x).square().sum() * w.sin(), lambda x, w: x.square().sum() * w.sin()),
 ]  # fmt: skip
 
@@ -518,61 +526,6 @@ def test_losses_of_blocks_that_layers_give_count_beside_a_global_loss(active, ma
     assert_close(*found)
 
 
-ALONE = [
-    (
-        lambda P, x, w: nn.DistributedMSELoss(P)(x.to_local(), x.to_local() * 0) * w.exp() + w,
-        lambda x, w: x.square().mean() * w.exp() + w,
-    ),
-    (lambda P, x, w: nn.Repartition(P, P[:1])(x.to_local()).square().sum() * w, lambda x, w: x.square().sum() * w),
-    (
-        lambda P, x, w: nn.SumReduce(P, P[:1])(x.to_local().sum().reshape(1, 1)).sum().sin() * w,
-        lambda x, w: x.sum().sin() * w,
-    ),
-    (lambda P, x, w: x.full_tensor(on=0).square().sum() * w, lambda x, w: x.square().sum() * w),
-]
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("active", [1, 2, 3])
-@pytest.mark.parametrize(("ours", "theirs"), ALONE)
-@on_workers
-def test_what_worker_0_alone_has_and_weights_make_stands_beside_a_global_loss(ours, theirs, active, weights):
-    """It is noted of each of these by itself, whatever it has met before."""
-    P, found = grid(active, 1), []
-
-    def forward(model, x):
-        p = noise(1)[0].requires_grad_()
-        if type(x) is not distdl.GlobalTensor:
-            return x.square().sum() + theirs(x, model.v[0]) + theirs(x, p)
-        return x.square().sum() + ours(P, x, model.v[0]) + ours(P, x, p)
-
-    model = distdl.distribute(Calling(forward), P, weights=weights)
-    for given, one in ((split(noise(6, 5), active, 1), model), (noise(6, 5), Calling(forward))):
-        one(given.requires_grad_()).backward()
-        found += [[given.grad, one.v.grad]]
-    for one, other in zip(*found, strict=True):
-        assert_close(one, other)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("active", [2, 3])
-@on_workers
-def test_what_blocks_of_layers_and_weights_make_is_refused_beside_a_global_loss(active, weights):
-    """Of the weight each worker has a part of the gradient there, and of the block its own: as of x.to_local()."""
-    layer, told = nn.DistributedMaxPool2d(grid(1, 1, active, 1), 3, stride=1, padding=1), []
-
-    def forward(model, x):
-        y = (layer(x.to_local()) * model.v[0]).sin().sum()
-        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
-            y + x.square().sum()
-        told.append(y)
-        return x.sum()
-
-    model = distdl.distribute(Calling(forward), grid(1, 1, active, 1), weights=weights)
-    model(split(x, 1, 1, active, 1).requires_grad_())
-    assert len(told) == 1
-
-
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("use", [lambda x, y, p: x * y, lambda x, y, p: x * (y * p), lambda x, y, p: x + y.sin().sum()])
 @pytest.mark.parametrize("make", [
@@ -593,66 +546,6 @@ def test_what_layers_make_of_weights_is_a_copy_beside_a_global_tensor(active, ma
     model = distdl.distribute(Calling(forward), grid(2, 1, 1), weights=weights)
     for given, one in ((split(noise(2, 4, 5), 2, 1, 1), model), (noise(2, 4, 5), Calling(forward))):
         one(given).square().sum().backward()
-        found.append(one.v.grad)
-    assert_close(*found)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("make", [
-    lambda model, x: (x.to_local() * model.v[0]).sin().sum(),
-    lambda model, x: (x.to_local() - model.v[0]).square().sum() * model.w[0],
-])  # fmt: skip
-@pytest.mark.parametrize("active", [2, 3])
-@on_workers
-def test_what_blocks_without_gradients_and_weights_make_is_refused_beside_a_global_loss(active, make, weights):
-    """As of blocks that have some: only worker 0's part of the gradient would count."""
-    told = []
-
-    def forward(model, x):
-        y = make(model, x)
-        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
-            y + x.square().sum()
-        told.append(y)
-        return x.sum()
-
-    distdl.distribute(Calling(forward), grid(active, 1), weights=weights)(split(noise(6, 5), active, 1))
-    assert len(told) == 1
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("cast", [
-    lambda w, h: w.to(h), lambda w, h: w.to(tensor=h), lambda w, h: w.type_as(h),
-    torch.ops.aten.to.other, torch.ops.aten.to, torch.ops.aten.type_as, torch.ops.aten.type_as.default,
-])  # fmt: skip
-@pytest.mark.parametrize("active", [2, 3])
-@on_workers
-def test_a_weight_of_the_dtype_of_a_block_is_the_whole_weight(active, cast, weights):
-    found = []
-
-    def forward(model, x):
-        h = x.float()
-        h = h.to_local() if type(x) is distdl.GlobalTensor else h
-        return (x * cast(model.v, h)).square().sum() + cast(model.v, h).square().sum()
-
-    model = distdl.distribute(Calling(forward), grid(active, 1), weights=weights)
-    for given, one in ((split(noise(6, 5), active, 1), model), (noise(6, 5), Calling(forward))):
-        one(given).backward()
-        found.append(one.v.grad)
-    torch.testing.assert_close(*(one.full_tensor() if type(one) is distdl.GlobalTensor else one for one in found))
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@on_workers
-def test_a_block_without_gradients_of_worker_0_alone_meets_weights_beside_a_global_loss(weights):
-    found = []
-
-    def forward(model, x):
-        h = x.to_local() if type(x) is distdl.GlobalTensor else x
-        return x.square().sum() + (h * model.v[0]).sin().sum()
-
-    model = distdl.distribute(Calling(forward), grid(1, 1), weights=weights)
-    for given, one in ((split(noise(6, 5), 1, 1), model), (noise(6, 5), Calling(forward))):
-        one(given).backward()
         found.append(one.v.grad)
     assert_close(*found)
 
@@ -744,7 +637,6 @@ def test_sums_of_weights_on_some_workers_are_copies_beside_a_global_tensor(use):
 CHAINS = {  # layers, the last of which brings something to worker 0; and by which number the weight is multiplied
     "copies": lambda P: ([nn.Broadcast(P[:1], P), nn.SumReduce(P, P[:1])], P.workers.size),
     "sums": lambda P: ([nn.AllSumReduce(P, axes_reduce=(0,)), nn.SumReduce(P, P[:1])], P.workers.size**2),
-    "blocks": lambda P: ([nn.Repartition(P[:1], P), nn.Repartition(P, P[:1])], 1),
 }
 
 
@@ -781,22 +673,6 @@ def test_what_primitives_make_of_weights_on_others_than_worker_0_alone_is_no_cop
     total = 2 * (v if isinstance(layer, nn.Broadcast) else 2 * v).sin().sum()
     total.backward()
     assert_close(model.v.grad, v.grad)
-
-
-@pytest.mark.parametrize("active", [1, 2, 3])
-@on_workers
-def test_what_blocks_and_layers_of_weights_make_is_refused_beside_a_global_loss(active):
-    layer, told = nn.Repartition(grid(active), grid(active)), []
-
-    def forward(model, x):
-        y = layer(model.v).sum() + x.to_local().sum()
-        with pytest.raises(RuntimeError, match="follows both from a parameter of the model and"):
-            y + x.square().sum()
-        told.append(y)
-        return x.sum()
-
-    distdl.distribute(Calling(forward), grid(2))(split(noise(5), 2).requires_grad_())
-    assert len(told) == 1
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

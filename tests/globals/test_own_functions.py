@@ -352,9 +352,8 @@ class Product(Function):
 def _of_own_block(m, x, y):
     if type(x) is not GlobalTensor:
         return Product.apply(x * 1, m.w[0]) * Product.apply(y, m.v[0])
-    blocks = (Product.apply(x.to_local() * 1, m.w[0]), Product.apply(y.to_local(), m.v[0]))
-    first, second = (GlobalTensor.from_local(one, x.layout.partition) for one in blocks)
-    return first * second
+    product = distdl.local_map(Product.apply)
+    return product(x * 1, m.w[0]) * product(y, m.v[0])
 
 
 library = torch.library.Library("distdl_tests_written", "DEF")
@@ -548,9 +547,7 @@ def test_weights_for_which_a_function_gives_no_gradient_have_none(use, weights):
 
 
 def _of_block_without_gradient(m, x):
-    if type(x) is not GlobalTensor:
-        return Product.apply(x * 1, m.w[0])
-    return GlobalTensor.from_local(Product.apply(x.to_local() * 1, m.w[0]), x.layout.partition)
+    return _mapped(lambda x: Product.apply(x * 1, m.w[0]), x)
 
 
 def _beside_a_variable(m, x):
@@ -710,9 +707,14 @@ def test_what_functions_of_weights_must_not_do(weights):
     for use, problem in (
         (lambda m, x: x * _Dirty.apply(m.w * 1), r"_Dirty writes into a weight .*mark_dirty"),
         (lambda m, x: _Hidden.apply(m.w, [x]), "_Hidden takes weights alone and gives a global tensor"),
-        (_clipped_view, "Clipped was applied to weights .* to a view of them"),
+        (_clipped_view, "written in place into a plain tensor of which there are other views"),
         (lambda m, x: x * _apply_of_before(m.w), "Clipped was applied to weights .* older than the import"),
-        (lambda m, x: x * _sines_of_before(m.w), "Sines was applied to weights .* older than the import"),
+        (lambda m, x: x * _sines_of_before(m.w), "follows from a weight .* the autograd function Sines .* older than"),
+        (lambda m, x: _sines_of_before(m.w), "follows from a weight .* the autograd function Sines .* older than"),
+        (lambda m, x: Clipped.apply(x.to_local() * m.w), "mul got a block of this worker.* beside a weight"),
+        (lambda m, x: Product.apply(x.to_local(), m.w[0]), "function Product got a block .* beside a weight"),
+        (lambda m, x: Product.apply(x.to_local(), x), "function Product got a block .* beside a global tensor"),
+        (lambda m, x: _Hidden.apply(m.w, [x.to_local().sum()]), "function _Hidden got a block .* beside a weight"),
     ):
         with pytest.raises(RuntimeError, match=problem):
             distdl.distribute(Calling(use), P, weights)(split(x35))

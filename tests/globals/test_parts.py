@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals.lineage import _KEY, entered_into
+from distdl.globals.context import Context
+from distdl.globals.lineage import _SEEN, check_origin
 
 x35 = noise(3, 5)
 
@@ -137,11 +138,11 @@ def _trained(m, x):
 
 
 def _table(m, x, hook=False):
-    """A plain table, of which views were taken before a parameter is written into it."""
+    """A plain table, into which parameters are written; and views of it that are taken later."""
     table = torch.zeros(3, 5, dtype=x.dtype)
-    first, rest = table[0], table[1:]
     table[0] = m.w
-    rest[0] = m.v
+    table[1:][0] = m.v
+    first, rest = table[0], table[1:]
     if hook:
         table.register_hook(lambda one: m.seen.append(one.clone()))
     return x * (first * 2) * table.sum(0) * F.relu(rest[0])
@@ -179,7 +180,7 @@ FORWARDS = {
 def _view(m):
     table = torch.zeros(2, 5, dtype=torch.float64)
     row = table[1]
-    table[1] = m.w
+    row.copy_(m.w)
     return row
 
 
@@ -209,13 +210,28 @@ def test_derivatives_by_weights_in_a_forward(forward, weights):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def _seen_by_a_view(m, x):
+    table = torch.zeros(2, 5, dtype=torch.float64)
+    row = table[1]
+    table[1] = m.w
+    return x * row
+
+
+def _seen_by_a_detached_one(m, x):
+    table = torch.zeros(2, 5, dtype=torch.float64)
+    same = table.detach()
+    table[1:].add_(m.w)
+    return x * same[1]
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("forward", [_seen_by_a_view, _seen_by_a_detached_one])
 @on_workers
-def test_what_follows_from_a_parameter_and_from_what_has_not_entered():
-    outside = torch.ones(5, dtype=torch.float64, requires_grad=True)
+def test_views_that_were_taken_before_a_weight_is_written_are_refused(forward, weights):
+    """They would follow from the weight, and not say so."""
     x = split(x35)
-    model = distdl.distribute(Calling(lambda m, x: x * (_view(m) * outside)), x.layout.partition)
-    with pytest.raises(RuntimeError, match="follows both from a parameter of the model and from a tensor that has not"):
-        model(x)
+    with pytest.raises(RuntimeError, match="written in place into a plain tensor of which there are other views"):
+        distdl.distribute(Calling(forward), x.layout.partition, weights)(x)
 
 
 @on_workers
@@ -242,8 +258,13 @@ def test_gradients_by_weights_that_nobody_has_used_are_none():
 
 def test_each_node_of_a_long_history_is_looked_at_once():
     """From a tensor that nothing follows from, as in a loop that uses each state of a recurrent network."""
-    h = torch.tensor(0.5, requires_grad=True)
-    for _ in range(50):
-        h = h.sin().cos()
-        assert entered_into(h * 2) is None
-        assert all(_KEY in node.metadata for node in (h.grad_fn, h.grad_fn.next_functions[0][0]))
+
+    def work():
+        context = Context.of(distdl.world().comm)
+        h = torch.tensor(0.5, requires_grad=True)
+        for _ in range(50):
+            h = h.sin().cos()
+            check_origin(h * 2, context)
+            assert all(_SEEN in node.metadata for node in (h.grad_fn, h.grad_fn.next_functions[0][0]))
+
+    distdl.run_workers(work, 2)

@@ -17,9 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distdl
 from distdl import GlobalTensor
-from distdl.globals import lineage
 from distdl.globals.register import unregister
-from distdl.globals.running import is_noted
 from distdl.partition import Layout
 
 x35, row = noise(3, 5), noise(5, seed=2)
@@ -225,13 +223,7 @@ def test_weights_that_a_function_of_blocks_takes_from_around_it():
 
 
 def mapped(function, x):
-    return distdl.local_map(function)(x) if type(x) is GlobalTensor else function(x)
-
-
-def of_own_block(function, x):
-    if type(x) is not GlobalTensor:
-        return function(x)
-    return GlobalTensor.from_local(function(x.to_local()), x.layout.partition)
+    return distdl.local_map(function, out=x.layout.partition)(x) if type(x) is GlobalTensor else function(x)
 
 
 def slope(function, x):
@@ -302,30 +294,23 @@ def scaled(x, model):
 
 BESIDE_WEIGHTS = {
     "product": lambda m, x: mapped(lambda a: (a * m.w).sin(), x),
-    "of its own block": lambda m, x: of_own_block(lambda a: (a.cos() * m.w).sin(), x),
-    "of the block itself": lambda m, x: of_own_block(lambda a: a * m.w, x),
     "in a checkpoint": lambda m, x: mapped(lambda a: plain_checkpoint(lambda a: (a * m.w).sin(), a), x),
     "leaf in a checkpoint": lambda m, x: mapped(lambda a: plain_checkpoint(lambda a: beside_leaf(a, m), a), x),
     "re-entry": lambda m, x: mapped(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a), x),
     "re-entry of copies": lambda m, x: mapped(lambda a: math.prod(reentrant(lambda w: (w.sin(), w * m.w), m.w)) * a, x),
-    "re-entry of its own block": lambda m, x: of_own_block(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a), x),
-    "re-entry of two": lambda m, x: of_own_block(
-        lambda a: math.prod(reentrant(lambda a: (a.cos() * m.w, m.w.sin()), a)), x
-    ),
+    "re-entry of two": lambda m, x: mapped(lambda a: math.prod(reentrant(lambda a: (a.cos() * m.w, m.w.sin()), a)), x),
     "re-entry in re-entry": lambda m, x: mapped(
         lambda a: reentrant(lambda a: reentrant(lambda a: (a.cos() * m.w).sin(), a) * m.w, a), x
     ),
     "re-entry in that of weights": lambda m, x: (
         x * reentrant(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w) * m.w, m.w)
     ),
-    "re-entry of weights": lambda m, x: (
-        of_own_block(lambda a: reentrant(lambda w: (a.detach().cos() * w).sin(), m.w), x) * x
-    ),
-    "re-entry of both": lambda m, x: of_own_block(
+    "re-entry of weights": lambda m, x: mapped(lambda a: reentrant(lambda w: (a.detach().cos() * w).sin(), m.w), x) * x,
+    "re-entry of both": lambda m, x: mapped(
         lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x
     ),
     "re-entry of both, of a constant": lambda m, x: (
-        x * of_own_block(lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x.detach())
+        x * mapped(lambda a: math.prod(reentrant(lambda a, w: (a.cos() * w, w * m.w), a, m.w)), x.detach())
     ),
     "re-entry in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w.sin()) * m.w, m.w * 2)
@@ -334,10 +319,10 @@ BESIDE_WEIGHTS = {
         x * reentrant(lambda w: x.detach().cos() * w * m.w, m.w * 2)
     ),
     "re-entry of what has no gradient, written": lambda m, x: (
-        x * of_own_block(lambda a: reentrant(lambda a: a * m.w, a.abs()).mul_(m.w), x.detach())
+        x * mapped(lambda a: reentrant(lambda a: a * m.w, a.abs()).mul_(m.w), x.detach())
     ),
-    "a view in re-entry": lambda m, x: reentrant(lambda x: of_own_block(lambda a: a[:, 1:] * m.w[1:], x), x * m.w),
-    "a view without gradients": lambda m, x: x * torch.no_grad()(of_own_block)(lambda a: a[:] * m.w, x) * m.w,
+    "a view in re-entry": lambda m, x: reentrant(lambda x: mapped(lambda a: a[:, 1:] * m.w[1:], x), x * m.w),
+    "a view without gradients": lambda m, x: x * torch.no_grad()(mapped)(lambda a: a[:] * m.w, x) * m.w,
     "an autograd function in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: SineTimes.apply(w.cos()[None], w), m.w * 2)
     ),
@@ -354,7 +339,7 @@ BESIDE_WEIGHTS = {
     "an autograd function that computes again": lambda m, x: mapped(
         lambda a: Calling.apply(a, lambda a: (a * m.w).sin() * m.w) * m.w, x
     ),
-    "one that computes its own block again": lambda m, x: of_own_block(
+    "one that computes its own block again": lambda m, x: mapped(
         lambda a: Calling.apply(a.sin(), lambda a: (a * m.w).sin() * m.w) * m.w, x
     ),
     "one of both that computes again": lambda m, x: mapped(
@@ -366,7 +351,6 @@ BESIDE_WEIGHTS = {
     "weight written": lambda m, x: mapped(lambda a: weight_written(a, m), x),
     "written into": lambda m, x: mapped(lambda a: written(a, m.w), x),
     "written": lambda m, x: (mapped(lambda a: a.mul_(m.w), x := x * m.w) + x.sin()) * m.w,
-    "its own block written": lambda m, x: (of_own_block(lambda a: a.mul_(m.w), x := x * 1) + x.sin()) * m.w,
     "autograd.grad": lambda m, x: mapped(lambda a: slope(lambda b: (b * m.w).sin(), a), x) * x,
     "torch.func.grad": lambda m, x: mapped(torch.func.grad(lambda a: (a * m.w).sin().sum()), x),
     "torch.func.jvp": lambda m, x: mapped(lambda a: torch.func.jvp(lambda b: (b * m.w).sin(), (a,), (a,))[1], x),
@@ -489,27 +473,6 @@ def test_second_derivatives_of_blocks_beside_weights(use, weights):
         slopes = torch.autograd.grad(y, [x, model.w], create_graph=True)
         sum(slope.square().sum() for slope in slopes).backward()
         return *slopes, x.grad, model.w.grad, model.v.grad
-
-    assert_trains_alike(Model, trained, x35, weights)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("asks", [False, True])
-def test_losses_of_blocks_and_weights_add_up(asks, weights):
-    """Each worker has its own, also where the model gives it; it is no copy of what is the same everywhere."""
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w, self.v = (torch.nn.Parameter(one.clone()) for one in (row, row.cos()))
-
-        def forward(self, x):
-            block = x.to_local() if type(x) is GlobalTensor else x
-            return (block * self.w * self.v).sin().sum()
-
-    def trained(model, x):
-        model(x.requires_grad_(asks)).backward()
-        return [*([x.grad] if asks else []), model.w.grad, model.v.grad]
 
     assert_trains_alike(Model, trained, x35, weights)
 
@@ -1115,43 +1078,6 @@ def test_plain_tensors_beside_weights_in_a_mode_without_gradients(mode, weights)
             assert_close(y, x35 * (row.cos() * row))
 
     distdl.run_workers(work, 2)
-
-
-def beside_each(model, x, scale):
-    for _ in range(20):
-        scale = scale.sin()
-        x = x * (scale * model.w)
-    return x
-
-
-def beside_all(model, x, scale):
-    block = x.to_local()
-    for _ in range(20):
-        scale, block = scale.sin(), block.cos()
-    return x * sum(((block + n * scale) * model.w).sum() for n in range(20))
-
-
-@pytest.mark.parametrize("forward", [beside_each, beside_all])
-def test_each_node_of_a_long_history_beside_weights_is_looked_at_once(monkeypatch, forward):
-    """Not once for each later one."""
-    looked = []
-    monkeypatch.setattr(lineage, "is_noted", lambda node: looked.append(node) or is_noted(node))
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Parameter(row.clone())
-
-        def forward(self, x, scale):
-            return forward(self, x, scale)
-
-    def work():
-        P = distdl.world().reshape(1, 1)
-        model = distdl.distribute(Model(), P)
-        model(distdl.distribute_tensor(x35, P).requires_grad_(), row.clone().requires_grad_())
-
-    distdl.run_workers(work, 1)
-    assert 20 < len(looked) < 150
 
 
 def test_constants_beside_the_results_of_functions_of_elements():

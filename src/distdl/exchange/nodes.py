@@ -21,7 +21,7 @@ from distdl.geometry.boxes import Shape
 from distdl.plan import Plan
 from distdl.plan.plan import Pattern
 from distdl.tensors.derivatives import MADE_BY, Derivatives, has_tangent, is_differentiated_forward
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
 from distdl.transport.calls import Calls
 from distdl.transport.communicator import Communicator, Pending
@@ -87,12 +87,8 @@ def anchor_beside(beside: torch.Tensor, derivatives: Derivatives) -> torch.Tenso
     return forward_ad.make_dual(anchor, torch.empty(0, device=beside.device)) if derivatives.tangent else anchor
 
 
-class Apply(BlockFunction):
+class Apply(Function):
     """``y = op(x)``. Its backward is ``op.T``, its tangent map the operator itself."""
-
-    @staticmethod
-    def adds_parts(node: Any) -> bool:
-        return _adds_parts(node.op)
 
     @staticmethod
     def forward(ctx: Any, op: Movable, anchor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
@@ -121,12 +117,8 @@ class Apply(BlockFunction):
         return _tangent_map(op).move(ctx.source.tangent(tangents[2]))
 
 
-class ApplyPacked(BlockFunction):
+class ApplyPacked(Function):
     """``ys = op(*xs)`` for several tensors, which move as one."""
-
-    @staticmethod
-    def adds_parts(node: Any) -> bool:
-        return _adds_parts(node.op)
 
     @staticmethod
     def forward(ctx: Any, op: Movable, anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -153,12 +145,8 @@ class ApplyPacked(BlockFunction):
         return _tangent_map(ctx.op).move_packed(tuple(map(_Source.tangent, ctx.sources, tangents[2:])))
 
 
-class _ApplyTogether(BlockFunction):
+class _ApplyTogether(Function):
     """Several operators in one node. Operators that are not recorded move in it, too."""
-
-    @staticmethod
-    def adds_parts(node: Any) -> bool:
-        return any(map(_adds_parts, node.ops))
 
     @staticmethod
     def forward(ctx: Any, ops: Sequence[Movable], anchor: torch.Tensor | None, *xs: torch.Tensor) -> Tensors:
@@ -209,7 +197,7 @@ class _ApplyTogether(BlockFunction):
         return tuple(ys)
 
 
-class Stay(BlockFunction):
+class Stay(Function):
     """The identity, which saves a tensor."""
 
     @staticmethod

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.utils import swap_tensors
 
+from distdl.globals.block import relabel
 from distdl.globals.context import KnownLayout
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import entire, taken
-from distdl.globals.replicas import Replica, assigned, entered, mark, plain_of
+from distdl.globals.replicas import Replica, assigned, entered, plain_of
 from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
@@ -80,8 +81,7 @@ def write(
     if alias and made.requires_grad and torch.is_grad_enabled():  # (it follows from what is written)
         plain_of(target).copy_(entered(made.full_tensor(), made._context))
         for one in {id(target): target, id(owner): owner}.values():
-            if type(one) is not Replica:
-                mark(one, made._context)
+            relabel(one, Replica, _context=made._context)
         return target if y is made else y
     with torch.no_grad():
         plain_of(target).copy_(made.full_tensor())

@@ -39,7 +39,7 @@ from distdl.tensors.constants import Constant
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense, empty, readable
-from distdl.transport import Communicator, Label
+from distdl.transport import Label
 from distdl.transport.calls import LAST_TAG
 from distdl.transport.communicator import Pending
 
@@ -326,10 +326,7 @@ def _profiled(label: Label) -> AbstractContextManager[object]:
 class _Enter(Function):
     """Each worker's copies of tensors that are the same everywhere; or, before they are used, the tensors."""
 
-    @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        context: Context = node.way.total.context
-        return context.comm
+    enters = True
 
     @staticmethod
     def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -356,9 +353,7 @@ class _Use(Function):
     It passes them on where the backward is itself differentiated, or too much is under way.
     """
 
-    @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        return _Enter.entered_into(node)
+    enters = True
 
     @staticmethod
     def forward(ctx: Any, way: _Way, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,9 +13,10 @@ import torch
 from distdl.environment.types import judge
 from distdl.geometry.boxes import Shape
 from distdl.globals import debug
+from distdl.globals.block import Block, as_block, unblocked
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.idle import warn_of_idle
-from distdl.globals.lineage import may_differ, ours_before
+from distdl.globals.lineage import ours_before
 from distdl.globals.operands import block_of, moved, moved_block, own_box
 from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.tensor import GlobalTensor
@@ -26,7 +27,7 @@ from distdl.tensors.connection import zeros_on
 from distdl.tensors.derivatives import has_tangent
 from distdl.tensors.draws import seed
 from distdl.tensors.dtypes import DTYPES, dtype_code
-from distdl.tensors.function import Function, Given, note_given
+from distdl.tensors.function import Function
 from distdl.workers.worlds import split_of
 
 _AXES, _WHOLE = judge(Sequence[int | None]), judge(int)
@@ -113,8 +114,8 @@ def distribute_tensor(
 
     Args:
         x: on worker ``src``, the whole tensor, of any dtype. On the others it is not read, and may be None; or, where
-            it follows from ``y.full_tensor(on=src)`` or from a block, what follows from that there, so that all take
-            part in backward, whatever its shape. So it is with what follows from weights of a distributed model.
+            it follows from ``y.full_tensor(on=src)``, what follows from that there, so that all take part in backward,
+            whatever its shape. So it is, inside of a distributed forward, with what follows from blocks or weights.
         P: one axis for each dim of x; dims behind its last axis are not split. Workers of its world that are not in it
             hold no cells. A shape, as ``(1, 1, 2, 2)``, means ``distdl.world().reshape(1, 1, 2, 2)``.
         src: the worker that has the tensor, as numbered in the world.
@@ -133,10 +134,10 @@ def distribute_tensor(
     src = _worker(context, "distribute_tensor needs src", src)
     if type(x) is GlobalTensor:
         return redistribute(x, P, axes)
-    mine = _header(x) if context.me == src else None
+    mine = _header(unblocked(x)) if context.me == src else None
     if x is not None and isinstance(mine, _Header) and mine.gradient and len(context.everyone) > 1:
         before = ours_before(plain_of(x))
-        mine = mine._replace(follows=type(x) is Replica or bool(before) or may_differ(x))
+        mine = mine._replace(follows=type(x) in (Replica, Block) or bool(before))
         if _Whole in before:  # (this worker alone would get the gradient of one that every worker has)
             mine = (
                 f"{type(x).__name__} that follows from full_tensor() of every worker; full_tensor(on={src}) gives one "
@@ -156,8 +157,7 @@ def distribute_tensor(
         assert isinstance(x, torch.Tensor)
         block = plain_of(x)  # (as in from_local)
         block = block.clone() if owned is needed else block  # (what does not move is not to share memory, either)
-    elif header.follows and ((type(x) is Replica and x.requires_grad) or _is_rest(x)):
-        assert isinstance(x, torch.Tensor)
+    elif header.follows and isinstance(x, torch.Tensor) and (_is_typed(x) or _is_rest(x)):
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
         device = header.device_beside(x)
@@ -165,15 +165,20 @@ def distribute_tensor(
     return redistribute(GlobalTensor._of(block, owned), needed)
 
 
+def _is_typed(x: torch.Tensor) -> bool:
+    """Whether a tensor follows from a weight or a block inside of a forward, and has a gradient."""
+    return type(x) in (Replica, Block) and x.requires_grad
+
+
 def _is_rest(x: Any) -> bool:
     """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
 
-    It follows from a movement of ours, or from a block. (Others may be the worker's own, of which nothing is read. And
+    It follows from a movement of ours. (Others may be the worker's own, of which nothing is read. And
     what follows from a tensor that every worker has would need all of its gradient.)
     """
     if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.requires_grad and (may_differ(x) or bool(ours_before(x) - {_Whole}))
+    return x.requires_grad and bool(ours_before(x) - {_Whole})
 
 
 def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -181,7 +186,7 @@ def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None 
     P = split_of(P, "GlobalTensor.from_local")
     context = Context.of(P.comm)
     _begin(context, "GlobalTensor.from_local")
-    block = plain_of(block)  # (a block that was computed with a weight is no copy of one)
+    block = plain_of(block)
     call, shown = _call("GlobalTensor.from_local", P, axes)
     told = gather_values(context.comm, context.everyone, call, _header(block), shown)
     if axes is not None:
@@ -225,9 +230,7 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
         return y
 
     y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
-    if on is not None:
-        note_given(y, (), Given.BLOCKS if on else Given.ALONE)  # (the others have another one, of no cells)
-    return y
+    return y if on is None else as_block(y)  # (the others have another one, of no cells)
 
 
 def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
+from distdl.globals.block import Block, as_blocks
 from distdl.globals.context import KnownLayout
 from distdl.globals.failed import meet_in
-from distdl.globals.lineage import is_of_block
 from distdl.globals.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import current, entered, plain_of, tied_of
-from distdl.globals.running import note_given, on_blocks
+from distdl.globals.replicas import current, entered, plain_of
+from distdl.globals.running import is_on_blocks, on_blocks
 from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor, check_one_world
 from distdl.partition.arguments import checks_arguments
@@ -31,8 +31,8 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     """The function of global tensors that applies a function to each worker's blocks. Differentiable.
 
     Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds no
-    cells, and other tensors as they are. Nothing moves. An argument that is the same everywhere gets a gradient that is
-    added up over all workers, and so does a weight of a distributed model; a block, and what follows from one, gets its
+    cells, and other tensors as they are. Nothing moves. A plain argument is the same everywhere, and its gradient is
+    added up over all workers, as that of a weight of a distributed model; a block of a distributed forward gets its
     own. What else the function takes from around it, as a weight in a closure, gets this worker's part of the gradient:
     make it an argument. Whether blocks are what the function needs (no neighbours, no sums over split dims), the caller
     knows; and that a result depends on the same arguments in every call with given layouts, or a backward ends in an
@@ -72,10 +72,10 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             if type(one) is GlobalTensor:
                 blocks.append(_Block.of(one))
                 one = blocks[-1].given
-                if one.requires_grad:
-                    note_given(one)
-            elif context is not None and not (type(one) is torch.Tensor and is_of_block(one)):
-                one = entered(current(one), context)  # (of a block, each worker has its own gradient)
+            elif context is None or type(one) is Block or is_on_blocks():
+                one = plain_of(current(one))  # (of a block, each worker has its own gradient)
+            else:
+                one = entered(current(one), context)
             curved.append(one.requires_grad and torch.is_grad_enabled())
             if curved[-1]:
                 inputs.append(one)
@@ -85,7 +85,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
         edges = [] if context is None else list(map(edge_of, inputs))  # (the function may write into them)
         try:
             with on_blocks():
-                y = map_tensors(function(*given, **named), tied_of)
+                y = map_tensors(function(*given, **named), plain_of)
             for each in blocks:
                 each.settle()
         except Exception as error:
@@ -93,7 +93,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
                 meet_in(error, f"a call of local_map of {name_of(function)}", context)
             raise
         if context is None:
-            return y
+            return as_blocks(y)
         layouts, kinds = tuple(one._layout for one in found), tuple(one.dtype for one in found)
 
         def shapes_on(worker: int) -> list[Shape | None]:

@@ -10,8 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from distdl import nn
+from distdl.globals.block import check_unmixed
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.operands import part_of
+from distdl.globals.running import on_blocks
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Partition
 from distdl.partition.groups import IntArray
@@ -35,6 +37,7 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     Raises: TypeError for a module whose results are no blocks of a tensor; ValueError for one of another world.
     """
     kind = type(module).__name__
+    check_unmixed(kind, map(type, (*args, *kwargs.values())))
     if isinstance(module, _OF_BLOCKS):
         raise TypeError(
             f"{kind} works on blocks, and its results do not tile a tensor: call it with x.to_local(), or use "
@@ -60,7 +63,9 @@ def call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
         for one in args
     ]
     blocks = [one if at is None else part_of(one, at, kind) for one, at in zip(args, places, strict=True)]
-    return _global(context, module, tuple(places), call(*blocks, **kwargs))
+    with on_blocks():
+        y = call(*blocks, **kwargs)
+    return _global(context, module, tuple(places), y)
 
 
 def _by_place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

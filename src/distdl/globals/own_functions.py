@@ -23,15 +23,16 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from distdl.globals.adopting import UnwrittenError, adopt, split_beside
+from distdl.globals.block import Block, as_block, check_unmixed, unblocked
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
-from distdl.globals.lineage import OLD_REFERENCE, is_part, may_differ
+from distdl.globals.lineage import check_origin
 from distdl.globals.operands import block_of, part_of, whole
 from distdl.globals.own_results import given_blocks
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
-from distdl.globals.recomputing import is_of_copies, may_have_parts
-from distdl.globals.replicas import Replica, current, entered, plain_of, renewed, settle_ties
-from distdl.globals.running import any_noted, is_on_blocks, may_be_block, on_blocks
+from distdl.globals.recomputing import is_of_copies
+from distdl.globals.replicas import Replica, current, entered, plain_of, renewed, settle_ties, tied_of
+from distdl.globals.running import is_on_blocks, on_blocks, tells_blocks
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.writes import WritesInto, memory_of
@@ -102,9 +103,9 @@ class _Call:
 
     def inputs(self) -> list[torch.Tensor]:
         tensors = [self.args[place] for place in self.places]
-        graph = torch.is_grad_enabled() and not is_on_blocks()
-        if graph and any(type(one) is torch.Tensor and is_part(one) for one in tensors):
-            raise RuntimeError(OLD_REFERENCE.format(self.function.__name__))
+        for one in tensors:
+            if type(one) is torch.Tensor:
+                check_origin(one, self.context)
         return [block_of(one) if type(one) is GlobalTensor else variable_of(one) for one in tensors]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
@@ -390,17 +391,33 @@ def _types(y: Any) -> set[type]:
     return {type(one) for one in (y if type(y) is tuple else (y,))}
 
 
-def _note_backward(function: Any, args: tuple[Any, ...], y: Any) -> None:
-    """Let the backward of an autograd function of blocks know that it runs on blocks, too. (Checkpoints know it.)"""
-    if not any_noted() or function is CheckpointFunction:
-        return
-    if not (is_on_blocks() or any(may_differ(one) for one in args if type(one) is torch.Tensor)):
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        for one in y if isinstance(y, tuple) else (y,):
-            node: Any = one.grad_fn if isinstance(one, torch.Tensor) else None
-            if type(node) is function._backward_cls:
-                node._distdl_on_blocks = True
+def _changed(y: Any, change: Callable[[Any], Any]) -> Any:
+    """The results of an autograd function, each changed."""
+    return tuple(map(change, y)) if isinstance(y, tuple) else change(y)
+
+
+def _on_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an autograd function gives in a function on blocks. Its backward, which runs later, is one on blocks, too.
+
+    (A backward that goes through a module of the model would else add up the gradients of all workers' blocks.)
+    """
+    y = applied(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
+    y = _changed(y, lambda one: tied_of(one) if isinstance(one, torch.Tensor) else one)
+    for one in y if isinstance(y, tuple) else (y,):
+        node: Any = one.grad_fn if type(one) is torch.Tensor else None
+        if type(node) is function._backward_cls and function is not CheckpointFunction:  # (which knows it)
+            node._distdl_on_blocks = True
+    return y
+
+
+def _of_blocks(applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an autograd function gives for blocks: blocks. Its own code gets blocks, too, so none meets a weight."""
+
+    def given(one: Any) -> Any:
+        return Block._of(one._plain) if type(one) is Block else one  # (its plain tensor may have been written since)
+
+    y = applied(*map(given, args), **{name: given(one) for name, one in kwargs.items()})
+    return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
 
 
 def _backward(node: Any, *gradients: Any) -> Any:
@@ -418,28 +435,32 @@ def install() -> None:
         if Replica in kinds:
             args, kwargs = tuple(map(current, args)), {name: current(one) for name, one in kwargs.items()}
             kinds = {type(one) for one in (*args, *kwargs.values())}
+        applied = torch_apply.__get__(None, cls)
+        if is_on_blocks() and GlobalTensor not in kinds:
+            return _on_blocks(cls, applied, args, kwargs)
+        if Block in kinds:
+            if tells_blocks():
+                check_unmixed(f"the autograd function {cls.__name__}", kinds)
+                y = _of_blocks(applied, args, kwargs)
+                return given_blocks(cls, tuple(map(unblocked, args)), y) if GlobalTensor in _types(y) else y
+            return cls.apply(*map(unblocked, args), **{name: unblocked(one) for name, one in kwargs.items()})
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
-        applied = torch_apply.__get__(None, cls)
         if Replica in kinds and torch.is_grad_enabled():
-            may_be_blocks = any(map(may_be_block, args)) or may_have_parts(cls, args)
-            if is_on_blocks() or may_be_blocks or is_of_copies(cls, args):
-                y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
-                _note_backward(cls, args, y)
-                is_split = is_of_copies(cls, args) and GlobalTensor in _types(y)
-                return given_blocks(cls, tuple(map(plain_of, args)), y) if is_split else y
-            return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
+            if not is_of_copies(cls, args):
+                return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
+            y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
+            return given_blocks(cls, tuple(map(plain_of, args)), y) if GlobalTensor in _types(y) else y
         y = applied(*args, **kwargs)
-        _note_backward(cls, args, y)
         made = _types(y)
         if GlobalTensor in made:
             return given_blocks(cls, args, y)
+        if Block in made:  # (which follows from blocks from around it)
+            check_unmixed(f"the autograd function {cls.__name__}", made)
+            return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
         if Replica in made and torch.is_grad_enabled():  # (which follows from weights from around it)
-            if may_have_parts(cls, args):
-                return settle_ties(y)
-            if not any(map(may_be_block, args)):
-                return enter_copies(y, f"the autograd function {cls.__name__}")
+            return enter_copies(y, f"the autograd function {cls.__name__}")
         return y
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

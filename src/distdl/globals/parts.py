@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from distdl.globals.block import check_unmixed
 from distdl.globals.context import Context
 from distdl.globals.entering import enter, leave
+from distdl.globals.lineage import check_origin
 from distdl.globals.replicas import Replica, context_of, parameter_of, plain_of, tied_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -80,6 +82,9 @@ def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwar
             made[id(value)] = variable_of(value)
         return made[id(value)]
 
+    for one in (*args, *kwargs.values()):
+        if type(one) is torch.Tensor:
+            check_origin(one, next(value._context for value in (*args, *kwargs.values()) if type(value) is Replica))
     y = function(*map(variable, args), **{key: variable(one) for key, one in kwargs.items()})
     return enter_results(y, contexts[0], name, list(made.values()))
 
@@ -102,6 +107,7 @@ def enter_results(y: Any, context: Context, name: str, variables: Sequence[torch
                 f"{name} takes weights alone and gives a global tensor, whose gradient would be lost; give it the "
                 "global tensor that it reads as an argument"
             )
+        check_unmixed(name, (type(one), Replica))
         if not isinstance(one, torch.Tensor):
             continue
         one = results[place] = tied_of(one)

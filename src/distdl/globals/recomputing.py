@@ -1,7 +1,7 @@
 """Activation checkpoints of blocks: a backward recomputes what their forward has computed.
 
-There, nothing says that a function on blocks runs. And a checkpoint with re-entry gives new leaves in the place of
-blocks, and differentiates what it has recomputed by itself.
+There, nothing says that a forward, or a function on blocks, runs. And a checkpoint with re-entry gives new leaves in
+the place of blocks, and differentiates what it has recomputed by itself.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
-from distdl.globals.context import Context
+from distdl.globals.block import Block
 from distdl.globals.functions.drawing import drawing, drawn_by
-from distdl.globals.lineage import may_differ
 from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.running import is_on_blocks, may_be_block, note_given, on_blocks
+from distdl.globals.running import is_on_blocks, is_running, on_blocks, running, tells_blocks
 from distdl.tensors.derivatives import recomputing
 
 
 def _as_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that runs on blocks wherever it is called, if one runs on blocks here, and draws as one does here."""
+    """A function that runs wherever it is called as it does here: in a forward, on blocks, with the draws of here."""
     function = recomputing()(function)
+    function = running()(function) if is_running() else function
     function = on_blocks()(function) if is_on_blocks() else function
     context = drawn_by()
     return function if context is None else drawing(context)(function)
@@ -49,30 +49,32 @@ def _redrawn(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _as_copies(args: Sequence[Any], contexts: Sequence[Context | None]) -> list[Any]:
-    """Arguments of which those with contexts are copies: they may come as the plain tensors that are saved of them."""
+def _kinds(args: Sequence[Any]) -> list[Any]:
+    """What arguments are: of copies, their context; of blocks, that type; None of others."""
     return [
-        one if context is None or type(one) is Replica else Replica._of(one, context)
-        for one, context in zip(args, contexts, strict=True)
+        one._context if type(one) is Replica else Block if type(one) is Block and tells_blocks() else None
+        for one in args
     ]
 
 
-def _contexts(args: Sequence[Any]) -> list[Context | None]:
-    """Those of arguments that are copies."""
-    return [one._context if type(one) is Replica else None for one in args]
+def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+    """Arguments as what they were: they may come as the plain tensors that are saved of them."""
+
+    def given(one: Any, kind: Any) -> Any:
+        if kind is None or type(one) is not torch.Tensor:
+            return one
+        return Block._of(one) if kind is Block else Replica._of(one, kind)
+
+    return [given(one, kind) for one, kind in zip(args, kinds, strict=True)]
 
 
-def _of_parts(function: Callable[..., Any], contexts: Sequence[Context | None]) -> Callable[..., Any]:
-    """A function of blocks and copies, which recomputes with copies, and gives what a worker has of gradients.
-
-    Args:
-        contexts: those of arguments that are copies.
-    """
+def _of_parts(function: Callable[..., Any], kinds: Sequence[Any]) -> Callable[..., Any]:
+    """A function of blocks or copies, which recomputes with these, and gives what a worker has of gradients."""
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():  # (it is the forward)
             return function(*args)
-        return map_tensors(function(*_as_copies(args, contexts)), plain_of)
+        return map_tensors(function(*_as_given(args, kinds)), plain_of)
 
     return run
 
@@ -84,15 +86,6 @@ def is_of_copies(function: Any, args: Sequence[Any]) -> bool:
     """
     plain = (one for one in args if type(one) is torch.Tensor)
     return function is checkpoints.CheckpointFunction and not any(one.requires_grad for one in plain)
-
-
-def may_have_parts(function: Any, args: Sequence[Any]) -> bool:
-    """Whether plain tensors among the arguments of an autograd function are blocks, so that its backward gets parts.
-
-    One of a checkpoint with re-entry may get them wherever there may be blocks: parts of gradients add up.
-    """
-    plain = [one for one in args if type(one) is torch.Tensor]
-    return any(map(may_differ, plain)) or (function is checkpoints.CheckpointFunction and any(map(may_be_block, plain)))
 
 
 def install() -> None:
@@ -107,30 +100,26 @@ def install() -> None:
 
     def save_here(self: Any, *args: Any) -> None:
         save(self, *args)
-        self._distdl_contexts = _contexts(args)
+        self._distdl_kinds = _kinds(args)
 
     def load_here(self: Any) -> list[Any]:
         args: list[Any] = load(self)
-        if not any(self._distdl_contexts):
+        if all(kind is None for kind in self._distdl_kinds):
             return args
         with torch.enable_grad():
-            return _as_copies(args, self._distdl_contexts)
+            return _as_given(args, self._distdl_kinds)
 
     def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         function = _redrawn(_as_here(function))
-        contexts = _contexts(args)
+        kinds = _kinds(args)
         # (variables and whole tensors, to which one without blocks is applied, are neither)
-        if any(contexts) or may_have_parts(reentrant, args):
-            function = _of_parts(function, contexts)
+        if any(kind is not None for kind in kinds):
+            function = _of_parts(function, kinds)
         return forward(ctx, function, keeps_draws, *args)
 
     def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         with on_blocks():  # (in the place of copies, too, leaves get a worker's part of the gradient, which goes on)
-            leaves = detach(inputs)
-        for one, leaf in zip(inputs, leaves, strict=True):
-            if type(leaf) is torch.Tensor and may_differ(one):
-                note_given(leaf)
-        return leaves
+            return detach(inputs)
 
     frame.__init__, frame.save_inputs, frame.get_inputs = begin_here, save_here, load_here
     reentrant.forward = staticmethod(forward_here)

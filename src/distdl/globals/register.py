@@ -10,7 +10,6 @@ import torch
 from distdl.globals.functions.pointwise import elementwise, result_of
 from distdl.globals.nested import holds_tensors, tensors_in
 from distdl.globals.operands import aligned
-from distdl.globals.running import on_blocks
 from distdl.globals.table import TABLE, Handler, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import dims
@@ -59,8 +58,7 @@ def _register_class(function: Any, handler: Handler | str) -> None:
         if not found or cls is not function:
             return apply(*args, **kwargs)
         if not isinstance(handler, str):
-            with on_blocks():
-                return handler(apply, args, kwargs)
+            return handler(apply, args, kwargs)
         layout, blocks = aligned(found[0]._context, operands, None, function.__name__)
         given, rest = blocks[: len(args)], dict(zip(named, blocks[len(args) :], strict=True))
         return _checked(function, result_of(apply, found[0], apply(*given, **{**kwargs, **rest}), found, layout))

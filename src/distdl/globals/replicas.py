@@ -7,18 +7,19 @@ with its own copy, which has entered (see ``globals.entering``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from distdl.globals import debug
+from distdl.globals.block import WHOLE, Block, as_blocks, check_unmixed, mark, raw_of, unblocked
 from distdl.globals.comparing import Looks, bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
-from distdl.globals.lineage import OLD_REFERENCE, entered_into, may_differ, note_entered
+from distdl.globals.lineage import OLD_REFERENCE, check_origin
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.running import is_on_blocks, may_be_block, note_made_of
+from distdl.globals.running import is_on_blocks, on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.modes import unobserved
@@ -79,8 +80,7 @@ class Replica(torch.Tensor):
         """The plain tensor of one that was plain until a copy was written into it: not kept, as it keeps its base."""
         if name != "_plain":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+        return raw_of(self)
 
     # (what is asked for most often, without the way through torch, whose stubs let it be written)
 
@@ -116,27 +116,25 @@ class Replica(torch.Tensor):
 
         What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside, and
         the sum that a primitive makes of all workers' copies. But where workers get different tensors, as from
-        Repartition, or worker 0 gets none, each has its block (and one outside a clone, of whose gradient none counts);
-        and so has it of what follows from a block.
+        Repartition, or worker 0 gets none, each has its block (and one outside a clone, of whose gradient none counts).
         """
         every = (*args, *kwargs.values())
+        check_unmixed(type(module).__name__, map(type, every))
         for one in every:
             if type(one).__name__ == "GlobalTensor":
                 return type(one)._call_module(module, call, args, kwargs)
-        y = call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
-        of_blocks = any(type(one) is torch.Tensor and may_differ(one) for one in every)
-        if of_blocks or (not module._keeps_copies and module._member):
-            return y
+        plain_args, plain_kwargs = tuple(map(plain_of, args)), {name: plain_of(one) for name, one in kwargs.items()}
+        if is_on_blocks():
+            return call(*plain_args, **plain_kwargs)
+        with on_blocks():
+            y = call(*plain_args, **plain_kwargs)
         if not module._keeps_copies:
-            return map_tensors(y, _uncounted)
+            return as_blocks(y if module._member else map_tensors(y, _uncounted))
         found = [one for one in every if type(one) is Replica]
 
         def wrap(value: torch.Tensor) -> torch.Tensor:
             same = next((one for one in found if plain_of(one) is value), None)
-            if same is not None:
-                return same
-            note_entered(value, found[0]._context)
-            return view_of(found, value, found[0]._context)
+            return view_of(found, value, found[0]._context) if same is None else same
 
         return map_tensors(y, wrap)
 
@@ -148,16 +146,18 @@ class Replica(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if any(not issubclass(cls, one) and one.__name__ == "GlobalTensor" for one in types):
+        if Block in types:
+            check_unmixed(name_of(func), types)
+        if any(not issubclass(cls, one) and one.__name__ in ("GlobalTensor", "Block") for one in types):
             return NotImplemented  # the other knows better
         every = tensors_in((args, kwargs or {}))
         if any(current(value) is not value for value in every):
             args, kwargs = map_tensors((args, kwargs or {}), current)
             return func(*args, **kwargs)
         handler = REPLICATED.get(func)
-        if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not is_on_blocks():
-            of_blocks = any(type(one) is torch.Tensor and (may_be_block(one) or may_differ(one)) for one in every)
-            handler = REPLICATED[OPERATOR] if _is_own(func) and not of_blocks else None
+        alone = is_on_blocks()
+        if handler is None and isinstance(func, _OPERATORS) and torch.is_grad_enabled() and not alone:
+            handler = REPLICATED[OPERATOR] if _is_own(func) else None
         if handler is not None:
             return handler(func, args, kwargs or {})
         for value in every:
@@ -168,37 +168,28 @@ class Replica(torch.Tensor):
         for value in found if torch.is_grad_enabled() else ():
             if value._context is not context:  # (whose gradient would add up over other workers)
                 raise other_world(name_of(func), context, value._context)
-        target = args[0] if args and type(args[0]) is torch.Tensor and writes(func, kwargs or {}) else None
-        if target is not None and target.requires_grad:
-            is_block = may_differ(target)
-            if is_block or not is_copy(target):
-                if torch.is_grad_enabled() and not is_block:
-                    raise RuntimeError(_REFUSED.format(func.__name__))
-                target = None  # (which stays what it is)
+        written_to = tensors_in(args[:1]) if not alone and writes(func, kwargs or {}) else []
+        targets = [one for one in written_to if type(one) is torch.Tensor and not one.requires_grad]
+        if torch.is_grad_enabled() and any(type(one) is torch.Tensor and one.requires_grad for one in written_to):
+            raise RuntimeError(_REFUSED.format(func.__name__))
         # (a tensor that has not entered would get this worker's part of its gradient only)
         copies: dict[int, Replica] = {}
-        read = every[:1] if func in _OF_KIND else every
-        blocks = [value for value in read if type(value) is not Replica and may_differ(value)]
 
         def plain(value: torch.Tensor) -> torch.Tensor:
-            own = entered(value, context, False)
+            own = plain_of(value) if alone else entered(value, context, False)
             if type(value) is Replica:
                 copies[id(own)] = value
             return own
 
         given, named = map_tensors((args, kwargs or {}), plain)
         result = func(*given, **named)
-        if blocks:
-            for value in tensors_in(result):
-                note_made_of(value, blocks)
+        if alone:
             written = copies.get(id(result))
-            # (blocks, too, but for a copy that is written without gradients, as by self.w += 1)
+            # (this worker's own, too, but for a copy that is written without gradients, as by self.w += 1)
             return result if written is None or torch.is_grad_enabled() else assigned(written)
-        if target is not None and target.requires_grad:
-            # (from now on it is a copy, too, and so is what it is a view of)
-            for one in (target, target._base):
-                if type(one) is torch.Tensor:
-                    mark(one, context)
+        for one in targets:
+            if one.requires_grad:
+                mark(one, Replica, _context=context)
 
         def wrap(value: Any) -> Any:
             if type(value) is Replica:  # (the target)
@@ -217,12 +208,7 @@ def _uncounted(value: torch.Tensor) -> torch.Tensor:
 
 
 debug.SAME.add(Replica)
-_base: Any = torch._C.TensorBase
-_raw_node = _base.grad_fn.__get__
-_aten: Any = torch.ops.aten
-_OF_KIND = frozenset([  # functions that read of another tensor its dtype and device alone
-    torch.Tensor.to, _aten.to, _aten.to.other, torch.Tensor.type_as, _aten.type_as, _aten.type_as.default,
-])  # fmt: skip
+WHOLE.add(Replica)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _REFUSED = (
     "{} writes what follows from a parameter into a plain tensor that requires a gradient and has not entered the "
@@ -268,16 +254,13 @@ def copy_of(replica: Replica) -> torch.Tensor:
 
 
 def tied_of(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that an autograd function has given: if it is a replica, the function has tied that itself."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.as_subclass(torch.Tensor) if type(value) is Replica else value
+    """The plain tensor that an autograd function has given: a replica or a block itself, to which the node is tied."""
+    return raw_of(value) if type(value) in (Replica, Block) else value
 
 
 def renewed(value: Any) -> Any:
-    """A copy that follows from its plain tensor, which may require a gradient since it was made; others as they are."""
-    if type(value) is not Replica or not value.requires_grad or _raw_node(value) is not None:
-        return value
-    return Replica._of(copy_of(value), value._context)
+    """A copy that follows from its plain tensor as that is now; others as they are."""
+    return Replica._of(copy_of(value), value._context) if type(value) is Replica else value
 
 
 def settle_ties(value: Any) -> Any:
@@ -307,15 +290,14 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
     """This worker's own copy of a plain tensor: itself, with a gradient that adds up over all workers.
 
     Args:
-        strict: whether it is certainly the same on every worker. (Beside a weight, it may be a block, which has all of
-            its gradient.)
+        strict: whether it stands beside a global tensor, so that it is compared.
+    Raises: RuntimeError for what follows from a weight, and does not say so.
     """
     if type(tensor) is Replica:
         return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    if (not strict and may_differ(tensor)) or is_copy(tensor, strict):
-        return tensor
+    check_origin(tensor, context)
     return enter(context, [tensor], _Look(tensor, context) if strict else None)[0]
 
 
@@ -349,31 +331,13 @@ class _Look:
             check_same(self._context, self._parameter, "", _OTHER_WEIGHTS)
 
 
-def mark(tensor: torch.Tensor, context: Context) -> None:
-    """Let a plain tensor that follows from copies say so by its type."""
-    tensor.__class__ = Replica
-    tensor.__dict__["_context"] = context
-
-
-def mark_copies(value: Any) -> None:
-    """The same for all such tensors in a structure of tuples, lists and dicts."""
-    if type(value) is torch.Tensor:
-        context = context_of(value) if value.requires_grad else None
-        if context is not None:
-            mark(value, context)
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            mark_copies(item)
-
-
-def is_copy(tensor: torch.Tensor, strict: bool = False) -> bool:
-    """Whether a tensor that is the same on every worker is this worker's own copy of it, which has entered."""
-    return type(tensor) is Replica or entered_into(tensor, strict) is not None
-
-
-def plain_of(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that a replica is; others as they are."""
-    return copy_of(value) if type(value) is Replica else value
+@overload
+def plain_of(value: torch.Tensor) -> torch.Tensor: ...
+@overload
+def plain_of(value: Any) -> Any: ...
+def plain_of(value: Any) -> Any:
+    """The plain tensor that a replica or a block is; others as they are."""
+    return copy_of(value) if type(value) is Replica else unblocked(value)
 
 
 def without_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -454,10 +418,5 @@ def assigned(value: torch.Tensor) -> torch.Tensor:
 
 
 def context_of(value: torch.Tensor) -> Context | None:
-    """The context that a copy has entered; None of others, and of blocks, which follow from copies, too."""
-    if type(value) is Replica:
-        return value._context
-    if type(value) is not torch.Tensor or may_differ(value):
-        return None
-    context = entered_into(value)
-    return context if isinstance(context, Context) else None
+    """The context that a copy has entered; None of others."""
+    return value._context if type(value) is Replica else None

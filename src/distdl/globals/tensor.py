@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from distdl.globals import debug
+from distdl.globals.block import WHOLE, Block, as_block, check_unmixed, unblocked
 from distdl.globals.context import Context, KnownLayout, other_world, worlds
 from distdl.globals.failed import depends_on_values, meet_in
-from distdl.globals.nested import tensors_in
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
-from distdl.globals.running import note_block
 from distdl.globals.table import TABLE, check_is_tensor, name_of
 from distdl.globals.wrappers import check_unwrapped
 from distdl.nn.compiling import leave_uncompiled
@@ -108,6 +108,9 @@ class GlobalTensor(torch.Tensor):
     ) -> Any:
         if torch._C._are_functorch_transforms_active():  # (what is set up now, and kept, would be wrapped)
             raise TransformError
+        if Block in types:
+            check_unmixed(name_of(func), types)
+            args, kwargs = map_tensors((args, kwargs or {}), unblocked)
         if Replica in types:
             args, kwargs = without_gradients(args, kwargs or {})
         if worlds.count > 1 and func not in _DIFFERENTIATING and not _is_of_lists(func):
@@ -252,10 +255,13 @@ class GlobalTensor(torch.Tensor):
         return from_local(block, P, axes)
 
     def to_local(self) -> torch.Tensor:
-        """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable."""
+        """This worker's block, a plain tensor; without cells on a worker that has none. Differentiable.
+
+        Inside of a distributed forward it is an error beside a weight or a global tensor: :func:`distdl.local_map` runs
+        a function of both.
+        """
         check_usable(self)
-        note_block(self._block, self._layout.partition.workers.ravel().tolist() != [0])
-        return self._block
+        return as_block(self._block)
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
         """The whole tensor, as a plain tensor. Collective; differentiable.
@@ -312,6 +318,7 @@ class GlobalTensor(torch.Tensor):
         )
 
 
+WHOLE.add(GlobalTensor)
 leave_uncompiled(GlobalTensor.__dict__["__torch_function__"].__func__)
 
 # torch.tensor(x); torch.asarray(x, copy=True); torch.Tensor(x)

@@ -18,7 +18,6 @@ from distdl.ops.setup import same
 from distdl.partition import Layout, Partition, Signature
 from distdl.partition.arguments import checks_arguments
 from distdl.tensors.connection import outside
-from distdl.tensors.function import Given
 from distdl.transport import Label
 
 Place = Partition | Layout | Callable[[Headers, int], Signature]
@@ -125,7 +124,6 @@ class Layer(Module):
         options: what distinguishes this layer from others with its name; equal on all members.
         along: partitions along whose axes shapes may change. (Headers of many workers are gathered along them.)
         alone: what a worker outside returns, from the tensors that it passed.
-        at: the workers that have results; the others have zeros or nothing. If not given, all that get some.
     Attributes:
         label: the name, and the layer's path in its model once the model has named it (see ``distdl.name_layers``).
     """
@@ -139,13 +137,12 @@ class Layer(Module):
         options: object = (),
         along: Sequence[Partition] = (),
         alone: Callable[..., Any] = outside,
-        at: Partition | None = None,
     ) -> None:
         super().__init__()
         self.label = Label(name, everyone.comm.calls(tuple(everyone.workers.ravel().tolist())).built())
         self._derive = derive
         self._member = everyone.comm.rank in everyone
-        self._gives = _given_by(derive, everyone, at)
+        self._gives_copies = getattr(derive, "copies", False) and everyone.comm.size > 1
         self._keeps_copies = getattr(derive, "keeps_copies", True)
         self._agreement: Agreement[Setup] = Agreement.among(
             everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
@@ -174,14 +171,6 @@ class Layer(Module):
         if not isinstance(setup, Setup):
             raise TypeError(f"{self.label} needs a distdl.ops.Setup of its op; got {setup!r}")
         return setup
-
-
-def _given_by(derive: Derivation, everyone: Partition, at: Partition | None) -> Given:
-    """What a layer gives."""
-    if getattr(derive, "copies", False) and everyone.comm.size > 1:
-        return Given.PARTS
-    at = getattr(derive, "P_y", everyone) if at is None else at
-    return Given.ALONE if at.workers.ravel().tolist() == [0] else Given.BLOCKS
 
 
 def given(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
 
 import torch
 
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import Partition
-from distdl.tensors.function import Given, note_given
 
 Value = TypeVar("Value")
+
+COPIES = "distdl: copies of one tensor"
+"""The key in a node's metadata that says that its results may be copies of one tensor, of whose gradient the backward
+adds up the parts that the workers have."""
+
+call_in_forward: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] | None = None
+"""Calls what a module computes of plain tensors: inside of a distributed forward, it gives blocks. Set by globals."""
 
 
 class Module(torch.nn.Module):
@@ -19,7 +26,7 @@ class Module(torch.nn.Module):
     For ``torch.compile`` it is a graph break: only what lies between such modules is compiled.
     """
 
-    _gives = Given.BLOCKS  # what results are: the same on every worker
+    _gives_copies = False  # whether results may be copies of one tensor
     _member = True  # whether this worker takes part
     _keeps_copies = True  # whether inputs that are the same on every worker give equal results, if worker 0 has one
 
@@ -35,15 +42,17 @@ class Module(torch.nn.Module):
                 take_over = getattr(type(one), "_call_module", None)
                 if take_over is not None:
                     return take_over(self, self._call_plain, args, kwargs)
-        return self._call_plain(*args, **kwargs)
+        if call_in_forward is None or not hasattr(self, "P_x"):
+            return self._call_plain(*args, **kwargs)
+        return call_in_forward(self._call_plain, args, kwargs)
 
     def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with plain tensors, and note in the graph of the result what kind of result it is."""
+        """Call it with plain tensors."""
         y = self._wrapped_call_impl(*args, **kwargs)
-        # a module without P_x may have modules of ours inside, and nothing is known of its results
-        if not hasattr(self, "P_x"):
-            return y
-        return note_given(y, (*args, *kwargs.values()) if kwargs else args, self._gives)
+        node: Any = y.grad_fn if self._gives_copies else None
+        if node is not None:
+            node.metadata[COPIES] = True
+        return y
 
     def extra_repr(self) -> str:
         """The partitions and the other options (see :class:`Option`), in the order in which they were set."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.memory import empty, is_channels_last
 
 
@@ -36,7 +36,7 @@ def less(x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
     return y
 
 
-class _Affine(BlockFunction):
+class _Affine(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, shape: tuple[int, ...] | None
@@ -68,7 +68,7 @@ class _Affine(BlockFunction):
         return dy if ctx.shape is None else dy.reshape(ctx.shape)
 
 
-class _Less(BlockFunction):
+class _Less(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
         return torch.sub(x, constant, out=_like(x))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from distdl.geometry.boxes import Shape
 from distdl.ops.affine import is_differentiated
 from distdl.ops.keeping import WORTH
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.memory import empty, is_channels_last
 
 _ATEN: Any = torch.ops.aten
@@ -81,7 +81,7 @@ def average(x: torch.Tensor, how: SlidingMean | AdaptiveMean) -> torch.Tensor:
     return y
 
 
-class _Average(BlockFunction):
+class _Average(Function):
     """An average, and its adjoint."""
 
     @staticmethod
@@ -110,7 +110,7 @@ def _spread(
     return dx
 
 
-class _Spread(BlockFunction):
+class _Spread(Function):
     """The adjoint, and of that the adjoint."""
 
     @staticmethod

@@ -33,7 +33,7 @@ from distdl.ops.setup import Site, blank_shape
 from distdl.partition import Layout, Signature
 from distdl.plan.planning import edges
 from distdl.tensors.derivatives import NONE
-from distdl.tensors.function import BlockFunction, gradients_of
+from distdl.tensors.function import Function, gradients_of
 from distdl.transport import Pending
 
 _FIRST = 2  # the first dim of space
@@ -262,7 +262,7 @@ class InPlace:
         return y
 
 
-class _InPlace(BlockFunction):
+class _InPlace(Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, steps: InPlace

@@ -31,7 +31,7 @@ from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape
 from distdl.ops.moments import Moments
 from distdl.ops.rows import Rows
-from distdl.tensors.function import BlockFunction, gradients_of
+from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.memory import empty
 
 Note = Callable[[torch.Tensor], None] | None
@@ -93,7 +93,7 @@ class Fused:
         return entries.view(self._measured)
 
 
-class _Normalise(BlockFunction):
+class _Normalise(Function):
     @staticmethod
     def forward(
         ctx: Any, fused: Fused, note: Note, anchor: torch.Tensor | None, x: torch.Tensor, *weights: torch.Tensor

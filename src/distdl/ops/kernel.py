@@ -24,7 +24,7 @@ from torch.nn import functional
 from distdl.geometry.boxes import Shape
 from distdl.geometry.edges import Crop, Line
 from distdl.geometry.transposed import TransposedLine
-from distdl.tensors.function import BlockFunction, gradients_of
+from distdl.tensors.function import Function, gradients_of
 
 Lines = Sequence[Line | TransposedLine]
 
@@ -196,7 +196,7 @@ class Kernel:
         return there and not torch._C._len_torch_dispatch_stack()
 
 
-class _Recorded(BlockFunction):
+class _Recorded(Function):
     @staticmethod
     def forward(
         ctx: Any, kernel: Kernel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from distdl.ops.affine import combine, is_differentiated
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
 
 
-class Measure(BlockFunction):
+class Measure(Function):
     """The entries of a block, over some dims: mean and variance, or the mean of the squares if there is no centre.
 
     Args:
@@ -56,7 +56,7 @@ class Measure(BlockFunction):
         return torch.stack([along, squares - 2 * offset * along])
 
 
-class Merge(BlockFunction):
+class Merge(Function):
     r"""One state of several, the entries with their kinds in dim 1, by a balanced tree.
 
     With a share :math:`s_i` of the cells behind entry i, :math:`d\mu = \sum s_i\, d\mu_i` and

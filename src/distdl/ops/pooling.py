@@ -27,7 +27,7 @@ from distdl.plan.planning import copy
 from distdl.tensors.connection import local
 from distdl.tensors.constants import Constant
 from distdl.tensors.dtypes import HALVES
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.memory import empty, is_channels_last
 
 Reduce = Callable[[torch.Tensor], Any]
@@ -131,7 +131,7 @@ def largest_cells(
     return y, places
 
 
-class _Largest(BlockFunction):
+class _Largest(Function):
     r"""The largest cells, of which it saves the places. (torch saves x, too.)
 
     Forward: :math:`y_o = x_{i(o)}`. Adjoint: :math:`\partial x_c = \sum_{o: i(o) = c} \partial y_o`.

@@ -18,7 +18,7 @@ import torch
 from distdl.geometry.boxes import Box, shape
 from distdl.ops.weighing import FloatArray, IntArray, Tap, Weighing
 from distdl.tensors.connection import local
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 from distdl.tensors.memory import empty
 
 _MODES = {
@@ -245,7 +245,7 @@ class Resampler:
         return self._steps[device]
 
 
-class _Weighed(BlockFunction):
+class _Weighed(Function):
     """Weighted sums along some dims, one after the other, or their adjoint: each is the derivative of the other.
 
     Of large blocks some channels are computed at a time: what is between two steps is large, and leaves the cache.

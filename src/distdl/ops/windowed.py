@@ -25,7 +25,7 @@ from distdl.ops.keeping import WORTH, Place
 from distdl.ops.kernel import Kernel
 from distdl.partition import Layout
 from distdl.tensors.derivatives import is_checkpointed
-from distdl.tensors.function import BlockFunction, gradients_of
+from distdl.tensors.function import Function, gradients_of
 from distdl.tensors.modes import unobserved
 
 
@@ -98,7 +98,7 @@ class Windowed:
         return [one if wanted else None for one, wanted in zip(gradients, asked, strict=True)]
 
 
-class _Windowed(BlockFunction):
+class _Windowed(Function):
     observed = True  # selective checkpoints see torch's convolution, too
 
     @staticmethod

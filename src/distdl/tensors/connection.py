@@ -13,7 +13,7 @@ import torch
 
 from distdl.environment.types import Count
 from distdl.tensors.derivatives import is_checkpointed, is_differentiated_forward
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 
 
 def zeros_on(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -98,7 +98,7 @@ _ORDINARY = torch._C._autograd.CreationMeta.DEFAULT
 _REPLAYED = "_is_replayed"
 
 
-class _Whole(BlockFunction):
+class _Whole(Function):
     """A view as a tensor by itself, in the same memory: its graph does not change where it is written in place."""
 
     @staticmethod
@@ -126,7 +126,7 @@ def outside(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return saving(_Block.apply(y) if y.requires_grad else y)
 
 
-class _Block(BlockFunction):
+class _Block(Function):
     """The same, as a block that a layer gives."""
 
     @staticmethod
@@ -154,7 +154,7 @@ def saving(y: torch.Tensor) -> torch.Tensor:
     return recorded
 
 
-class _Saving(BlockFunction):
+class _Saving(Function):
     """A copy, which saves a tensor."""
 
     @staticmethod
@@ -191,7 +191,7 @@ class _Absent(NamedTuple):
     weight: torch.Tensor
 
 
-class _Tied(BlockFunction):
+class _Tied(Function):
     """x itself. This backward comes after that of the sum, for it is that of an older node."""
 
     @staticmethod

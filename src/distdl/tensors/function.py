@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -45,65 +44,8 @@ class Function(torch.autograd.Function):
                 return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # as below
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]  # the base is written in C
 
-    @staticmethod
-    def entered_into(node: Any) -> Any:
-        """Of a node of the graph: the communicator over whose workers its results have entered, as copies of what every
-        worker has, or may have. Each worker gets a part of their gradient. None if they are no such copies.
-        """
-        return None
-
-
-class BlockFunction(Function):
-    """A function of a layer, or of an operator: what it gives are blocks, or copies of which each has its gradient."""
-
-    @staticmethod
-    def adds_parts(node: Any) -> bool:
-        """Of a node of the graph: whether its results may be copies of one tensor, of whose gradient it adds up the
-        parts that the workers have. (That of what one worker alone has may be the whole one.)
-        """
-        return False
-
-
-class Given(Enum):
-    """What layers and primitives give: blocks; what may be copies that stand for parts of a sum; or what worker 0 alone
-    has, as the value of a loss, where the others have zeros or nothing.
-    """
-
-    BLOCKS, PARTS, ALONE = range(3)
-
-
-_GIVEN = "distdl: given by a layer"
-_any_given = False
-
-
-def note_given(y: Any, args: Sequence[Any], kind: Given) -> Any:
-    """y, what a layer or a primitive gives: its graph knows that, also where torch's functions alone have made it.
-
-    Args:
-        args: that it takes. What it gives as it is stays what it was.
-        kind: what it gives, the same on every worker. (Of a module in it, what that has said.)
-    """
-    global _any_given
-    _any_given = True
-    for one in y if isinstance(y, tuple) else (y,):
-        node: Any = one.grad_fn if isinstance(one, torch.Tensor) and not any(one is x for x in args) else None
-        if node is not None:
-            node.metadata.setdefault(_GIVEN, kind)
-    return y
-
-
-def any_given() -> bool:
-    """Whether a layer or a primitive has given something, on any worker of this process."""
-    return _any_given
-
-
-def given_by(node: Any) -> Given | None:
-    """What a node of the graph gives, if a layer or an operator has given that, but of global tensors."""
-    noted: Given | None = node.metadata.get(_GIVEN)
-    kind = getattr(type(node), "_forward_cls", None)  # an autograd function in Python has it
-    if noted is None and isinstance(kind, type) and issubclass(kind, BlockFunction):
-        return Given.PARTS if kind.adds_parts(node) else Given.BLOCKS
-    return noted
+    enters = False
+    """Whether its results are this worker's copies of what every worker has: of the gradient, each gets a part."""
 
 
 def gradients_of(

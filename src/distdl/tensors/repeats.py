@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distdl.tensors.derivatives import is_checkpointed
-from distdl.tensors.function import BlockFunction
+from distdl.tensors.function import Function
 
 _Number = TypeVar("_Number")
 _stack = torch._C._autograd
@@ -97,7 +97,7 @@ def repeatable(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-class _Repeatable(BlockFunction):
+class _Repeatable(Function):
     """The identity. It saves a tensor, so that every worker's checkpoint recomputes."""
 
     @staticmethod

@@ -15,8 +15,9 @@ from distdl.globals.functions.applying import as_global
 from distdl.globals.functions.judging import judge
 from distdl.globals.functions.lines import brought
 from distdl.globals.functions.spreading import pencils
+from distdl.globals.lineage import check_origin
 from distdl.globals.operands import entire, moved
-from distdl.globals.replicas import is_copy, plain_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import zeros_on
@@ -133,7 +134,9 @@ def _together(weights: Sequence[Any], context: Context) -> list[Any]:
     """
     found = [entire(one) for one in weights]
     recorded = torch.is_grad_enabled()
-    apart = [one is not None and one.requires_grad and recorded and not is_copy(one) for one in found]
+    apart = [one is not None and one.requires_grad and recorded and type(one) is not Replica for one in found]
     entering = [one for one, enters in zip(found, apart, strict=True) if enters]
+    for one in entering:
+        check_origin(one, context)
     copies = iter(enter(context, entering)) if entering else iter(())
     return [next(copies) if enters else plain_of(one) for one, enters in zip(found, apart, strict=True)]

@@ -111,7 +111,8 @@ def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def _of_graph(replica: Any) -> torch.Tensor:
     """The tensor that what follows from a replica follows from: its plain one, or itself where it has become one."""
-    return plain_of(replica) if "_plain" in replica.__dict__ else replica
+    own: torch.Tensor = plain_of(replica) if "_plain" in replica.__dict__ else replica
+    return own
 
 
 _attribute: Any = torch.Tensor.grad  # (one that is computed, whose type says what it gives)

@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from distdl.globals.context import Context, other_world
 from distdl.globals.higher_order.mapping import torchs_flat_vmap
 from distdl.globals.higher_order.transforms import leads_beyond
-from distdl.globals.lineage import note_entered
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of, moved_block
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.writes import memory_of, watched
+from distdl.nn.module import COPIES
 from distdl.tensors.function import TransformError
 from distdl.tensors.levels import beneath, is_batched, mapping
 from distdl.tensors.memory import without_memory
@@ -108,7 +108,9 @@ class Captured(TorchFunctionMode):
             everywhere = layout.context.everywhere(layout.extents or (1,))
             block = (block if self._curved else block.detach()).reshape(owned.local)
             own = moved_block(block, owned, everywhere, self._name).view(layout.extents)
-            note_entered(own, layout.context)  # (so what the function keeps of it does not once more)
+            node: Any = own.grad_fn
+            if node is not None:  # (what the function keeps of it for another call must not enter there)
+                node.metadata[COPIES] = True
             return own
 
     def check(self, y: torch.Tensor, *inputs: torch.Tensor) -> None:

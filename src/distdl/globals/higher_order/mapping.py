@@ -23,7 +23,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.higher_order.transforms import is_split, leads_beyond
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
-from distdl.globals.replicas import Replica, entered, tied_of
+from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.running import is_running, on_blocks
 from distdl.globals.table import composite, name_of
 from distdl.globals.tensor import GlobalTensor
@@ -176,7 +176,7 @@ class _Samples:
             if isinstance(found, _Each):
                 results.append(found)
                 continue
-            block = tied_of(found)
+            block = plain_of(found)
             if block.requires_grad and leads_beyond(block, ends=curved):
                 raise TransformError
             rest = [((0, extent),) for extent in block.shape[1:]]

@@ -26,10 +26,11 @@ import torch
 from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
+from distdl.globals.block import TRANSFORMED, Block
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import own_of
 from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.running import is_on_blocks
+from distdl.globals.running import is_on_blocks, tells_blocks
 from distdl.globals.table import composite
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import base_of
@@ -226,9 +227,12 @@ def leads_beyond(y: torch.Tensor, own: object = None, ends: Sequence[torch.Tenso
 def is_split(values: Any) -> bool:
     """Whether a transform of these is ours.
 
-    Raises: TransformError inside one of torch's.
+    Raises: TransformError inside one of torch's; RuntimeError for a block inside of a distributed forward.
     """
-    if not any(type(one) in (GlobalTensor, Replica) for one in tensors_in(values)):
+    kinds = set(map(type, tensors_in(values)))
+    if Block in kinds and tells_blocks():
+        raise RuntimeError(TRANSFORMED)
+    if GlobalTensor not in kinds and Replica not in kinds:
         return False
     if torch._C._are_functorch_transforms_active():
         raise TransformError

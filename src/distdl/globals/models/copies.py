@@ -15,7 +15,7 @@ from distdl.globals.context import Context
 from distdl.globals.entering import Entering, Which, enter, settle
 from distdl.globals.models.drift import Drift
 from distdl.globals.models.equality import whole_of
-from distdl.globals.replicas import Replica, is_copy, memory_of, parameter_of, plain_of
+from distdl.globals.replicas import Replica, memory_of, parameter_of, plain_of
 from distdl.globals.standing import settled
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
@@ -204,7 +204,7 @@ class Replicas:
             self._held = list(_held(self.module))
         context = Context.of(self.P.comm)
         every = [p for held in self._held for p in held.values() if p is not None]
-        every = [p for p in every if not is_copy(p)]  # (functional_call sets what another model has computed)
+        every = [p for p in every if type(p) is not Replica]  # (functional_call sets what another model has computed)
         listed = [p for p in every if p.requires_grad]
         for p in listed:
             if p.is_leaf and type(p.grad) is GlobalTensor:  # (made by hand, of activations: torch adds to it)

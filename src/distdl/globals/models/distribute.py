@@ -13,9 +13,11 @@ import torch
 
 from distdl.geometry.regions import Region, meet
 from distdl.globals import debug
+from distdl.globals.block import Block, unblocked
 from distdl.globals.context import Context, other_world, worlds
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.idle import warn_of_idle
+from distdl.globals.lineage import check_origin
 from distdl.globals.models.copies import Copies, Parameters, Replicas
 from distdl.globals.models.drift import check_plain
 from distdl.globals.models.equality import check_equal, make_equal
@@ -23,7 +25,6 @@ from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import PLAIN, taken
-from distdl.globals.replicas import mark_copies
 from distdl.globals.running import running
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -216,15 +217,21 @@ class Forward:
                     y = self._own(*given, **named)
                 else:
                     y = type(self.module).forward(self.module, *given, **named)
-                if type(y) is not GlobalTensor:
-                    mark_copies(y)
-                return y
+                return y if type(y) is GlobalTensor else self._result(y, outermost)
         finally:
             copies.running -= 1
             if not copies.running:
                 copies.end()
 
     leave_uncompiled(__call__)
+
+    def _result(self, y: Any, outermost: bool) -> Any:
+        """What the model gives. Outside of it, blocks are plain tensors."""
+        found = tensors_in(y)
+        for one in found:
+            if type(one) is torch.Tensor:
+                check_origin(one, Context.of(self.P.comm))
+        return map_tensors(y, unblocked) if outermost and any(type(one) is Block for one in found) else y
 
     def _warn_of_idle(self, *given: Any) -> None:
         """Warn of workers without a cell of the largest input, if it is split here. Smaller ones may be broadcast."""

@@ -11,13 +11,12 @@ import torch
 
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Shape, shape, slices
-from distdl.globals.context import Context, KnownLayout
+from distdl.globals.context import KnownLayout
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import data_given, writes_of
 from distdl.tensors.derivatives import NONE, is_checkpointed
 from distdl.tensors.function import Function
 from distdl.tensors.modes import unobserved
-from distdl.transport import Communicator
 
 
 class _Piece(NamedTuple):
@@ -103,10 +102,7 @@ class Gathering:
 class Gather(Function):
     """From shares to the whole tensors on every worker."""
 
-    @staticmethod
-    def entered_into(node: Any) -> Communicator:
-        context: Context = node.gathering.context
-        return context.comm
+    enters = True
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ import torch
 from distdl.agreement import Headers, can_be_read
 from distdl.geometry.boxes import Shape, shape
 from distdl.nn.layer import Layer, tiled
-from distdl.nn.loss.common import alone, at, check_reduction, described, finished, is_given, or_absent
+from distdl.nn.loss.common import alone, check_reduction, described, finished, is_given, or_absent
 from distdl.nn.module import Option
 from distdl.ops import Site
 from distdl.ops.class_loss import ClassSetup, CrossEntropy, NegativeLogLikelihood
@@ -133,8 +133,8 @@ class _ClassLoss(Layer):
             raise ValueError(f"{kind} needs P_x: batch x classes x space; got {P_x}")
         derive = _ByClass(op, P_x, P_x[:, :1])
         weighted = None if weight is None else tuple(weight.shape)
-        name, place = f"{kind} (P_x: {P_x}; {op.reduction})", at(P_x, op.reduction)
-        super().__init__(name, P_x, derive, weighted, alone=alone(op.reduction), at=place)
+        name = f"{kind} (P_x: {P_x}; {op.reduction})"
+        super().__init__(name, P_x, derive, weighted, alone=alone(op.reduction))
         self.P_x, self.ignore_index, self.reduction = P_x, op.ignore_index, op.reduction
         self.register_buffer("weight", weight)
         self._reads_targets = P_x.comm.rank in derive.places

@@ -45,11 +45,6 @@ def alone(reduction: str) -> Any:
     return partial(_alone, reduction)
 
 
-def at(P_x: Partition, reduction: str) -> Partition | None:
-    """The worker that has a reduced loss; None for one of elements, which lies where these do."""
-    return None if reduction == "none" else P_x.reshape(P_x.workers.size)[:1]
-
-
 def _alone(reduction: str, x: torch.Tensor, target: Any, *weights: torch.Tensor) -> torch.Tensor:
     y = x if reduction == "none" else x.sum()
     if isinstance(target, torch.Tensor) and target.requires_grad:

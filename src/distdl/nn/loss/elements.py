@@ -29,7 +29,7 @@ from distdl.agreement import Headers, can_be_read
 from distdl.exchange import Together
 from distdl.geometry.boxes import runs
 from distdl.nn.layer import Layer
-from distdl.nn.loss.common import alone, at, check_reduction, described, finished, is_given, or_absent
+from distdl.nn.loss.common import alone, check_reduction, described, finished, is_given, or_absent
 from distdl.nn.module import Option
 from distdl.ops import Setup, Site
 from distdl.ops.loss import ElementLoss, broadcasts
@@ -155,7 +155,7 @@ class DistributedLossBase(Layer):
         op.check(kind)
         weights = (weight is not None, None if pos_weight is None else tuple(pos_weight.shape))
         name = f"{kind} (P_x: {P_x}; {reduction})"
-        super().__init__(name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction), at=at(P_x, reduction))
+        super().__init__(name, P_x, _SplitAlike(op, P_x), weights, alone=alone(reduction))
         self.P_x, self.reduction, self._bounded = P_x, reduction, bounded
         for option, value in options.items():
             setattr(self, option, value)

@@ -1,0 +1,237 @@
+"""Blocks inside of the forward of a distributed model: plain tensors, but for their type."""
+
+import copy
+import io
+import pickle
+
+import numpy
+import pytest
+import torch
+from launched import Calling, assert_close, on_workers, split
+from same import noise
+from torch.utils.checkpoint import checkpoint
+
+import distdl
+from distdl import GlobalTensor
+from distdl.globals.block import Block
+
+x35 = noise(3, 5)
+
+
+def _saved(block):
+    file = io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _moved(block):
+    block.data = block.data * 2
+    return block
+
+
+def _hooked(block):
+    y = block * 1
+    y.register_hook(lambda dy: 3 * dy)
+    return y
+
+
+def _sums(block):
+    total = torch.zeros(2, dtype=block.dtype)
+    total[0] += block.sum()
+    total[1].add_(block.cos().sum())
+    return total.sum() * block
+
+
+def _foreach(block):
+    total = torch.zeros_like(block.detach())
+    torch._foreach_add_([total], [block])
+    return total
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.values = x.detach().numpy()
+        return torch.from_numpy(ctx.values**3)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * dy
+
+
+class _Doubled(torch.autograd.Function):
+    """Writes in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+class _Known(torch.autograd.Function):
+    """Of a plain tensor; it knows a block."""
+
+    @staticmethod
+    def forward(ctx, s, block):
+        ctx.block = block
+        return s * block()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (dy * ctx.block()).sum(), None
+
+
+def _slope(block):
+    (slope,) = torch.autograd.grad(block.sin().sum(), block, create_graph=True)
+    return slope * block
+
+
+def _trained(block):
+    leaf = block.detach().clone().requires_grad_()
+    leaf.square().sum().backward()
+    return block * leaf.grad
+
+
+def _retained(block):
+    y = block * 2
+    y.retain_grad()
+    return y
+
+
+USES = {
+    "element by element": lambda b: (b.sin() * 2 + noise(5)).relu(),
+    "view": lambda b: b.view(-1).view_as(b)[:, 1:].t(),
+    "written": lambda b: (b * 1).mul_(2).add_(1),
+    "written by": lambda b: torch.ones_like(b.detach()).mul_(b),
+    "a view written": lambda b: torch.cat([y := b * 1, y[:1].mul_(3)]),
+    "out": lambda b: torch.sin(b.detach(), out=torch.empty_like(b.detach())) * b,
+    "sums": _sums,
+    "a list": _foreach,
+    "data": lambda b: _moved(b * 1),
+    "structure": lambda b: b.max(1).values * b.sort(1)[0].sum(1),
+    "hook": _hooked,
+    "retained": _retained,
+    "deepcopy": lambda b: copy.deepcopy(b.detach()) * b,
+    "copy": lambda b: copy.copy(b.detach()) * b,
+    "pickle": lambda b: pickle.loads(pickle.dumps(b.detach())) * b,
+    "saved": lambda b: _saved(b.detach()) * b,
+    "numpy": lambda b: torch.from_numpy(numpy.sin(b.detach().numpy()) + numpy.asarray(b.detach())) * b,
+    "numbers": lambda b: b * (len(b) + sum(b.detach().flatten().tolist()) + float(b.detach().sum()) + b.dim()),
+    "iterated": lambda b: sum(row.sin() for row in b),
+    "a leaf": _trained,
+    "grad": _slope,
+    "a plain leaf": lambda b: b * noise(5).requires_grad_(),
+    "an autograd function": lambda b: _Cubed.apply(b) * _Cubed.apply(b.detach()),
+    "one that writes": lambda b: _Doubled.apply(b * 1) * b,
+    "one that knows a block": lambda b: _Known.apply(noise(1)[0].requires_grad_(), lambda: b.detach()) * b,
+    "checkpoint": lambda b: checkpoint(lambda b: b.sin() * 2, b, use_reentrant=False),
+    "checkpoint of what is known": lambda b: checkpoint(lambda s: s * b.sin(), noise(1)[0], use_reentrant=False),
+    "re-entry": lambda b: checkpoint(lambda b: b.sin() * b, b, use_reentrant=True),
+    "autograd functions in re-entry": lambda b: checkpoint(lambda b: _Cubed.apply(b.sin()), b, use_reentrant=True),
+    "module": lambda b: torch.nn.GELU()(b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("use", USES)
+def test_a_block_does_what_a_plain_tensor_does(use, weights):
+    """Each worker has what it would have of its block alone; outside of the forward, that is plain."""
+
+    def forward(m, x):
+        y = USES[use]((x * 1).to_local())
+        assert type(y) is Block
+        return y, x * m.w
+
+    def work():
+        P = distdl.world().reshape(2, 1)
+        x = distdl.distribute_tensor(noise(4, 5), P).requires_grad_()
+        block = x.to_local()
+        y, _ = distdl.distribute(Calling(forward), P, weights)(x)
+        mine = block.detach().clone().requires_grad_()
+        theirs = USES[use](mine * 1)
+        assert type(block) is type(y) is torch.Tensor and theirs.requires_grad == y.requires_grad
+        torch.testing.assert_close(y, theirs)
+        if y.requires_grad:
+            y.square().sum().backward()
+            theirs.square().sum().backward()
+            torch.testing.assert_close(block.grad, mine.grad)
+
+    distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize("use", [
+    lambda b: torch.vmap(torch.sin)(b), lambda b: torch.func.grad(lambda b: b.sin().sum())(b),
+    lambda b: torch.vmap(lambda s: s * b)(noise(2)), lambda b: torch.func.grad(lambda s: (s * b).sum())(noise(1)[0]),
+])  # fmt: skip
+@on_workers
+def test_transforms_of_blocks_are_refused_in_a_forward(use):
+    model = distdl.distribute(Calling(lambda m, x: use(x.to_local())), split(x35).layout.partition)
+    with pytest.raises(RuntimeError, match=r"do not take a block, .* call them in distdl.local_map"):
+        model(split(x35))
+
+
+@on_workers
+def test_what_is_said_of_blocks():
+    told = []
+
+    def forward(m, x):
+        block = x.to_local()
+        told.append((str(block), f"{block}", block.is_leaf, block.requires_grad, block.shape, isinstance(block, Block)))
+        m.kept = [block]
+        return x * m.w
+
+    x = split(x35).requires_grad_()
+    model = distdl.distribute(Calling(forward), x.layout.partition)
+    model(x).sum().backward()
+    block, kept = x.to_local(), model.kept[0]
+    assert told == [(str(block), f"{block}", True, True, block.shape, True)]
+    # outside of a forward, it is a plain tensor
+    assert type(kept * 2) is type(block + kept) is torch.Tensor and kept.grad is block.grad
+    assert_close(x + kept.sum() * 0, x35)
+
+
+WAYS = {
+    "from_local": lambda m, x, P: GlobalTensor.from_local(x.to_local().sin(), P) * m.w,
+    "an argument": lambda m, x, P: distdl.local_map(torch.mul)(x, x.to_local().sin()) * m.w,
+    "inside": lambda m, x, P: distdl.local_map(lambda b: x.to_local().sin() * b * m.w)(x),
+    "no global one": lambda m, x, P: (
+        GlobalTensor.from_local(distdl.local_map(torch.mul)(x.to_local().sin(), m.w), P) * x
+    ),
+    "on worker 0": lambda m, x, P: distdl.distribute_tensor(x.full_tensor(on=0).sin(), P) * m.w * x,
+    "checkpoint": lambda m, x, P: checkpoint(lambda x: WAYS["an argument"](m, x, P), x, use_reentrant=False),
+    "re-entry": lambda m, x, P: checkpoint(lambda x: WAYS["an argument"](m, x, P), x, use_reentrant=True),
+    "a block of a checkpoint": lambda m, x, P: checkpoint(
+        lambda b: distdl.local_map(torch.mul)(x, b) * m.w, x.to_local().sin(), use_reentrant=False
+    ),
+    "made global in re-entry": lambda m, x, P: (
+        checkpoint(lambda b: GlobalTensor.from_local(b.sin(), P), x.to_local() * 1, use_reentrant=True) * m.w * x
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_back_to_global_tensors(way, weights):
+    """Each worker's block gets its own gradient, also where that comes out of a checkpoint."""
+
+    def work():
+        P, found = distdl.world().reshape(2, 1), []
+        for given in (distdl.distribute_tensor(noise(4, 5), P), noise(4, 5)):
+            if type(given) is GlobalTensor:
+                model = distdl.distribute(Calling(lambda m, x: WAYS[way](m, x, P)), P, weights)
+            else:
+                model = Calling(lambda m, x: x.sin() * m.w * (1 if way == "from_local" else x))
+            y = model(given.requires_grad_())
+            y.square().sum().backward()
+            found.append([y, given.grad, model.w.grad])
+        for ours, theirs in zip(*found, strict=True):
+            assert_close(ours, theirs)
+
+    distdl.run_workers(work, 2)
