@@ -1,6 +1,7 @@
 """What is done behind the import of a module."""
 
 import importlib
+import subprocess
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -75,3 +76,29 @@ def test_no_finder_is_left_out_of_an_import_meanwhile(late):
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("of_no_such_name")
     assert "of_no_such_name" in last.asked
+
+
+@pytest.mark.parametrize("call", [
+    "torch.func.grad(lambda x: x.square().sum())(x)", "torch.vmap(torch.sin)(x)",
+    "torch.func.linearize(torch.sin, x)[1](x)", "torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))",
+])  # fmt: skip
+def test_functions_that_take_functions_are_imported_when_they_are_called(call):
+    """Also by several threads at once, of which one imports; and distdl imports nothing of torch's for them."""
+    text = f"""
+import sys
+import torch
+before = set(sys.modules)
+import distdl
+found = [name for name in set(sys.modules) - before if "functorch" in name or "higher_order" in name]
+assert not found, found
+
+def main():
+    x = distdl.distribute_tensor(torch.arange(6.0), distdl.world())
+    return {call}.full_tensor()
+
+first, *others = distdl.run_workers(main, 3)
+x = torch.arange(6.0)
+torch.testing.assert_close(first, {call})
+assert "distdl.globals.higher_order" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", text], check=True)

@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import following, handlers, higher_order, own_functions, recomputing
+from distdl.globals import following, handlers, late, own_functions, recomputing
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
@@ -22,7 +22,7 @@ numbers.install()
 following.install()
 initial.install()
 caching.install()
-higher_order.install()
+late.install()
 casting.install()
 converting.install()
 

@@ -18,6 +18,7 @@ from torch._higher_order_ops.associative_scan import generic_associative_scan
 from torch.utils import _pytree as pytree
 
 from distdl.globals.higher_order.transforms import is_split
+from distdl.globals.late import original_of
 from distdl.globals.replicas import Replica
 from distdl.globals.running import is_running
 from distdl.globals.table import composite
@@ -90,7 +91,7 @@ _SPLIT = REASON, GlobalTensor.__name__, Replica.__name__
 
 def install() -> None:
     """Let torch's control flow of what is split call its functions. That of plain tensors stays torch's."""
-    compiled = utils._hop_compile_and_call
+    compiled = original_of(utils._hop_compile_and_call)
 
     @wraps(compiled)
     def run(fn: Any, args: Any, kwargs: Any = None) -> Any:

@@ -136,6 +136,5 @@ _torchs_linearize, _torchs_functionalize = copied(eager_transforms.linearize), c
 
 def install() -> None:
     """Let torch's functions look for global tensors."""
-    # (the entries' code runs with the names of torch's module, which checkers do not see)
-    lend(eager_transforms.linearize, _linearize, lambda *a, **k: _distdl_linearize(*a, **k))  # noqa: F821
-    lend(eager_transforms.functionalize, _functionalize, lambda *a, **k: _distdl_functionalize(*a, **k))  # noqa: F821
+    for function, own in ((eager_transforms.linearize, _linearize), (eager_transforms.functionalize, _functionalize)):
+        lend(function, own, None)  # (the entry is there: see ``globals.late``)

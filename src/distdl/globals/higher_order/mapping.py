@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.higher_order.transforms import is_split, leads_beyond
+from distdl.globals.late import original_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
 from distdl.globals.replicas import Replica, entered, plain_of
@@ -34,7 +35,7 @@ from distdl.transport.callsite import current_place, users_call
 _MANY = 256  # calls beyond which samples that are taken one by one are told
 _MOST = 4096  # samples of plain tensors that a model takes one by one: of a mask there may be millions
 
-torchs_flat_vmap: Any = vmapping._flat_vmap
+torchs_flat_vmap = original_of(vmapping._flat_vmap)
 
 
 class _Here(threading.local):

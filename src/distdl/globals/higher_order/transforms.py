@@ -27,6 +27,7 @@ from torch._functorch import eager_transforms
 from torch.utils import _pytree as pytree
 
 from distdl.globals.block import TRANSFORMED, Block
+from distdl.globals.late import original_of
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import own_of
 from distdl.globals.replicas import Replica, plain_of
@@ -241,7 +242,7 @@ def is_split(values: Any) -> bool:
 
 def _transform(name: str) -> None:
     """Let a transform of torch's, by this name there, be ours where it is needed."""
-    original = getattr(eager_transforms, name)
+    original = original_of(getattr(eager_transforms, name))
 
     @wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:

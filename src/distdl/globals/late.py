@@ -1,0 +1,66 @@
+"""Functions that take functions: vmap and the transforms, linearize, control flow and flex_attention of global tensors.
+
+Most ask no tensor whether it handles them, so ours stand in their places. Few programs call one: what stands there at
+first imports ours (see :mod:`distdl.globals.higher_order`) with the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib import import_module
+from threading import RLock
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmapping
+from torch._higher_order_ops import utils
+
+from distdl.environment.importing import behind
+from distdl.globals.table import copied, lend
+
+_PLACES: list[tuple[Any, str]] = [
+    (eager_transforms, "grad_and_value_impl"), (eager_transforms, "_vjp_with_argnums"),
+    (eager_transforms, "_jvp_with_argnums"), (vmapping, "_flat_vmap"), (utils, "_hop_compile_and_call"),
+]  # fmt: skip
+_distdl_linearize: Any  # (names of torch's module, with which the code of the entries runs)
+_distdl_functionalize: Any
+_turn = RLock()  # (workers may be threads, of which one imports)
+_opened: list[bool] = []
+
+
+def install() -> None:
+    """Let the first call of one of these functions import ours."""
+    for module, name in _PLACES:
+        setattr(module, name, _importing(getattr(module, name), partial(getattr, module, name)))
+    linearize, functionalize = (
+        _importing(copied(one), partial(getattr, eager_transforms, one.__name__))
+        for one in (eager_transforms.linearize, eager_transforms.functionalize)
+    )
+    lend(eager_transforms.linearize, linearize, lambda *a, **k: _distdl_linearize(*a, **k))  # noqa: F821
+    lend(eager_transforms.functionalize, functionalize, lambda *a, **k: _distdl_functionalize(*a, **k))  # noqa: F821
+    # (with torch 2.14 it imports sympy, which takes as long as all of distdl)
+    behind("torch.nn.attention.flex_attention", lambda: import_module("distdl.globals.higher_order.flex"))
+
+
+def original_of(function: Any) -> Any:
+    """What stood in the place of a function before :func:`install`."""
+    return getattr(function, "_torchs", function)
+
+
+def _importing(original: Any, now: Callable[[], Any]) -> Callable[..., Any]:
+    """What imports ours, and then calls what stands in the place by now."""
+
+    @wraps(original)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # (which goes on into torch's)
+            return original(*args, **kwargs)
+        with _turn:
+            if not _opened:
+                import_module("distdl.globals.higher_order").install()
+                _opened.append(True)
+        return now()(*args, **kwargs)
+
+    first._torchs = original  # type: ignore[attr-defined]
+    return first
