@@ -17,7 +17,7 @@ from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entry import value_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
-from distdl.globals.outcome import Described, Outcome, observed
+from distdl.globals.outcome import Described, Outcome, observed, with_tensors
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
@@ -83,7 +83,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             failure = Failure.of(problem)
     if not context.comm.imagined:
         told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, (failure, outcome))
-        failure, outcome = told[0] and Failure(*told[0]), told[1] and Outcome.told(*told[1])
+        failure, outcome = told[0] and Failure(*told[0]), told[1] and Outcome(*told[1])
     elif context.me != worker:
         outcome = _imagine(func, args, kwargs, found)
     if failure is not None:
@@ -91,7 +91,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     assert outcome is not None
     for place in outcome.beside:
         _share(beside[place], context, worker, name)
-    described = outcome.tensors
+    described = [Described(*one) for one in outcome.tensors]
     if context.me != worker:
         values = [_nothing(one, context, worker, inputs[0].device) for one in described]
     curved = [place for place, one in enumerate(described) if one.gradient]
@@ -100,7 +100,7 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     spread = [
         _spread(one, value, worker, found, workers, context, name) for one, value in zip(described, values, strict=True)
     ]
-    return outcome.result_of(spread)
+    return with_tensors(outcome.result, iter(spread))
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,26 +53,18 @@ class Described(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """All that the others are told.
+    """What a function gives, in numbers and texts alone.
 
     Attributes:
+        result: its structure, without its tensors.
         tensors: those of the result, in their order, and behind them the inputs that were written and are not among
             them, as by ``torch._foreach_add_``.
         beside: which of the tensors that every worker has were written.
     """
 
     result: tuple[str, Any]
-    tensors: list[Described]
-    beside: list[int]
-
-    @classmethod
-    def told(cls, result: tuple[str, Any], tensors: Iterable[Iterable[Any]], beside: list[int]) -> Outcome:
-        """The outcome whose fields have arrived as plain tuples."""
-        return cls(result, [Described(*one) for one in tensors], beside)
-
-    def result_of(self, tensors: Sequence[Any]) -> Any:
-        """The result, with these in the places of its tensors."""
-        return _with_tensors(self.result, iter(tensors))
+    tensors: Sequence[Described]
+    beside: Sequence[int]
 
 
 def observed(
@@ -104,15 +96,16 @@ def _without_tensors(value: Any) -> tuple[str, Any]:
     return "value", value
 
 
-def _with_tensors(described: tuple[str, Any], tensors: Iterator[Any]) -> Any:
+def with_tensors(described: tuple[str, Any], tensors: Iterator[Any]) -> Any:
+    """The value of this structure, with tensors in their places."""
     kind, content = described
     if kind == "tensor":
         return next(tensors)
     if kind == "value":
         return content
     if kind == "dict":
-        return {name: _with_tensors(one, tensors) for name, one in content}
-    items = [_with_tensors(one, tensors) for one in content]
+        return {name: with_tensors(one, tensors) for name, one in content}
+    items = [with_tensors(one, tensors) for one in content]
     if kind == "list":
         return items
     named: Any = _tuples_at(kind) or tuple
