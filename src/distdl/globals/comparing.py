@@ -13,7 +13,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from distdl.globals.context import Context
-from distdl.partition import dims
 from distdl.partition.sharing import gather_values
 
 BITS = 16  # that travel with gradients
@@ -67,14 +66,15 @@ def differ(sums: torch.Tensor, context: Context) -> bool:
     return any(0 < n < len(context.everyone) for n in sums.tolist())
 
 
-def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str) -> None:
+def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str, rounding: float = 0.0) -> None:
     """Compare a tensor with that of worker 0. Collective.
 
     Nothing is compared where workers have tensors of other names, shapes or dtypes: these are not one variable.
 
     Args:
         one: the tensor; None on a worker that has none.
-        rule: what the error says, of ``name``, ``shape``, ``dtype``, ``worker``, ``apart`` and ``largest``.
+        rule: what the error says, of ``name``, ``worker``, ``apart`` and ``largest``.
+        rounding: what a difference of floats is at least, beside the largest value.
     Raises: ValueError, the same on every worker, if they differ by more than rounding.
     """
     context.comm.where = what = "comparing weights"
@@ -91,18 +91,10 @@ def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str)
     far = gather_values(context.comm, context.everyone, what, float(apart))
     largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())
     worker = max(range(len(far)), key=far.__getitem__)
-    rounding = torch.finfo(one.dtype).eps ** 0.5 if one.is_floating_point() or one.is_complex() else 0.0
+    is_exact = not (one.is_floating_point() or one.is_complex())
+    rounding = 0.0 if is_exact else max(torch.finfo(one.dtype).eps ** 0.5, rounding)
     if far[worker] > rounding * largest:
-        raise ValueError(
-            rule.format(
-                name=name,
-                shape=dims(one.shape) or "no dims",
-                dtype=one.dtype,
-                worker=worker,
-                apart=far[worker],
-                largest=largest,
-            )
-        )
+        raise ValueError(rule.format(name=name, worker=worker, apart=far[worker], largest=largest))
 
 
 def bytes_of(one: torch.Tensor) -> torch.Tensor:

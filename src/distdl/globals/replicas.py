@@ -22,6 +22,7 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks, on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
+from distdl.partition import dims
 from distdl.tensors.modes import unobserved
 
 
@@ -224,7 +225,7 @@ _OUTDATED = (
 )
 _OTHER_WEIGHTS = (
     "a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every worker; one "
-    "of {shape} {dtype} on worker 0 differs by {apart:.3g} on worker {worker}. distdl.distribute(model, P) gives all "
+    "of {name} on worker 0 differs by {apart:.3g} on worker {worker}. distdl.distribute(model, P) gives all "
     "workers the weights of worker 0"
 )
 
@@ -328,7 +329,9 @@ class _Look:
         Raises: ValueError, the same on every worker.
         """
         if differ(sums, self._context):
-            check_same(self._context, self._parameter, "", _OTHER_WEIGHTS)
+            one = self._parameter
+            name = "" if one is None else f"{dims(one.shape) or 'no dims'} {one.dtype}"
+            check_same(self._context, one, name, _OTHER_WEIGHTS)
 
 
 @overload

@@ -8,10 +8,9 @@ what it takes, and its first backwards compare what has stood beside global tens
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
-import numpy as np
 import torch
 
 from distdl.partition import dims
@@ -21,30 +20,33 @@ from distdl.tensors.modes import unobserved
 _VALUES = 256  # of a tensor, about
 _MOST = 16  # tensors that wait for a backward
 _FIRST = 16  # backwards that compare them
-_ROUNDING = 1e-3  # what a difference is at most, beside the largest value, that is none (other data differ by about 1)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Sample(NamedTuple):
-    """Some values of a plain tensor.
+    """Some values of a plain tensor, on the host.
 
     Attributes:
-        shape, dtype: of the tensor.
-        values: as NumPy has them.
+        described: shape and dtype of the tensor, and whether it has values that can be read.
+        number: that follows from the values.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    values: np.ndarray[Any, Any]
+    described: str
+    number: int
+    values: torch.Tensor
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Sample:
-        """That of a plain tensor; without values, where it has none that can be read."""
-        values = np.empty(0)
+        number, values = 0, _NOTHING
+        described = f"{'' if x.is_nested else dims(x.shape) or 'no dims'} {x.dtype}"
         if x.layout is torch.strided and not x.is_meta and x.numel():
             # (those of what has none of its own, as inside a transform of torch.func, are an error)
             with suppress(RuntimeError), unobserved():
-                values = _some(x.detach())
-        return cls(() if x.is_nested else tuple(x.shape), str(x.dtype), values)
+                some = _some(x.detach())
+                number, values = crc32(some.view(-1).view(torch.uint8).numpy().data), some
+        if values is _NOTHING:
+            described = f"{described} that is sparse, or has no values"
+        return cls(described, number, values)
 
 
 class Kept(NamedTuple):
@@ -64,10 +66,8 @@ class Kept(NamedTuple):
     @property
     def number(self) -> int:
         """That follows from all of them: the same on workers that have the same."""
-        found = crc32(repr([self.passed, *[one[:2] for one in self.samples]]).encode())
-        for one in self.samples:
-            found = crc32(one.values.tobytes(), found)
-        return found if self.samples else 0
+        told = repr([self.passed, *[one[:2] for one in self.samples]])
+        return crc32(told.encode()) if self.samples else 0
 
 
 class Samples:
@@ -97,58 +97,9 @@ class Samples:
         self._left = max(self._left - 1, 0)
 
 
-def _some(x: torch.Tensor) -> np.ndarray[Any, Any]:
+def _some(x: torch.Tensor) -> torch.Tensor:
     """Some values of a tensor: at the same places of any tensor of its shape."""
     if x.dim():
         most = round(_VALUES ** (1 / x.dim()))
         x = x[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]
-    x = x.resolve_conj().resolve_neg()
-    x = x.clone().cpu()  # (memory of which there is an array is marked for ever: torch does not resize it)
-    try:
-        found: np.ndarray[Any, Any] = x.numpy()
-    except TypeError:  # (NumPy has not all dtypes)
-        found = x.float().numpy()
-    return found
-
-
-def check_alike(told: list[tuple[Sample, ...]]) -> None:
-    """Check that plain tensors of all workers, by worker, are those of worker 0: as many on each.
-
-    Raises: ValueError.
-    """
-    for worker, each in enumerate(told):
-        for first, theirs in zip(told[0], each, strict=True):
-            how = how_apart(first, theirs)
-            if how:
-                raise ValueError(
-                    f"a plain tensor beside a global one, or that a distributed model takes, is the same on every "
-                    f"worker, and each takes a part of it; one of {dims(first.shape)} {first.dtype} on worker 0 {how} "
-                    f"on worker {worker}. Let all workers have the same data (one seed for what is shuffled or drawn), "
-                    "or one of them (distdl.distribute_tensor), or make a global tensor of the parts that they have "
-                    "(GlobalTensor.from_local)"
-                )
-
-
-def how_apart(ours: Sample, theirs: Sample) -> str:
-    """How a tensor of another worker differs from ours, beyond rounding; empty if it does not."""
-    if theirs.values.size != ours.values.size and theirs.shape == ours.shape:
-        return "is sparse, or has no values, there or"
-    if theirs[:2] != ours[:2]:
-        return f"is {dims(theirs.shape)} {theirs.dtype}"
-    apart = _difference(ours, theirs)
-    return f"differs by {apart:.3g}" if apart else ""
-
-
-def _difference(ours: Sample, theirs: Sample) -> float:
-    """The largest difference of two samples, beyond what rounding may be; 0 if there is none."""
-    kind = ours.values.dtype.kind
-    wide = np.complex128 if kind == "c" else np.float64 if kind == "f" else np.int64
-    one, other = ours.values.astype(wide), theirs.values.astype(wide)
-    same = (one == other) | ((one != one) & (other != other))
-    with np.errstate(invalid="ignore"):
-        apart = np.nan_to_num(np.abs(one - other), nan=np.inf)
-    largest = float(apart[~same].max(initial=0))
-    dtype = getattr(torch, ours.dtype.removeprefix("torch."))
-    rounding = max(2 * torch.finfo(dtype).eps, _ROUNDING) if dtype.is_floating_point or dtype.is_complex else 0.0
-    scale = float(np.nan_to_num(np.abs(other), nan=0, posinf=0).max(initial=0))
-    return largest if largest > rounding * scale else 0.0
+    return x.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)

@@ -17,7 +17,7 @@ import torch
 from distdl.globals.comparing import bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context
 from distdl.globals.models.equality import SAME, whole_of
-from distdl.globals.samples import Kept, Sample, check_alike
+from distdl.globals.samples import Kept, Sample
 from distdl.partition.sharing import gather_values
 from distdl.tensors.modes import unobserved
 
@@ -26,6 +26,15 @@ _RULE = (
     f"0 by {{apart:.3g}}, where its largest value is {{largest:.3g}}. {SAME}. (DISTDL_DEBUG=1 compares all of them "
     "before each forward)"
 )
+
+
+_PLAIN = (
+    "a plain tensor beside a global one, or that a distributed model takes, is the same on every worker, and each "
+    "takes a part of it; one of {name} on worker 0 {how} on worker {worker}. Let all workers have the same data (one "
+    "seed for what is shuffled or drawn), or one of them (distdl.distribute_tensor), or make a global tensor of the "
+    "parts that they have (GlobalTensor.from_local)"
+)
+_ROUNDING = 1e-3  # of plain tensors (other data differ by about 1)
 
 
 class _Place(NamedTuple):
@@ -116,9 +125,7 @@ class Look:
         self._context.samples.forget(self._kept)
         ready = self._drift.arrived(_Sent(sums, None, self._context, self._one, self._name, self._kept))
         if ready is not None and differ(ready.sums, ready.context):
-            told = _gathered(ready.context, "comparing plain tensors", ready.kept.samples, ready.kept.passed)
-            if len({(passed, len(each)) for passed, each in told}) == 1:
-                check_alike([each for _, each in told])
+            _check_samples(ready.context, "comparing plain tensors", ready.kept.samples, ready.kept.passed)
             check_same(ready.context, ready.one, ready.name, _RULE)
 
 
@@ -131,15 +138,6 @@ class _Sent(NamedTuple):
     one: torch.Tensor | None
     name: str
     kept: Kept
-
-
-def _gathered(
-    context: Context, what: str, samples: Sequence[Sample], passed: int
-) -> list[tuple[int, tuple[Sample, ...]]]:
-    """How many plain tensors each worker has had, and samples of them. Collective."""
-    context.comm.where = what
-    told = gather_values(context.comm, context.everyone, what, (passed, tuple(map(tuple, samples))))
-    return [(passed, tuple([Sample(*one) for one in each])) for passed, each in told]
 
 
 def _is_far(sums: torch.Tensor) -> bool:
@@ -163,11 +161,34 @@ def check_plain(context: Context, given: Sequence[torch.Tensor]) -> None:
     if context.comm.imagined:
         return
     what = "the plain tensors that a distributed model takes"
-    told = _gathered(context, what, [Sample.of(one) for one in given], len(given))
-    for worker, (passed, _) in enumerate(told):
-        if passed != told[0][0]:
+    counts = _check_samples(context, what, [Sample.of(one) for one in given], len(given))
+    for worker, count in enumerate(counts):
+        if count != counts[0]:
             raise ValueError(
-                f"a distributed model takes the same tensors on every worker; worker 0 gives {told[0][0]} plain "
-                f"tensors, and worker {worker} {passed}"
+                f"a distributed model takes the same tensors on every worker; worker 0 gives {counts[0]} plain "
+                f"tensors, and worker {worker} {count}"
             )
-    check_alike([each for _, each in told])
+
+
+def _check_samples(context: Context, what: str, samples: Sequence[Sample], passed: int) -> list[int]:
+    """Check that plain tensors are those of worker 0, where all workers have as many. Collective.
+
+    Args:
+        passed: how many plain tensors there were, with those of which there are no samples.
+    Returns: how many each worker has.
+    Raises: ValueError, the same on every worker.
+    """
+    context.comm.where = what
+    told = gather_values(context.comm, context.everyone, what, (passed, [tuple(one[:2]) for one in samples]))
+    counts = [count for count, _ in told]
+    if len({(count, len(each)) for count, each in told}) > 1:
+        return counts
+    for place, sample in enumerate(samples):
+        every = [each[place] for _, each in told]
+        described, number = every[0]
+        for worker, (theirs, _) in enumerate(every):
+            if theirs != described:
+                raise ValueError(_PLAIN.format(name=described, how=f"is {theirs}", worker=worker))
+        if any(theirs != number for _, theirs in every):
+            check_same(context, sample.values, described, _PLAIN.replace("{how}", "differs by {apart:.3g}"), _ROUNDING)
+    return counts
