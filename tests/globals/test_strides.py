@@ -347,13 +347,12 @@ ORDERED = {
     "image": lambda x: x[None].to(memory_format=torch.channels_last), "copied": lambda x: copy.copy(x[1:, 1:]),
     "expanded": lambda x: x[:, :1].expand(-1, 3, -1), "view": lambda x: x[:, 1:].view(4, 12),
     "detached": lambda x: x.mT.detach(), "order of both": lambda x: x[:, :1] + in_other_order(x),
-    "order of the second": lambda x: x[:1, :1, :1] + x.mT, "rsub": lambda x: torch.rsub(x[:, :, :1], in_other_order(x)),
+    "order of the second": lambda x: x[:1, :1, :1] + x.mT,
     "plain": lambda x: x[:, :1, :1] * torch.ones(6, 3, 4).permute(2, 1, 0), "floor": lambda x: x.mT // x[:, :1].mT,
     "where": lambda x: torch.where(x.mT > 0, x.mT, 0.0), "clamp": lambda x: x[:, :, :1].clamp(min=in_other_order(x)),
-    "masked fill": lambda x: x.mT.masked_fill(x.mT > 0, 1.0), "flip": lambda x: x.permute(2, 0, 1).flip(0),
-    "lerp": lambda x: torch.lerp(x.mT, x.reshape(4, 6, 3), 0.5), "dropout": lambda x: F.dropout(x.mT) * 0,
-    "addcmul": lambda x: torch.addcmul(x[:, :, :1], in_other_order(x), x), "sorted": lambda x: x.mT.sort(-1)[0],
-    "picked": lambda x: x.permute(2, 0, 1)[:, torch.tensor([0, 2])],
+    "masked fill": lambda x: x.mT.masked_fill(x.mT > 0, 1.0),
+    "dropout": lambda x: F.dropout(x.mT) * 0, "lerp": lambda x: torch.lerp(x.mT, x.reshape(4, 6, 3), 0.5),
+    "addcmul": lambda x: torch.addcmul(x[:, :, :1], in_other_order(x), x),
     "chosen": lambda x: x.permute(2, 0, 1)[x.permute(2, 0, 1)[:, 0, 0] < 9],
     "shuffled": lambda x: F.pixel_shuffle(x.mT[None, :], 1), "real": lambda x: torch.complex(x, x).real,
     "imaginary": lambda x: torch.view_as_complex(x.mT.contiguous().reshape(4, 9, 2)).imag,
@@ -398,6 +397,14 @@ def test_strides_are_those_of_the_whole(function):
 
     expected = told(whole)
     distdl.run_workers(work, 4)
+
+
+@on_workers
+def test_results_of_other_functions_are_taken_to_be_contiguous():
+    x = split(x3)
+    for y in (x.mT.flip(0), x.mT.sort(-1)[0], x.mT[torch.tensor([0, 2])], torch.cat([x.mT, x.mT])):
+        assert y.is_contiguous() and y.stride() == torch.empty(y.shape).stride()
+    assert not x.mT.is_contiguous() and not (x.mT + 1).is_contiguous()
 
 
 @on_workers

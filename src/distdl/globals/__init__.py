@@ -1,6 +1,6 @@
 """Global tensors: tensors that know that they are blocks, and the models that compute with them."""
 
-from distdl.globals import following, handlers, late, own_functions, recomputing
+from distdl.globals import handlers, late, own_functions, recomputing
 from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
@@ -19,7 +19,6 @@ from distdl.tensors import caching
 own_functions.install()
 recomputing.install()
 numbers.install()
-following.install()
 initial.install()
 caching.install()
 late.install()

@@ -2,19 +2,20 @@
 
 No worker has the whole tensor, and a block tells nothing: one row of a slice is contiguous, the slice is not. What
 torch copies may be written in place without a change to what it was copied from. So views take note of their strides,
-which are those of a view of a tensor without memory, and what torch would copy is copied here. What functions of
-elements make has the strides that torch says they make of such tensors.
+which are those of a view of a tensor without memory, and what torch would copy is copied here. Functions of elements
+hand the order of dims on. The results of all other functions are taken to be contiguous: of convolutions, say, torch's
+choice differs between devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.nested import map_tensors
 from distdl.globals.replicas import plain_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_view
@@ -88,86 +89,28 @@ def keep_strides(x: GlobalTensor, y: Any, function: Callable[..., Any]) -> None:
             one._strides = like
 
 
-def note_elements(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], y: Any) -> None:
-    """Take note of those of what a function of elements makes of several tensors."""
-    if getattr(function, "__name__", "") in _CONTIGUOUS:
-        return
-    wide = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor) and one.dim()]
-    if not wide:
-        return
-    first, *rest = wide
-    if type(first) is GlobalTensor and all(
-        type(one) is GlobalTensor and one._layout.size == first._layout.size and strides_of(one) == strides_of(first)
-        for one in rest
-    ):
-        keep_strides(first, y, function)
-    else:
-        note_result(function, args, kwargs, y)
+def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) -> None:
+    """Take note of those of what a function of elements makes of several tensors: they are those of a sum.
 
-
-def note_result(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], y: Any) -> None:
-    """Take note of those of what a function makes of several tensors, as torch says; nothing if it gives one of them.
-
-    Torch orders the dims of a result as those of the first operand, and where that leaves it open, of the next.
+    Torch orders the dims as those of the first operand, and where that leaves it open, of the next.
     """
-    key: list[Hashable] = ["result", function, *kwargs]
-    context: Any = None
-    for one in (*args, *kwargs.values()):
-        if one is y:
-            return
+    for one in operands:
         if type(one) is GlobalTensor:
-            context = one._context
-            key.append((one._layout.size, one.__dict__.get("_strides", ()), one._block.dtype))
-        elif type(one) in _TOLD:
-            key.append(one)
-        elif type(one) in (tuple, list):
-            context = next((each._context for each in one if type(each) is GlobalTensor), context)
-            key.append(tuple(map(_described, one)))
-        else:
-            key.append(_described(one))
-
-    def ask() -> list[Shape]:
-        given, named = map_tensors((tuple(args), kwargs), _whole)
-        try:
-            if getattr(function, "__name__", "").strip("_") in _ESTIMATED:
-                return [strides_if(torch.add(*(one for one in given if isinstance(one, torch.Tensor))))]
-            results = function(*given, **named)
-        except Exception:  # (torch does not know without values)
-            return []
-        return [strides_if(one) for one in ([results] if isinstance(results, torch.Tensor) else results)]
-
-    found = context.keep(tuple(key), ask)
-    for place, one in enumerate((y,) if isinstance(y, torch.Tensor) else y):
-        strides = found[place] if place < len(found) else ()
-        if strides or "_strides" in one.__dict__:
-            one._strides = strides
-
-
-def _described(value: Any) -> Hashable:
-    """An argument as a key: what of it can change the strides of a result."""
-    if type(value) is GlobalTensor:
-        return value.shape, strides_of(value), value.dtype
-    if isinstance(value, torch.Tensor):
-        plain = plain_of(value)
-        return plain.shape, plain.stride(), plain.dtype
-    if type(value) in (tuple, list):
-        return tuple(map(_described, value))
-    found: Hashable = value if type(value) in _TOLD else (type(value),)
-    return found
-
-
-def note_picked(x: GlobalTensor, y: GlobalTensor, cells: Sequence[tuple[Shape, Shape] | None]) -> None:
-    """Take note of those of what index tensors pick of a tensor.
-
-    Args:
-        cells: for each dim shape and strides of its index tensor, or None.
-    """
-
-    def ask() -> Shape:
-        index = [None if one is None else torch.empty_strided(*one, dtype=torch.int64, device="meta") for one in cells]
-        return strides_if(_whole(x)[tuple(slice(None) if one is None else one for one in index)])
-
-    y._strides = x._context.keep(("picked", x.shape, strides_of(x), tuple(cells)), ask)
+            if "_strides" in one.__dict__:
+                break
+        elif isinstance(one, torch.Tensor) and not plain_of(one).is_contiguous():
+            break
+    else:
+        return
+    wide = [one for one in operands if isinstance(one, torch.Tensor) and one.dim()]
+    if not wide or not isinstance(y, GlobalTensor) or any(one is y for one in wide) or function.__name__ in _CONTIGUOUS:
+        return
+    places = tuple(
+        (one.shape, strides_of(one) if type(one) is GlobalTensor else strides_if(plain_of(one))) for one in wide
+    )
+    strides = y._context.keep(("order", places), lambda: strides_if(reduce(torch.add, [blank(*one) for one in places])))
+    if strides:
+        y._strides = strides
 
 
 def lie_as(x: GlobalTensor, whole: torch.Tensor) -> torch.Tensor:
@@ -215,18 +158,6 @@ def is_copied(x: GlobalTensor, shape: Shape) -> bool:
     return bool(strides) and x._context.keep(("copied", x.shape, strides, shape), try_it)
 
 
-def copied_if_apart(x: GlobalTensor) -> Any:
-    """A copy of x where torch copies what lies neither contiguous nor as channels_last, and so saves no view of it."""
-
-    def lies_dense() -> bool:
-        whole = _whole(x)
-        return whole.is_contiguous(memory_format=torch._prims_common.suggest_memory_format(whole))
-
-    if not strides_of(x) or x._context.keep(("dense", x.shape, x._strides), lies_dense):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def of_memory(x: GlobalTensor, name: str, *args: Any, **kwargs: Any) -> Any:
     """What a method of the whole tensor gives that reads no cell, and may ask for strides.
 
@@ -260,9 +191,3 @@ def strides_if(whole: torch.Tensor) -> Shape:
 _CONTIGUOUS = frozenset(
     ["log_sigmoid", "mvlgamma", "special_multigammaln", "masked_fill"]
 )  # (that make no tensor like x)
-_TOLD = frozenset([int, bool, str, type(None), torch.dtype, torch.memory_format])  # (floats change no strides)
-# functions of two tensors, for which torch has another order without memory than with it; it is that of a sum
-_ESTIMATED = frozenset([
-    "complex", "copysign", "div", "divide", "floor_divide", "floordiv", "heaviside", "logaddexp", "logaddexp2",
-    "logical_and", "logical_or", "logical_xor", "polar", "special_xlog1py", "special_xlogy", "xlogy",
-])  # fmt: skip

@@ -15,7 +15,7 @@ from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import block_of
-from distdl.globals.strides import View, note_picked
+from distdl.globals.strides import View
 from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import saving, zeros_on
@@ -124,13 +124,9 @@ def picked(x: GlobalTensor, cells: Sequence[torch.Tensor | None]) -> GlobalTenso
     target = context.keep(("picked", layout, tuple(dims), shape), make)
     block = block_of(y)
     if not block.numel():
-        found = GlobalTensor._of(saving(zeros_on(block, target.local)), target)
-    else:
-        index = tuple(slice(None) if one is None else one for one in cells)
-        found = GlobalTensor._of(block[index].reshape(target.local), target)
-    if "_strides" in x.__dict__:
-        note_picked(x, found, [None if one is None else (one.shape, one.stride()) for one in cells])
-    return found
+        return GlobalTensor._of(saving(zeros_on(block, target.local)), target)
+    index = tuple(slice(None) if one is None else one for one in cells)
+    return GlobalTensor._of(block[index].reshape(target.local), target)
 
 
 def together(cells: Sequence[torch.Tensor | None]) -> torch.Size:

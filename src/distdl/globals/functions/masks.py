@@ -19,7 +19,6 @@ from distdl.globals.functions.lines import brought
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.operands import block_of, moved
-from distdl.globals.strides import note_picked
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import write_back
@@ -80,9 +79,9 @@ def chosen_by(x: GlobalTensor, mask: GlobalTensor, at: int) -> GlobalTensor:
     rows = _rows(first, mask, "indexing")
     block = block_of(rows.x)
     y = GlobalTensor._of(block[rows.mask].reshape(rows.chosen.local), rows.chosen)
-    y = y.movedim(0, at) if at else y
-    found = (y.shape[at],), (1,)
-    note_picked(x, y, [*[None] * at, *[found] * mask.dim()])
+    if at:
+        y = y.movedim(0, at)
+        y._strides = ()  # (as torch's is contiguous)
     return y
 
 

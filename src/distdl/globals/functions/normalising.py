@@ -16,7 +16,6 @@ from distdl.globals.functions import batch
 from distdl.globals.functions.applying import ready, run, weight_of
 from distdl.globals.functions.judging import judge_dtypes, judged
 from distdl.globals.operands import block_of
-from distdl.globals.strides import copied_if_apart
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops import Op
@@ -195,7 +194,7 @@ def instance_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             return InstanceNorm(input.shape[1], eps, momentum, bool(running), own, everywhere=True)
 
         key = (momentum, eps, own, *_sizes(running_mean, running_var))
-        y = _normalised(op, key, copied_if_apart(input), "instance_norm", weight, bias, running)
+        y = _normalised(op, key, input, "instance_norm", weight, bias, running)
         with torch.no_grad():  # (as late as in torch: a checkpoint stops in front of it, if nothing is saved behind)
             for one, new in zip(kept, running, strict=False):
                 one.copy_(new)
@@ -236,7 +235,7 @@ def group_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             made.check("group_norm")
             return made
 
-        return _normalised(op, (num_groups, eps), copied_if_apart(input), "group_norm", weight, bias)
+        return _normalised(op, (num_groups, eps), input, "group_norm", weight, bias)
 
     return run_(*args, **kwargs)
 

@@ -11,8 +11,8 @@ from distdl.globals import signatures
 from distdl.globals.adopting import write
 from distdl.globals.nested import map_tensors
 from distdl.globals.operands import aligned, block_of, number, numbers_of
-from distdl.globals.replicas import Replica, plain_of
-from distdl.globals.strides import keep_strides, lies_in, note_elements, note_format, whole_view
+from distdl.globals.replicas import plain_of
+from distdl.globals.strides import keep_order, keep_strides, lies_in, note_format, whole_view
 from distdl.globals.table import TABLE, handles, name_of, named, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import check_written, note_written
@@ -79,10 +79,8 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                     raise
                 y = _of_copies(func, blocks, kwargs)
             made = result_of(func, first, y, (first,))
-            for one in args if made is not first else ():
-                if type(one) is GlobalTensor and "_strides" in one.__dict__:
-                    note_elements(func, args, kwargs, made)
-                    break
+            if "_strides" in first.__dict__:
+                keep_order(args, made, func)
             return made
         if not any(isinstance(one, torch.Tensor) for one in (*args[1:], *kwargs.values())):
             if kwargs and kwargs.get("memory_format") is not None:
@@ -125,14 +123,7 @@ def _of_operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             y = func(*given, **{**kwargs, **dict(zip(named_tensors, rest, strict=True))}).reshape(1)[:0]
             y = y if lead is None else found[0].add_(y)
     made = result_of(func, whole[0], y, whole, target)
-    for one in operands:
-        if type(one) is GlobalTensor:
-            if "_strides" not in one.__dict__:
-                continue
-        elif not isinstance(one, torch.Tensor) or (one._plain if type(one) is Replica else one).is_contiguous():
-            continue
-        note_elements(func, args, kwargs, made)
-        break
+    keep_order(operands, made, func)
     return made
 
 

@@ -32,6 +32,7 @@ from distdl.globals.functions.distributions import (
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import aligned, block_of, entire
 from distdl.globals.replicas import Replica, copy_of
+from distdl.globals.strides import keep_strides
 from distdl.globals.table import REPLICATED, TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
@@ -157,7 +158,9 @@ def dropped(
         return x
     # (what a backward computes once more draws what it drew)
     y = masked(block if x._context.draws.repeats else repeatable(block), mask, scale)
-    return GlobalTensor._of(y if shift is None else y + shift, layout)
+    made = GlobalTensor._of(y if shift is None else y + shift, layout)
+    keep_strides(x, made, dropped)
+    return made
 
 
 handles("dropout dropout_", "torch functional")(_dropping("dropout"))
