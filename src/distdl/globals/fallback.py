@@ -19,7 +19,6 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
 from distdl.globals.outcome import Described, Outcome, observed, with_tensors
 from distdl.globals.replicas import Replica, entered, plain_of
-from distdl.globals.strides import lie_as
 from distdl.globals.table import TABLE, name_of, writes
 from distdl.globals.tensor import GlobalTensor, is_leaf
 from distdl.globals.ties import check_apart, lies_alone, note_copied, note_written
@@ -104,13 +103,11 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
-    """A tensor on the worker that computes, alone in memory as it lies in torch, for the function may ask for strides.
+    """A tensor on the worker that computes: contiguous and alone in memory, for the function may ask for strides.
 
     Where that writes in place, it is not a block, which is written later.
     """
     y = moved(x, x._context.whole(x.shape, worker), name)
-    if "_strides" in x.__dict__ and x._context.me == worker:
-        return lie_as(x, y)
     lies_so = y.is_contiguous() and y.untyped_storage().nbytes() == y.numel() * y.itemsize
     return y if lies_so and not (y is x._block and in_place) else y.clone(memory_format=torch.contiguous_format)
 

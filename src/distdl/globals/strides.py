@@ -113,14 +113,6 @@ def keep_order(operands: Sequence[Any], y: Any, function: Callable[..., Any]) ->
         y._strides = strides
 
 
-def lie_as(x: GlobalTensor, whole: torch.Tensor) -> torch.Tensor:
-    """The whole of x in the order of memory that it has in torch, unless several elements lie in one place."""
-    strides = strides_of(x)
-    if not strides or any(n > 1 and not step for n, step in zip(x.shape, strides, strict=True)):
-        return whole
-    return torch.empty_strided(x.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
-
-
 def note_format(x: GlobalTensor, y: GlobalTensor, wanted: torch.memory_format) -> None:
     """Take note of those of a new tensor in an order of memory."""
     if wanted is not torch.contiguous_format:

@@ -18,7 +18,7 @@ from distdl.globals.functions.indexing import part
 from distdl.globals.functions.judging import shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
 from distdl.globals.operands import block_of
-from distdl.globals.strides import View, offset_of, strides_of
+from distdl.globals.strides import View, blank, offset_of, strides_of
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.ops.padding import Padding
@@ -112,32 +112,13 @@ def _lines(size: Sequence[int], stride: Sequence[int]) -> list[_Line] | None:
     return found
 
 
-class _Run(NamedTuple):
-    """Cells of memory at equal distances, which are all of some dims of a tensor.
-
-    Attributes:
-        cells: how many.
-        stride: the distance.
-    """
-
-    cells: int
-    stride: int
-
-
-def _runs(x: GlobalTensor) -> tuple[list[int], list[_Run]]:
-    """The dims of a tensor in the order of its memory, and the runs in which its cells lie there."""
+def _order(x: GlobalTensor) -> list[int] | None:
+    """The dims of a tensor in the order of its memory; None if that has gaps, or several elements in one place."""
     strides = strides_of(x)
     if not strides:
-        return list(range(x.dim())), [_Run(x.numel(), 1)]
+        return list(range(x.dim()))
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim] if x.shape[dim] > 1 else 0)
-    found: list[_Run] = []
-    for dim in order:
-        n, stride = x.shape[dim], strides[dim]
-        if n > 1 and found and found[-1].stride == n * stride:
-            found[-1] = _Run(found[-1].cells * n, stride)
-        elif n > 1:
-            found.append(_Run(n, stride))
-    return order, found or [_Run(1, 1)]
+    return order if blank(x.shape, strides).permute(order).is_contiguous() else None
 
 
 @handles("as_strided", "torch Tensor")
@@ -145,20 +126,23 @@ def _runs(x: GlobalTensor) -> tuple[list[int], list[_Run]]:
 def as_strided(func: Any, input: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """Windows, slices and other orders of dims, as strides of the memory that the whole tensor would have.
 
-    Raises: RuntimeError where that has cells between those of the tensor, and the strides may meet them.
+    Longformer and LED take windows of their chunks so, whose dims are in another order.
+
+    Raises: RuntimeError for a tensor whose memory has gaps, and where cells before the tensor would be read.
     """
     size, stride = tuple(size), tuple(stride)
     offset = 0 if storage_offset is None else storage_offset - offset_of(input)
-    order, runs = _runs(input)
+    order = _order(input)
+    if (order is None or offset < 0) and 0 not in (*size, input.numel()):
+        func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
+        _refuse("as_strided", input, size, stride, storage_offset)
     lines = _lines(size, stride) if len(size) == len(stride) and 0 not in (*size, input.numel()) else None
-    found = None if lines is None or offset < 0 else _placed(lines, runs, offset, size)
+    found = None if lines is None else _placed(lines, input.numel(), offset, size)
+    inside = input if order is None else input.permute(order)
     if found is None:
-        if (offset < 0 or not _fills(runs)) and 0 not in (*size, input.numel()):
-            func(torch.empty(0, device="meta"), size, stride, storage_offset)  # (for torch's error)
-            _refuse("as_strided", input, size, stride, storage_offset)
-        return fall_back(func, (input, size, stride, offset), {})
+        return fall_back(func, (inside, size, stride, offset), {})
     extents, cells = found
-    y: Any = part(input.permute(order).reshape(extents), cells)
+    y: Any = part(inside.reshape(extents), cells)
     places = [line.dim for line in lines or ()]
     for place, line in enumerate(lines or ()):
         if line.window is not None:
@@ -179,45 +163,35 @@ def _strided_apart(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     x, offset = given["input"], given.get("storage_offset")
     # (one worker will have the cells of x alone)
-    if type(x) is GlobalTensor and x.numel() and ((offset is not None and offset_of(x)) or not _fills(_runs(x)[1])):
+    if type(x) is GlobalTensor and x.numel() and (strides_of(x) or (offset is not None and offset_of(x))):
         _refuse(func.__name__, x, given.get("size"), given.get("stride"), offset)
     return fall_back(func, args, kwargs)
 
 
 def _refuse(name: str, x: GlobalTensor, size: Any, stride: Any, offset: int | None) -> NoReturn:
     raise RuntimeError(
-        f"{name} of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset {offset_of(x)} may read "
-        f"what lies between its cells or before them: size {size}, strides {stride}, offset {offset}; take it of the "
-        "tensor that this one is a view of, or of its .clone()"
+        f"{name} cannot read the memory of a global tensor of shape {tuple(x.shape)}, strides {x.stride()} and offset "
+        f"{offset_of(x)} by size {size}, strides {stride} and offset {offset}: it may meet gaps, cells before the "
+        "tensor, or another order of dims; take it of the tensor that this one is a view of, or of its "
+        ".clone(memory_format=torch.contiguous_format)"
     )
 
 
-def _fills(runs: Sequence[_Run]) -> bool:
-    """Whether there is nothing between runs."""
-    return all(run.stride == (inner.cells * inner.stride) for run, inner in pairwise([*runs, _Run(1, 1)]))
-
-
-def _placed(
-    lines: Sequence[_Line], runs: Sequence[_Run], offset: int, size: Sequence[int]
-) -> tuple[list[int], list[Any]] | None:
-    """Where lines lie in runs: extents of which each line has a dim, and their cells. None if they lie otherwise."""
+def _placed(lines: Sequence[_Line], cells: int, offset: int, size: Sequence[int]) -> tuple[list[int], list[Any]] | None:
+    """Where lines lie in so many cells: extents of which each line has a dim, and an index. None if they do not."""
+    strides = [cells, *(line.stride for line in lines), 1]
+    if any(n % m for n, m in pairwise(strides)):
+        return None
     extents: list[int] = []
-    cells: list[Any] = []
-    rest = list(lines)
-    for count, unit in runs:
-        own = [line for line in rest if line.stride >= unit]
-        rest = rest[len(own) :]
-        strides = [count * unit, *(line.stride for line in own), unit]
-        if unit < 1 or any(n % m for n, m in pairwise(strides)):
+    index: list[Any] = []
+    for (n, m), line in zip(pairwise(strides), [*lines, None], strict=True):
+        start, offset = divmod(offset, m)
+        count = 1 if line is None else line.needs(size)
+        if start + count > n // m:
             return None
-        for (n, m), line in zip(pairwise(strides), [*own, None], strict=True):
-            start, offset = divmod(offset, m)
-            count = 1 if line is None else line.needs(size)
-            if start + count > n // m:
-                return None
-            extents.append(n // m)
-            cells.append(start if line is None else slice(start, start + count))
-    return None if offset or rest else (extents, cells)
+        extents.append(n // m)
+        index.append(start if line is None else slice(start, start + count))
+    return extents, index
 
 
 def _pair(value: Any) -> tuple[int, int]:
