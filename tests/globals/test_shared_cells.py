@@ -159,7 +159,7 @@ def test_what_is_written_into_a_block_is_noticed_when_its_tensor_has_gone():
 
 
 @on_workers
-def test_copies_of_expanded_tensors_are_written_whole_or_not_at_all():
+def test_copies_of_expanded_tensors_are_not_written():
     """Elements that lie in one place in torch are on several workers."""
 
     def copied():
@@ -170,17 +170,12 @@ def test_copies_of_expanded_tensors_are_written_whole_or_not_at_all():
             lambda y: y[0].add_(1),
             lambda y: y[1:].fill_(2),
             lambda y: y.__setitem__(0, 7.0),
+            torch.Tensor.zero_,
             lambda y: y.masked_fill_(torch.tensor([True, False, False]).view(3, *[1] * (y.dim() - 1)), 1.0),
         ):
             y = expanded()
             with pytest.raises(RuntimeError, match=r"one place in torch|single memory location"):
                 write(y)
-        for write in (torch.Tensor.zero_, lambda y: y.fill_(3), lambda y: y[:, 1:].fill_(2)):
-            y, whole = expanded(), x46[:1].clone().expand(3, 6)
-            whole = whole if y.dim() == 2 else whole.view(3, 3, 2)
-            write(y)
-            write(whole)
-            assert_close(y, whole)
 
 
 WINDOWED = {

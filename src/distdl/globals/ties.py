@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from math import prod
 
 import torch
 
@@ -16,7 +15,7 @@ class Memory:
 
     Attributes:
         family: all that would be the same memory in torch; None as long as there is no other.
-        scattered: how many elements share one place in torch that have several here: 1 if none do, 0 if nobody knows.
+        scattered: whether elements have places of their own here that share one in torch.
         writes: how many functions have written into it.
         has_plain_views: whether a view was made without gradients.
     """
@@ -32,7 +31,7 @@ class Memory:
         self._missed: list[tuple[Region | None, str]] = []  # what has been written elsewhere, and why it is not here
         self._placed = placed
         self.family: _Family | None = None
-        self.scattered = 1
+        self.scattered = False
         self.writes = 0
         self.has_plain_views = False
         if source is not None:
@@ -203,8 +202,7 @@ def note_copied(x: GlobalTensor, y: GlobalTensor, placed: bool = True) -> None:
     memory = memory_of(x)
     own = y._memory = Memory(memory, placed)
     strides = x.__dict__.get("_strides", ())
-    if strides and own.scattered == 1 and overlaps_itself(tuple(x.shape), strides):
-        own.scattered = _in_one_place(x)
+    own.scattered = own.scattered or bool(strides and overlaps_itself(tuple(x.shape), strides))
     for one in (*_lies_in(x), y):
         lies_in = one.__dict__.get("_memory")
         if own.family is not None and lies_in in (memory, own):
@@ -222,16 +220,8 @@ def lies_with(x: GlobalTensor, y: GlobalTensor) -> None:
 
 
 def note_scattered(y: GlobalTensor) -> None:
-    """Take note that the elements of a copy that lie in one place in torch have several here."""
-    memory_of(y).scattered = _in_one_place(y)
-
-
-def _in_one_place(x: GlobalTensor) -> int:
-    """How many elements lie in one place: of each one as many, if x has been expanded. 0 for others."""
-    strides = x.__dict__.get("_strides", ())
-    shares = [n for n, step in zip(x.shape, strides, strict=False) if n > 1 and not step]
-    rest = [(n, step) for n, step in zip(x.shape, strides, strict=False) if n > 1 and step]
-    return 0 if overlaps_itself(tuple(n for n, _ in rest), tuple(step for _, step in rest)) else prod(shares)
+    """Take note that some elements of a copy lie in one place in torch."""
+    memory_of(y).scattered = True
 
 
 def note_view(x: GlobalTensor, y: GlobalTensor) -> None:
@@ -308,22 +298,12 @@ def note_written(x: GlobalTensor, name: str) -> None:
         memory.writes += 1
     if memory is not None and memory.family is not None and name != _OF_PART:
         memory.family.written(memory, memory.region_of(x), name)
-        if memory.scattered != 1 and x.numel():
-            _check_all_written(x, memory.scattered, name)
+        if memory.scattered and x.numel():
+            raise RuntimeError(
+                f"{name} writes a tensor of which several elements lie in one place in torch; their cells had moved to "
+                "other workers, and others do not have the new values. Please clone() the tensor before"
+            )
     if "_ties" in x.__dict__ or "_views_of" in x.__dict__:
         for one in _lies_in(x):
             for tie in one.__dict__.get("_ties", ()):
                 tie.written(one, name)
-
-
-def _check_all_written(x: GlobalTensor, count: int, name: str) -> None:
-    """Check that a function has written all elements that lie in one place in torch, and the same into each.
-
-    Raises: RuntimeError.
-    """
-    written = _in_one_place(x) if "_strides" in x.__dict__ else 1
-    if name not in ("fill_", "zero_") or written != count:
-        raise RuntimeError(
-            f"{name} writes a tensor of which several elements lie in one place in torch; their cells had moved to "
-            "other workers, and others do not have the new values. Please clone() the tensor before"
-        )
