@@ -3,6 +3,7 @@
 from distdl import amp, backend, backends, data, nn, utilities
 from distdl.agreement import fixed_shapes
 from distdl.checkpoint import export_state, finish_saving, import_state, load, save
+from distdl.drawing import draw
 from distdl.globals import (
     GlobalTensor,
     distribute,
@@ -37,6 +38,7 @@ __all__ = [
     "data",
     "distribute",
     "distribute_tensor",
+    "draw",
     "export_state",
     "finish_saving",
     "fixed_shapes",

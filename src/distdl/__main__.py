@@ -1,5 +1,5 @@
-"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``, ``distdl inspect PATH [--check]`` and
-``distdl convert SOURCE TARGET``.
+"""The command line: ``distdl run -n 4 [--backend NAME] SCRIPT [ARGS]``, ``distdl inspect PATH [--check]``,
+``distdl convert SOURCE TARGET`` and ``distdl draw WHAT``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from distdl import __version__
 from distdl.backends import chosen, find, names
 from distdl.checkpoint.converting import convert
 from distdl.checkpoint.inspecting import inspect
+from distdl.drawing import Drawing
+from distdl.drawing.command import add_arguments, pictured
 from distdl.workers.launch import run_workers
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a script on several workers, tell what is in a checkpoint, or convert one; returns the exit status."""
+    """Run a script on several workers, tell of a checkpoint or convert one, or draw; returns the exit status."""
     parser = argparse.ArgumentParser(prog="distdl", description=__doc__)
     parser.add_argument("--version", action="version", version=f"distdl {__version__}")
     commands = parser.add_subparsers(required=True)
@@ -38,7 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
     turn.add_argument("target", type=Path, help="a folder that is not there, or empty")
     turn.add_argument("--model", help="where the model is in a directory of torch, as app.model (default: model)")
     turn.add_argument("--optimizer", help="where its optimiser is (default: optimizer or optim)")
+    picture = commands.add_parser("draw", help="draw where a tensor lies, or who sends what to whom")
+    add_arguments(picture)
     options = parser.parse_args(arguments)
+    if "picture" in options:
+        return _drawn(options, picture)
     if "path" in options:
         return _told(lambda: inspect(options.path, options.check))
     if "source" in options:
@@ -67,6 +73,21 @@ def main(arguments: list[str] | None = None) -> int:
     sys.stderr.flush()
     # the launcher takes this process's place, and so the signals that are meant for it
     os.execvpe(command[0], command, {**_environment(), "DISTDL_BACKEND": name})
+
+
+def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        drawing = Drawing(pictured(options))
+        if options.output is None:
+            print(drawing, end="")
+        else:
+            drawing.save(options.output)
+    except ValueError as error:
+        parser.error(str(error))
+    except (OSError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _told(tell: Callable[[], str]) -> int:

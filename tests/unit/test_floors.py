@@ -11,7 +11,7 @@ import distdl
 SOURCE = Path(distdl.__file__).parent
 FOLDERS = [
     "environment", "geometry", "tensors", "transport", "partition", "plan", "agreement", "exchange", "backends",
-    "workers", "ops", "nn", "globals", "checkpoint", "data", "amp",
+    "workers", "ops", "nn", "globals", "drawing", "checkpoint", "data", "amp",
 ]  # fmt: skip
 # published names that nothing in the core imports: folders, and files that stand in a folder of the core
 PUBLISHED = {"utilities", "backend"}

@@ -114,6 +114,8 @@ class Agreement(Generic[Outcome]):
             on the worker.
         grid: a Cartesian partition of all members; a large group's headers come together along its axes.
         read: for each tensor the partition whose headers ``derive`` looks up; all members if not given.
+    Attributes:
+        headers: what the members reported when something last changed; None before the first call.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Agreement(Generic[Outcome]):
         self._calls = comm.calls(members)
         self._agreed: dict[bool, _Agreed[Outcome]] = {}
         self._outcomes: dict[object, Outcome] = {}
+        self.headers: Headers | None = None
 
     @classmethod
     def among(
@@ -296,9 +299,9 @@ class Agreement(Generic[Outcome]):
     def _outcome(self, rows: Rows, structure: Structure, dims: int, derivatives: tuple[Derivatives, ...]) -> Outcome:
         own = tuple(shape for _, shape in structure[0])
         key = (rows.key, own, dims, derivatives)
+        self.headers = headers = known(Headers, self._members, rows, len(own), dims, derivatives, own)
         if key not in self._outcomes:
             with torch.inference_mode(False):  # the outcome serves calls that record gradients, too
-                headers = known(Headers, self._members, rows, len(own), dims, derivatives, own)
                 self._outcomes[key] = self._derive(headers)
             if len(self._outcomes) > _SETUPS_KEPT:
                 self._outcomes.pop(next(iter(self._outcomes)))

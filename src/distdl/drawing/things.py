@@ -1,0 +1,72 @@
+"""``distdl.draw``: which picture a thing has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distdl.drawing.command import described, of_layout
+from distdl.drawing.drawing import Drawing
+from distdl.drawing.lanes import Movement
+from distdl.drawing.layers import of_layer, of_movement
+from distdl.drawing.scene import Scene
+from distdl.exchange import Operator
+from distdl.globals import GlobalTensor
+from distdl.nn.layer import Layer
+from distdl.partition import Layout, Partition
+from distdl.partition.groups import dims
+from distdl.plan import Plan
+
+
+def draw(thing: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Drawing:
+    """Draw where a tensor lies, or who sends what to whom. No message is sent, so a worker may call it alone.
+
+    Args:
+        thing: a partition, a layout, a plan, an operator or a global tensor; a primitive, a convolution or a pooling of
+            ``distdl.nn``; or a text as behind ``distdl draw`` on the command line, as
+            ``"conv 33x47 --kernel 5 --stride 2 --workers 2x2"``.
+        shape: of a layer, the global shape of its input. Without it, the picture is that of its last call. Where each
+            worker has a tensor of its own, as for a broadcast, the shape of each. Of a partition, the shape of a
+            tensor that is split over it.
+        dtype: of the elements, where it is not known. Without one, amounts are in cells, not in bytes.
+    Returns: the picture. ``print`` shows it as text, a notebook as SVG, and ``save(path)`` writes SVG or PNG.
+    Raises: TypeError for what has no picture; ValueError for shapes that are not known, or do not fit.
+    """
+    return Drawing(_scene(thing, shape, dtype))
+
+
+def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -> Scene:
+    itemsize, kind = None if dtype is None else dtype.itemsize, type(thing).__name__
+    if isinstance(thing, Layer):
+        return of_layer(thing, shape, dtype)
+    if isinstance(thing, Partition):
+        if shape is not None:
+            return of_layout(Layout.balanced(thing, shape), itemsize)
+        cells = [[(place, place + 1) for place in range(places)] for places in thing.workers.shape]
+        return of_layout(Layout.along(thing, cells), None, f"Partition {thing}", "one cell for each worker")
+    if shape is not None:
+        raise ValueError(f"distdl.draw takes a shape for layers and partitions; got one for a {kind}")
+    if isinstance(thing, str):
+        return described(thing)
+    if isinstance(thing, Layout):
+        return of_layout(thing, itemsize)
+    if isinstance(thing, GlobalTensor):
+        return of_layout(thing.layout, thing.dtype.itemsize, f"GlobalTensor {dims(thing.shape)}, {thing.dtype}")
+    if isinstance(thing, Plan):
+        return of_movement("Plan", Movement(thing), itemsize)
+    if isinstance(thing, Operator):
+        title = f"{thing.label.kind}: the plan of worker {thing.comm.rank}"
+        return of_movement(title, Movement(thing.plan), thing.dtype.itemsize)
+    raise TypeError(
+        "distdl.draw shows a Partition, a Layout, a Plan, an Operator, a GlobalTensor, a layer of distdl.nn, or a text "
+        f'such as "halo 12x12 --workers 2x2"; got a {kind}'
+    )
+
+
+def _in_a_notebook(x: GlobalTensor) -> str:
+    return draw(x)._repr_svg_()
+
+
+GlobalTensor._repr_svg_ = _in_a_notebook  # type: ignore[attr-defined]  # (a tensor cannot import what stands below it)
