@@ -480,20 +480,18 @@ def test_a_parameter_of_no_distributed_model_may_be_swapped():
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_parameters_of_a_distributed_model_are_not_swapped(weights):
-    """They are converted in place instead, as without torch's option."""
+    """torch swaps no tensor to which something refers, as a distributed model does."""
 
     def work():
         model = distdl.distribute(network(lambda: nn.Linear(4, 3)), partition((2, 1)), weights=weights)
         parameters, x = list(model.parameters()), distdl.distribute_tensor(noise(5, 4), partition((2, 1)))
-        model(x).sum().backward()
-        doubled = {name: one * 2 for name, one in model.state_dict().items()}
-        model.load_state_dict(doubled)
-        model.float()
-        assert all(one.dtype is one.grad.dtype is torch.float32 for one in parameters)
+        y = model(x).full_tensor()
+        with pytest.raises(RuntimeError, match="Couldn't swap Linear"):
+            model.float()
         assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
-        for name, one in model.state_dict().items():
-            torch.testing.assert_close(one, doubled[name].float())
-        model(x.float()).sum().backward()
+        torch.testing.assert_close(model(x).full_tensor(), y)
+        with pytest.raises(RuntimeError, match='While swapping the parameter named "weight"'):
+            model.load_state_dict(model.state_dict())
 
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)

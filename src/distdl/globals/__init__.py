@@ -5,7 +5,6 @@ from distdl.globals.entry import distribute_tensor
 from distdl.globals.functions import casting, initial, numbers
 from distdl.globals.local_map import local_map
 from distdl.globals.models import (
-    converting,
     distribute,
     load_optimizer_state_dict,
     optimizer_state_dict,
@@ -23,7 +22,6 @@ initial.install()
 caching.install()
 late.install()
 casting.install()
-converting.install()
 
 __all__ = [
     "GlobalTensor",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Callable, Sequence
-from types import BuiltinFunctionType, FrameType, MethodDescriptorType
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,7 @@ class GlobalTensor(torch.Tensor):
             kwargs = {_NUMPY.get(name, name): value for name, value in kwargs.items()}
         if kwargs and not args and "input" in kwargs and isinstance(func, _COMPILED) and func not in _INPUT_LATER:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+        around, _handled.func = _handled.func, func
         try:
             y = debug.noted(handler, func, args, kwargs or {}) if debug.on else handler(func, args, kwargs or {})
             if not torch.is_grad_enabled():
@@ -140,6 +141,8 @@ class GlobalTensor(torch.Tensor):
                 one: Any = next(one for one in tensors_in((args, kwargs)) if type(one) in (GlobalTensor, Replica))
                 meet_in(error, f"a call of {name_of(func)}", one._context)
             raise
+        finally:
+            _handled.func = around
 
     @classmethod  # (torch's stubs have the default, a function of C)
     def __torch_dispatch__(  # type: ignore[override]
@@ -338,7 +341,18 @@ _COMPILED = (BuiltinFunctionType, MethodDescriptorType)
 # (of all others, it is the first argument)
 _INPUT_LATER = frozenset([torch.where, torch.searchsorted, torch.polygamma, torch.special.polygamma])
 
-_HANDLED = GlobalTensor.__dict__["__torch_function__"].__func__.__code__
+
+class _Handled(threading.local):
+    """Which function of global tensors a worker is in.
+
+    Attributes:
+        func: the function; None outside of all.
+    """
+
+    func: Any = None
+
+
+_handled = _Handled()
 # (in which a checkpoint computes its forward again, on every worker)
 _DIFFERENTIATING = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -348,12 +362,10 @@ def _number(x: GlobalTensor) -> Any:
 
     Raises: TypeError where that is inside a function of global tensors, for not every worker may get as far as there.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _HANDLED and frame.f_locals["func"] not in _DIFFERENTIATING:
-            name = getattr(frame.f_locals["func"], "__name__", "a function")
-            raise TypeError(f"{name} of a global tensor needs a number where it got another one; pass its .item()")
-        frame = frame.f_back
+    func = _handled.func
+    if func is not None and func not in _DIFFERENTIATING:
+        name = getattr(func, "__name__", "a function")
+        raise TypeError(f"{name} of a global tensor needs a number where it got another one; pass its .item()")
     return x.item()
 
 
