@@ -17,21 +17,8 @@ from distdl.globals.standing import check_gradient, is_named, is_of_model
 from distdl.globals.table import TABLE, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import PRUNING, lies_alone
-from distdl.globals.writes import memory_of
 from distdl.tensors.connection import zeros_on
 from distdl.tensors.modes import uncounted
-
-
-class UnwrittenError(RuntimeError):
-    """A plain tensor must not become global.
-
-    Attributes:
-        memory: that of what would have been written.
-    """
-
-    def __init__(self, text: str, memory: int) -> None:
-        super().__init__(text)
-        self.memory = memory
 
 
 def write(
@@ -64,11 +51,10 @@ def write(
         why = _adopt(target, beside)
         if not why:
             return handler(func, args, kwargs)
-        raise UnwrittenError(
+        raise RuntimeError(
             f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
             f"and cannot become global, because {why}; write z[i] = z[i] + x for z[i] += x, or make what is "
-            f"written global first, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor. {PRUNING}",
-            memory_of(target),
+            f"written global first, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor. {PRUNING}"
         )
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
@@ -104,8 +90,12 @@ def adopt(target: Any, beside: Any, name: str) -> None:
 def _adopt(target: Any, beside: Any) -> str:
     """Make a plain tensor global, and what it is a part of; gives why that must not be, or nothing if it is done."""
     if type(target) is torch.Tensor and target._is_view() and _references_to_base(target) > _NO_OTHER:
-        return _adopt_both(target, beside)
-    return why_not(target) or _become(target, _own_beside(target, beside))
+        return _adopt_both(target, target._base, beside)
+    why = why_not(target)
+    for one in _largest(beside)._context.arguments if why else ():  # (target.data of an argument is no view in torch)
+        if type(target) is type(one) is torch.Tensor and target is not one and target.data_ptr() == one.data_ptr():
+            return _adopt_both(target, one, beside, 1)
+    return why or _become(target, _own_beside(target, beside))
 
 
 def _become(target: torch.Tensor, made: torch.Tensor) -> str:
@@ -118,15 +108,20 @@ def _become(target: torch.Tensor, made: torch.Tensor) -> str:
     return ""
 
 
-def _adopt_both(part: torch.Tensor, beside: Any) -> str:
-    """The same for a part of a plain tensor and this tensor, as in ``z[i] += x``, which writes into ``z[i]``."""
-    base: Any = part._base
+def _adopt_both(part: torch.Tensor, base: Any, beside: Any, others: int = 0) -> str:
+    """The same for a part of a plain tensor and this tensor, as in ``z[i] += x``, which writes into ``z[i]``.
+
+    Args:
+        others: how many other tensors may be in the memory.
+    """
     index = _index_of(part, base)
     if index is None or type(base) is not torch.Tensor or base.requires_grad or part.requires_grad:
         return "it is a view of a tensor that requires a gradient, or no z[i] of integers and slices"
+    storage = base.untyped_storage()
     # (one reference is the part's, one that of the tensor, one is ours)
-    if torch._C._storage_Use_Count(base.untyped_storage()._cdata) > 3 or not base.untyped_storage().resizable():
+    if torch._C._storage_Use_Count(storage._cdata) > 3 + others or not storage.resizable():
         return "it shares its memory with others than the tensor of which it is a view"
+    del storage
     why = _become(part, torch.empty(0, device="cpu"))  # (as long as it is a view, the other one cannot become global)
     if why:
         return why

@@ -143,6 +143,7 @@ class Context:
         draws_plain: whether any of them was one of plain tensors.
         samples: of plain tensors that stood beside global ones.
         models: those that are distributed over it and still there (workers may be threads, and models change threads).
+        arguments: plain tensors that users' autograd functions which run now were given, and may write.
         under_way: sums of gradients that have begun, and that nobody has waited for yet, by their ways and backwards.
     """
 
@@ -159,6 +160,7 @@ class Context:
         self.draws_plain = False
         self.samples = Samples()
         self.models = distributed_models(comm)
+        self.arguments: tuple[torch.Tensor, ...] = ()
         self.under_way: dict[Any, Any] = {}
 
     @classmethod

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from distdl.globals.adopting import UnwrittenError, adopt, split_beside
+from distdl.globals.adopting import split_beside
 from distdl.globals.block import Block, as_block, check_unmixed, unblocked
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
@@ -35,7 +35,6 @@ from distdl.globals.replicas import Replica, current, entered, plain_of, renewed
 from distdl.globals.running import is_on_blocks, on_blocks, tells_blocks
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.writes import WritesInto, memory_of
 from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.derivatives import recomputing
 from distdl.tensors.function import Function
@@ -72,6 +71,16 @@ class _Own(FunctionCtx):
         return self.saved_tensors
 
 
+def _may_be_written(x: Any) -> bool:
+    """Whether a function may make an argument global, as torchdiffeq makes its scratch (``scratch.data[i] = y``)."""
+    return type(x) is torch.Tensor and not x.requires_grad and x.layout is torch.strided
+
+
+def _input(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor or a copy as an input of the node; another tensor of the memory of one that may become global."""
+    return x.detach() if _may_be_written(x) else variable_of(x)
+
+
 class _Call:
     """One call of such a function.
 
@@ -106,22 +115,28 @@ class _Call:
         for one in tensors:
             if type(one) is torch.Tensor:
                 check_origin(one, self.context)
-        return [block_of(one) if type(one) is GlobalTensor else variable_of(one) for one in tensors]
+        return [block_of(one) if type(one) is GlobalTensor else _input(one) for one in tensors]
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor]]:
         """Its results, and its arguments that are tensors."""
         given = [_global(one, layout) for one, layout in zip(inputs, self.layouts, strict=True)]
         args, self.args = self.args, []  # (what it does not save goes when nobody else has it)
-        for place, one in zip(self.places, given, strict=True):
+        for number, (place, one) in enumerate(zip(self.places, given, strict=True)):
             if type(one) is GlobalTensor:
                 one.__dict__.update(_memory_of(args[place]))
-            args[place] = one
-        function = self.function
-        if function.setup_context is _DERIVES:
-            y = function.forward(self.own, *args)
-        else:
-            y = function.forward(*args)
-            function.setup_context(self.own, tuple(args), y)
+            elif _may_be_written(args[place]):
+                given[number] = args[place]
+            args[place] = given[number]
+        function, around = self.function, self.context.arguments
+        self.context.arguments = (*around, *filter(_may_be_written, args))
+        try:
+            if function.setup_context is _DERIVES:
+                y = function.forward(self.own, *args)
+            else:
+                y = function.forward(*args)
+                function.setup_context(self.own, tuple(args), y)
+        finally:
+            self.context.arguments = around
         if getattr(self.own, "dirty_tensors", ()):
             raise RuntimeError(
                 f"the autograd function {function.__name__} writes into a global tensor (ctx.mark_dirty), and what it "
@@ -218,7 +233,8 @@ class _Applied(Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results, given = call.forward(inputs)
-        blocks = {id(one): block for one, block in zip(given, inputs, strict=True)}
+        pairs = zip(given, inputs, call.layouts, strict=True)  # (without those that have become global)
+        blocks = {id(one): block for one, block, at in pairs if (at is None) == (type(one) is not GlobalTensor)}
         taken, layouts, outputs = set(blocks), {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
         call.results = list(results)
@@ -227,12 +243,13 @@ class _Applied(Function):
                 continue
             if id(result) in taken and type(result) is not GlobalTensor:
                 call.results[place] = Replica
-                outputs.append(result)
+                outputs.append(blocks[id(result)])
                 continue
             # (a plain one follows from values alone: it is the same on every worker)
             one = result if type(result) is GlobalTensor else split_beside(result, beside)
             block = blocks[id(result)] if id(result) in blocks else block_of(one)
             block = block.clone() if block._is_view() else block
+            block = block.detach() if any(one is other for other in given) and id(one) not in taken else block
             blocks[id(result)] = block
             layouts[id(result)] = call.results[place] = one._layout
             call.memories[place] = _memory_of(one)
@@ -355,21 +372,8 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         bound.apply_defaults()
         args, kwargs = bound.args, bound.kwargs
     args = _by_position(function, args, kwargs) if kwargs else args
-    call, unwritten = _Call(function, args), 0
-    memories = [memory_of(one) if isinstance(one, torch.Tensor) else 0 for one in args]
-    written = WritesInto(memories) if any(type(one) is torch.Tensor for one in args) else None
-    try:
-        with written or nullcontext():
-            outputs = iter(_Applied.apply(call, *call.inputs()))
-    except UnwrittenError as error:
-        unwritten = error.memory
-        if written is None or unwritten not in memories or written.found:
-            raise  # (what it had written into its arguments before, it would write twice)
-    if unwritten:  # (an argument, by another name: the argument itself may become global)
-        for one, memory in zip(args, memories, strict=True):
-            if memory == unwritten and type(one) is torch.Tensor:
-                adopt(one, args, f"the autograd function {function.__name__}")
-        return apply_whole(function, args, {})
+    call = _Call(function, args)
+    outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []
     for place, kind in enumerate(call.results):
         if isinstance(kind, KnownLayout):

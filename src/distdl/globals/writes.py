@@ -7,13 +7,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distdl.globals.nested import tensors_in
 from distdl.globals.operands import block_of, own_of
 from distdl.globals.tensor import GlobalTensor
-from distdl.nn.compiling import leave_uncompiled
 
 
 def memory_of(x: torch.Tensor) -> int:
@@ -98,25 +96,3 @@ def watched(
         y = func(*args, **kwargs)
     # (what is set as x.data lies elsewhere)
     return y, any(map(writes.into, blocks)) or any(memory_of(one) != memory for one, memory in given)
-
-
-class WritesInto(TorchFunctionMode):
-    """In which functions of torch run, and which knows afterwards whether one has written into given memory.
-
-    Attributes:
-        found: whether one has.
-    """
-
-    def __init__(self, memories: Sequence[int]) -> None:
-        super().__init__()
-        self._memories = {*memories}
-        self.found = False
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        y, is_written = watched(func, args, kwargs or {}, self._memories)
-        self.found = self.found or is_written
-        return y
-
-    leave_uncompiled(__torch_function__)
