@@ -210,9 +210,6 @@ WAYS = {
     "a block of a checkpoint": lambda m, x, P: checkpoint(
         lambda b: distdl.local_map(torch.mul)(x, b) * m.w, x.to_local().sin(), use_reentrant=False
     ),
-    "made global in re-entry": lambda m, x, P: (
-        checkpoint(lambda b: GlobalTensor.from_local(b.sin(), P), x.to_local() * 1, use_reentrant=True) * m.w * x
-    ),
 }
 
 

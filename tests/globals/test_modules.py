@@ -168,7 +168,7 @@ def test_what_works_on_blocks_says_so():
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @on_workers
-def test_primitives_take_weights_of_a_distributed_model(weights):
+def test_primitives_take_weights_of_a_distributed_model_in_local_map(weights):
     """Each worker has a part of the gradient of what comes out, so that the adjoint adds them up."""
     everyone = distdl.world()
     sums = nn.AllSumReduce(everyone, (0,))
@@ -176,14 +176,13 @@ def test_primitives_take_weights_of_a_distributed_model(weights):
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             if type(x) is not distdl.GlobalTensor:
-                return x * (self.weight.sin() * everyone.size) + (x * self.bias[:, None]).mean()
-            means = distdl.local_map(lambda x: x * sums(self.bias * 1).sum())(x).mean() / everyone.size
-            return x * sums(self.weight.sin()) + means * 0 + (x * self.bias[:, None]).mean()
+                return x * (self.weight.sin() * everyone.size) * self.bias.sum() * everyone.size
+            return distdl.local_map(lambda x, w: x * sums(w.sin())[:1] * sums(self.bias * 1).sum())(x, self.weight)
 
     found = []
     for given in (split(noise(3, 5), 2, 1), noise(3, 5)):
-        model = Scaled(5, 3, dtype=torch.float64)
-        model.load_state_dict({"weight": noise(3, 5, seed=1), "bias": noise(3)})
+        model = Scaled(5, 1, dtype=torch.float64)
+        model.load_state_dict({"weight": noise(1, 5, seed=1), "bias": noise(1)})
         model = distdl.distribute(model, grid(2, 1), weights) if type(given) is distdl.GlobalTensor else model
         given.requires_grad_()
         y = model(given)
@@ -191,6 +190,24 @@ def test_primitives_take_weights_of_a_distributed_model(weights):
         found.append([y, given.grad, *(one.grad for one in model.parameters())])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("make", [
+    lambda P: nn.AllSumReduce(P, (0,)), lambda P: nn.Broadcast(P[:1], P), lambda P: nn.Repartition(P, P),
+    lambda P: nn.SumReduce(P, P[:1]), lambda P: nn.DistributedDropout(P), lambda P: nn.DistributedL1Loss(P),
+])  # fmt: skip
+@pytest.mark.parametrize("active", [1, 2, 3])
+@on_workers
+def test_modules_of_nn_refuse_weights_of_a_distributed_model(active, make, weights):
+    layer = make(grid(active, 1))
+
+    def forward(model, x):
+        return layer(model.w, model.w) if isinstance(layer, nn.DistributedL1Loss) else layer(model.w * 2)
+
+    model = distdl.distribute(Calling(forward), grid(2, 1), weights)
+    with pytest.raises(RuntimeError, match=r"got a weight of a distributed model.*Call it in distdl.local_map"):
+        model(split(noise(6, 5), 2, 1))
 
 
 LAYERS = [
@@ -315,11 +332,6 @@ MIXED = {  # in a forward of a model, of a global tensor of one dim
         lambda m, x, P: nn.AllSumReduce(P, (0,))(x.to_local().sum().reshape(1)) * x,
         "mul got a block .* a global",
     ),
-    "moved weights": (
-        lambda m, x, P: nn.Repartition(distdl.world()[:1], distdl.world())(m.w) + m.w[0],
-        "add got a block .* beside a weight",
-    ),
-    "a weight and a block": (lambda m, x, P: nn.SumReduce(P, P)(m.w).sum() + x.to_local().sum(), "add got a block"),
     "a checkpoint": (
         lambda m, x, P: checkpoint(torch.mul, x.to_local(), m.w[0], use_reentrant=False),
         "mul got a block",
@@ -524,155 +536,6 @@ def test_losses_of_blocks_that_layers_give_count_beside_a_global_loss(active, ma
         (given.square().sum() + h.sin().sum()).backward()
         found.append(given.grad)
     assert_close(*found)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("use", [lambda x, y, p: x * y, lambda x, y, p: x * (y * p), lambda x, y, p: x + y.sin().sum()])
-@pytest.mark.parametrize("make", [
-    lambda P: nn.DistributedMaxPool1d(P, 1), lambda P: nn.DistributedUpsample(P, scale_factor=1.0, mode="nearest"),
-    lambda P: nn.Repartition(P, P), lambda P: nn.DistributedDropout(P, 0.0),
-    lambda P: nn.Interpolate(*[[0, 0, 0], [1, 1, 5], [1, 1, 5]] * 2),
-])  # fmt: skip
-@pytest.mark.parametrize("active", [1, 2, 3])
-@on_workers
-def test_what_layers_make_of_weights_is_a_copy_beside_a_global_tensor(active, make, use, weights):
-    """Each worker has a part of its gradient, as of a weight's; also one outside of the layer, which has a clone."""
-    layer, found = make(distdl.world()[:active].reshape(active, 1, 1)), []
-
-    def forward(model, x):
-        h = model.v.view(1, 1, 5)
-        return use(x, layer(h) if type(x) is distdl.GlobalTensor else h, noise(5).requires_grad_())
-
-    model = distdl.distribute(Calling(forward), grid(2, 1, 1), weights=weights)
-    for given, one in ((split(noise(2, 4, 5), 2, 1, 1), model), (noise(2, 4, 5), Calling(forward))):
-        one(given).square().sum().backward()
-        found.append(one.v.grad)
-    assert_close(*found)
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("use", [
-    lambda y, w, p: y, lambda y, w, p: y * p[0], lambda y, w, p: y * w[0].exp() + w[1],
-])  # fmt: skip
-@pytest.mark.parametrize("make", [lambda P: nn.SumReduce(P, P[:1]), lambda P: nn.Repartition(P, P[:1])])
-@pytest.mark.parametrize("active", [1, 2, 3])
-@on_workers
-def test_what_layers_bring_to_worker_0_of_weights_is_a_copy_beside_a_global_loss(active, make, use, weights):
-    """Workers outside of the layer have clones of the weight, which count nothing."""
-    layer, found, p = make(grid(active)), [], noise(5).requires_grad_()
-
-    def forward(model, x):
-        is_global = type(x) is distdl.GlobalTensor
-        y = layer(model.v).sum() if is_global else active * model.v.sum()
-        return x.square().sum() + use(y.square(), model.v, p)
-
-    model = distdl.distribute(Calling(forward), grid(2), weights=weights)
-    for given, one in ((split(noise(5), 2), model), (noise(5), Calling(forward))):
-        p.grad = None
-        one(given).backward()
-        found.append([one.v.grad, torch.zeros(5) if p.grad is None else p.grad])
-    for ours, theirs in zip(*found, strict=True):
-        assert_close(ours, theirs)
-
-
-def whole(x):
-    return x.full_tensor() if type(x) is distdl.GlobalTensor else x
-
-
-def gradient_inside(x, y, v):
-    (dv,) = torch.autograd.grad(y.sin().sum(), v, create_graph=True)
-    return x.square().sum() + dv.square().sum()
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("use", [
-    lambda x, y, v: y.sin().sum(), lambda x, y, v: (y.sin() * v[0]).sum(), lambda x, y, v: (whole(x) * y.sum()).sum(),
-    lambda x, y, v: (x * y.sum()).square().sum(), lambda x, y, v: (x * Square.apply(y.sum())).square().sum(),
-    lambda x, y, v: (x * (y * noise(5)[0].requires_grad_()).sum()).square().sum(), gradient_inside,
-])  # fmt: skip
-@pytest.mark.parametrize(("make", "copies"), [
-    (lambda P: nn.Broadcast(P, P), False), (lambda P: nn.Broadcast(P[:1], P), False),
-    (lambda P: nn.AllSumReduce(P, (0,)), True), (lambda P: nn.AllGather(P, (0,)), True),
-])  # fmt: skip
-@pytest.mark.parametrize("active", [1, 2, 3])
-@on_workers
-def test_what_primitives_make_of_weights_is_one_variable(active, make, copies, use, weights):
-    """In the sequential model they work on as many equal copies as they have workers. A loss of that counts once."""
-    layer, found = make(grid(active)), []
-
-    def forward(model, x):
-        if type(x) is distdl.GlobalTensor:
-            y = layer(model.v)
-        else:
-            y = torch.stack([model.v] * (active if copies else 1))
-            y = y.reshape(-1) if isinstance(layer, nn.AllGather) else y.sum(0)
-        return use(x, y, model.v)
-
-    model = distdl.distribute(Calling(forward), grid(2, 1), weights=weights)
-    for given, one in ((split(noise(6, 5), 2, 1), model), (noise(6, 5), Calling(forward))):
-        y = one(given)
-        y.backward()
-        found.append([whole(y), whole(one.v.grad)])
-    (ours, gradient), (theirs, expected) = found
-    assert_close(gradient, expected)
-    if distdl.world().rank < active:  # (another has a clone of the weight)
-        assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("use", [lambda x, y: x * y.sum(), lambda x, y: x.square().sum() + y.sin().sum()])
-@on_workers
-def test_sums_of_weights_on_some_workers_are_copies_beside_a_global_tensor(use):
-    layer, found = nn.SumReduce(grid(1, 2), grid(1, 2)), []
-
-    def forward(model, x):
-        return use(x, layer(model.v) if type(x) is distdl.GlobalTensor else model.v)
-
-    model = distdl.distribute(Calling(forward), grid(2, 1))
-    for given, one in ((split(noise(6, 5), 2, 1), model), (noise(6, 5), Calling(forward))):
-        one(given).square().sum().backward()
-        found.append(one.v.grad)
-    assert_close(*found)
-
-
-CHAINS = {  # layers, the last of which brings something to worker 0; and by which number the weight is multiplied
-    "copies": lambda P: ([nn.Broadcast(P[:1], P), nn.SumReduce(P, P[:1])], P.workers.size),
-    "sums": lambda P: ([nn.AllSumReduce(P, axes_reduce=(0,)), nn.SumReduce(P, P[:1])], P.workers.size**2),
-}
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("use", [lambda y, w: y, lambda y, w: y.square() * w[0].exp() + w[1]])
-@pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("active", [1, 2, 3])
-@on_workers
-def test_clones_count_nothing_beside_a_global_loss(active, chain, use, weights):
-    """Workers outside of the layers have clones of the weight in the place of what worker 0 has."""
-    layers, factor = CHAINS[chain](grid(active))
-    found = []
-
-    def forward(model, x):
-        is_global = type(x) is distdl.GlobalTensor
-        y = torch.nn.Sequential(*layers)(model.v).sin() if is_global else (factor * model.v).sin()
-        return x.square().sum() + use(y.sum(), model.v)
-
-    model = distdl.distribute(Calling(forward), grid(2), weights=weights)
-    for given, one in ((split(noise(5), 2), model), (noise(5), Calling(forward))):
-        one(given).backward()
-        found.append(one.v.grad)
-    assert_close(*found)
-
-
-@pytest.mark.parametrize("make", [lambda P: nn.Broadcast(P[:1], P[1:]), lambda P: nn.AllSumReduce(P[1:], (0,))])
-@on_workers
-def test_what_primitives_make_of_weights_on_others_than_worker_0_alone_is_no_copy(make):
-    """Each of these workers has a loss of its own; one outside has a clone, which does not count."""
-    layer = make(grid(3))
-    model = distdl.distribute(Calling(lambda model, x: layer(model.v).sin().sum()), grid(2))
-    model(split(noise(5), 2)).backward()
-    v = noise(5, seed=2).requires_grad_()
-    total = 2 * (v if isinstance(layer, nn.Broadcast) else 2 * v).sin().sum()
-    total.backward()
-    assert_close(model.v.grad, v.grad)
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])

@@ -78,24 +78,9 @@ def _of_a_leaf(m, x):
     return x * du
 
 
-def _clamped(m, x):
-    w = m.w * 1
-    w.register_hook(lambda dw: dw.clamp(-0.5, 0.5))
-    return x * w
-
-
 def _clamped_parameter(m, x):
     m.w.register_hook(lambda dw: dw.clamp(-0.5, 0.5))
     return x * m.w
-
-
-def _seen(m, x):
-    w = m.w * 2
-    w.register_hook(lambda dw: m.seen.append(dw.clone()))
-    w.retain_grad()
-    w.register_hook(lambda dw: dw * 3)  # (which is before, whenever it comes)
-    m.kept = w
-    return x * w
 
 
 def _clamp(w):
@@ -109,26 +94,6 @@ def _clamped_at_last(m, x):
     return x * m.w
 
 
-def _implicit(m, x):
-    """A fixed point, whose gradient is one, too: a backward inside of a hook."""
-    with torch.no_grad():
-        z = torch.zeros_like(m.w)
-        for _ in range(40):
-            z = torch.tanh(0.3 * z + m.w)
-    z = torch.tanh(0.3 * z + m.w)
-    z0 = z.clone().detach().requires_grad_()
-    again = torch.tanh(0.3 * z0 + m.w.detach())
-
-    def solve(dz):
-        y = dz
-        for _ in range(40):
-            y = torch.autograd.grad(again, z0, y, retain_graph=True)[0] + dz
-        return y
-
-    z.register_hook(solve)
-    return x * z
-
-
 def _trained(m, x):
     """Its own backward before that of the loss: gradients of both add up."""
     (x * m.w * m.v).sum().backward(inputs=[m.w], retain_graph=True)
@@ -137,14 +102,12 @@ def _trained(m, x):
     return x * m.v
 
 
-def _table(m, x, hook=False):
+def _table(m, x):
     """A plain table, into which parameters are written; and views of it that are taken later."""
     table = torch.zeros(3, 5, dtype=x.dtype)
     table[0] = m.w
     table[1:][0] = m.v
     first, rest = table[0], table[1:]
-    if hook:
-        table.register_hook(lambda one: m.seen.append(one.clone()))
     return x * (first * 2) * table.sum(0) * F.relu(rest[0])
 
 
@@ -162,14 +125,10 @@ FORWARDS = {
     "product": _product,
     "jacobian": _jacobian,
     "of a leaf": _of_a_leaf,
-    "clamped": _clamped,
     "clamped parameter": _clamped_parameter,
     "clamped at last": _clamped_at_last,
-    "seen": _seen,
-    "implicit": _implicit,
     "trained": _trained,
     "table": _table,
-    "hook of a table": lambda m, x: _table(m, x, hook=True),
     "list": _list,
     "values alone": lambda m, x: x * _Sine.apply(m.w),
     "tied": lambda m, x: x * _Tied.apply(m.w),
@@ -191,8 +150,7 @@ def _trained_twice(model, x):
         y = model(x)
         (y["a"][0].square().sum() if isinstance(y, dict) else y.square().sum()).backward()
         optimiser.step()
-    kept = [model.kept.grad] if hasattr(model, "kept") else []
-    return [*model.state_dict().values(), *model.seen, *kept]
+    return [*model.state_dict().values(), *model.seen]
 
 
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
@@ -232,6 +190,20 @@ def test_views_that_were_taken_before_a_weight_is_written_are_refused(forward, w
     x = split(x35)
     with pytest.raises(RuntimeError, match="written in place into a plain tensor of which there are other views"):
         distdl.distribute(Calling(forward), x.layout.partition, weights)(x)
+
+
+@pytest.mark.parametrize("ask", [lambda w: w.register_hook(lambda dw: dw.clamp(-0.5, 0.5)), lambda w: w.retain_grad()])
+@on_workers
+def test_hooks_of_what_is_computed_from_a_weight_are_refused(ask):
+    """They would see this worker's part of the gradient."""
+
+    def forward(m, x):
+        w = m.w * 1
+        ask(w)
+        return x * w
+
+    with pytest.raises(RuntimeError, match="of what is computed from weights of a distributed model would see this"):
+        distdl.distribute(Calling(forward), split(x35).layout.partition)(split(x35))
 
 
 @on_workers

@@ -315,9 +315,6 @@ BESIDE_WEIGHTS = {
     "re-entry in a checkpoint of weights": lambda m, x: (
         x * plain_checkpoint(lambda w: reentrant(lambda w: (w.cos() * m.w).sin(), w.sin()) * m.w, m.w * 2)
     ),
-    "re-entry of weights, which gives what is split": lambda m, x: (
-        x * reentrant(lambda w: x.detach().cos() * w * m.w, m.w * 2)
-    ),
     "re-entry of what has no gradient, written": lambda m, x: (
         x * mapped(lambda a: reentrant(lambda a: a * m.w, a.abs()).mul_(m.w), x.detach())
     ),

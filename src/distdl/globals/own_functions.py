@@ -28,10 +28,8 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
 from distdl.globals.lineage import check_origin
 from distdl.globals.operands import block_of, part_of, whole
-from distdl.globals.own_results import given_blocks
 from distdl.globals.parts import apply_to_variables, enter_copies, variable_of
-from distdl.globals.recomputing import is_of_copies
-from distdl.globals.replicas import Replica, current, entered, plain_of, renewed, settle_ties, tied_of
+from distdl.globals.replicas import Replica, current, entered, plain_of, tied_of
 from distdl.globals.running import is_on_blocks, on_blocks, tells_blocks
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
@@ -414,13 +412,31 @@ def _on_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...]
     return y
 
 
-def _of_blocks(applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _without_graph(function: Any, y: Any) -> Any:
+    """What an autograd function of plain tensors gives that has made global ones.
+
+    Raises: RuntimeError if it has a gradient: that of the plain tensors would be the sum of what the workers have.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        curved = [one for one in (y if isinstance(y, tuple) else (y,)) if isinstance(one, torch.Tensor) and one.grad_fn]
+    if curved:
+        raise RuntimeError(
+            f"the autograd function {function.__name__} takes plain tensors and gives global ones, as a checkpoint "
+            "with re-entry of a distributed model does; give it a global tensor, as by distdl.distribute_tensor, or "
+            "take use_reentrant=False"
+        )
+    return y
+
+
+def _of_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an autograd function gives for blocks: blocks. Its own code gets blocks, too, so none meets a weight."""
 
     def given(one: Any) -> Any:
         return Block._of(one._plain) if type(one) is Block else one  # (its plain tensor may have been written since)
 
     y = applied(*map(given, args), **{name: given(one) for name, one in kwargs.items()})
+    if GlobalTensor in _types(y):
+        return _without_graph(function, y)
     return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
 
 
@@ -445,21 +461,17 @@ def install() -> None:
         if Block in kinds:
             if tells_blocks():
                 check_unmixed(f"the autograd function {cls.__name__}", kinds)
-                y = _of_blocks(applied, args, kwargs)
-                return given_blocks(cls, tuple(map(unblocked, args)), y) if GlobalTensor in _types(y) else y
+                return _of_blocks(cls, applied, args, kwargs)
             return cls.apply(*map(unblocked, args), **{name: unblocked(one) for name, one in kwargs.items()})
         # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
         if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
             return apply_whole(cls, args, kwargs)
         if Replica in kinds and torch.is_grad_enabled():
-            if not is_of_copies(cls, args):
-                return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
-            y = settle_ties(applied(*map(renewed, args), **{name: renewed(one) for name, one in kwargs.items()}))
-            return given_blocks(cls, tuple(map(plain_of, args)), y) if GlobalTensor in _types(y) else y
+            return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
         made = _types(y)
         if GlobalTensor in made:
-            return given_blocks(cls, args, y)
+            return _without_graph(cls, y)
         if Block in made:  # (which follows from blocks from around it)
             check_unmixed(f"the autograd function {cls.__name__}", made)
             return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)

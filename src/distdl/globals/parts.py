@@ -33,12 +33,6 @@ def variable_of(value: torch.Tensor) -> torch.Tensor:
     return same
 
 
-def part_of_all(value: torch.Tensor, context: Context) -> torch.Tensor:
-    """A worker's part of what is the same on all workers: one of them has all of it."""
-    part: torch.Tensor = _Part.apply(value, context.me == 0)
-    return part
-
-
 def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The gradients of tensors: of what is computed from copies each worker has a part, and the sum is meant.
 

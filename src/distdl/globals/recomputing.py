@@ -14,8 +14,7 @@ from torch.utils import checkpoint as checkpoints
 
 from distdl.globals.block import Block
 from distdl.globals.functions.drawing import drawing, drawn_by
-from distdl.globals.nested import map_tensors
-from distdl.globals.replicas import Replica, plain_of
+from distdl.globals.replicas import Replica
 from distdl.globals.running import is_on_blocks, is_running, on_blocks, running, tells_blocks
 from distdl.tensors.derivatives import recomputing
 
@@ -68,32 +67,12 @@ def _as_given(args: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
     return [given(one, kind) for one, kind in zip(args, kinds, strict=True)]
 
 
-def _of_parts(function: Callable[..., Any], kinds: Sequence[Any]) -> Callable[..., Any]:
-    """A function of blocks or copies, which recomputes with these, and gives what a worker has of gradients."""
-
-    def run(*args: Any) -> Any:
-        if not torch.is_grad_enabled():  # (it is the forward)
-            return function(*args)
-        return map_tensors(function(*_as_given(args, kinds)), plain_of)
-
-    return run
-
-
-def is_of_copies(function: Any, args: Sequence[Any]) -> bool:
-    """Whether a function is a checkpoint with re-entry, and copies alone have a gradient among its arguments.
-
-    What it gives may be blocks, which it knows from around it: of gradients, a worker has a part in any case.
-    """
-    plain = (one for one in args if type(one) is torch.Tensor)
-    return function is checkpoints.CheckpointFunction and not any(one.requires_grad for one in plain)
-
-
 def install() -> None:
     """Let checkpoints recompute blocks as blocks."""
     frame: Any = checkpoints._CheckpointFrame
     reentrant: Any = checkpoints.CheckpointFunction
     begin, save, load = frame.__init__, frame.save_inputs, frame.get_inputs
-    forward, detach = reentrant.forward, checkpoints.detach_variable
+    forward = reentrant.forward
 
     def begin_here(self: Any, recompute: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         begin(self, _as_here(recompute), *args, **kwargs)
@@ -112,15 +91,9 @@ def install() -> None:
     def forward_here(ctx: Any, function: Callable[..., Any], keeps_draws: bool, *args: Any) -> Any:
         function = _redrawn(_as_here(function))
         kinds = _kinds(args)
-        # (variables and whole tensors, to which one without blocks is applied, are neither)
         if any(kind is not None for kind in kinds):
-            function = _of_parts(function, kinds)
+            return forward(ctx, lambda *given: function(*_as_given(given, kinds)), keeps_draws, *args)
         return forward(ctx, function, keeps_draws, *args)
-
-    def detached(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        with on_blocks():  # (in the place of copies, too, leaves get a worker's part of the gradient, which goes on)
-            return detach(inputs)
 
     frame.__init__, frame.save_inputs, frame.get_inputs = begin_here, save_here, load_here
     reentrant.forward = staticmethod(forward_here)
-    checkpoints.detach_variable = detached

@@ -13,13 +13,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from distdl.globals import debug
-from distdl.globals.block import WHOLE, Block, as_blocks, check_unmixed, mark, raw_of, unblocked
+from distdl.globals.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
 from distdl.globals.comparing import Looks, bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, check_origin
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.running import is_on_blocks, on_blocks
+from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
 from distdl.partition import dims
@@ -115,29 +115,18 @@ class Replica(torch.Tensor):
     def _call_module(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a module of ``distdl.nn`` does with arguments of which the first that is not plain is a copy.
 
-        What comes out is a copy, too, of whose gradient each worker has a part: also a clone, of a worker outside, and
-        the sum that a primitive makes of all workers' copies. But where workers get different tensors, as from
-        Repartition, or worker 0 gets none, each has its block (and one outside a clone, of whose gradient none counts).
+        Raises: RuntimeError, but in a function on blocks, or beside a global tensor.
         """
         every = (*args, *kwargs.values())
         check_unmixed(type(module).__name__, map(type, every))
         for one in every:
             if type(one).__name__ == "GlobalTensor":
                 return type(one)._call_module(module, call, args, kwargs)
-        plain_args, plain_kwargs = tuple(map(plain_of, args)), {name: plain_of(one) for name, one in kwargs.items()}
-        if is_on_blocks():
-            return call(*plain_args, **plain_kwargs)
-        with on_blocks():
-            y = call(*plain_args, **plain_kwargs)
-        if not module._keeps_copies:
-            return as_blocks(y if module._member else map_tensors(y, _uncounted))
-        found = [one for one in every if type(one) is Replica]
-
-        def wrap(value: torch.Tensor) -> torch.Tensor:
-            same = next((one for one in found if plain_of(one) is value), None)
-            return view_of(found, value, found[0]._context) if same is None else same
-
-        return map_tensors(y, wrap)
+        if not hasattr(module, "P_x"):  # (what it is made of takes them)
+            return call(*args, **kwargs)
+        if not is_on_blocks():
+            raise RuntimeError(_NO_MODULE.format(type(module).__name__))
+        return call(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
 
     @classmethod
     def __torch_function__(
@@ -201,13 +190,6 @@ class Replica(torch.Tensor):
         return map_tensors(result, wrap)
 
 
-def _uncounted(value: torch.Tensor) -> torch.Tensor:
-    """A clone, with zeros in the place of its gradient, from which they follow: a second backward goes there, too."""
-    if value.requires_grad and not value.is_leaf:
-        value.register_hook(lambda gradient: gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), 0))
-    return value
-
-
 debug.SAME.add(Replica)
 WHOLE.add(Replica)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -218,6 +200,11 @@ _REFUSED = (
 WRITTEN = (
     "{} into a weight that is stored in shares, which a forward may only read. Run the first batch, or what else sets "
     'weights, before distdl.distribute, write between two steps, or distribute with weights="replicated"'
+)
+_NO_MODULE = (
+    "{} got a weight of a distributed model, or what is computed from weights, of which each worker has a copy; nobody "
+    "could tell whose gradient the result has. Call it in distdl.local_map, or make the weight global first, by "
+    "distdl.distribute_tensor(w, P)"
 )
 _OUTDATED = (
     "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
@@ -257,22 +244,6 @@ def copy_of(replica: Replica) -> torch.Tensor:
 def tied_of(value: torch.Tensor) -> torch.Tensor:
     """The plain tensor that an autograd function has given: a replica or a block itself, to which the node is tied."""
     return raw_of(value) if type(value) in (Replica, Block) else value
-
-
-def renewed(value: Any) -> Any:
-    """A copy that follows from its plain tensor as that is now; others as they are."""
-    return Replica._of(copy_of(value), value._context) if type(value) is Replica else value
-
-
-def settle_ties(value: Any) -> Any:
-    """What an autograd function of blocks has given: replicas that it has tied follow from themselves."""
-    for one in value if isinstance(value, tuple) else (value,):
-        if type(one) is Replica:
-            with torch._C.DisableTorchFunctionSubclass():
-                tied = _is_tied(one)
-            if tied:  # (of what has no gradient, an alias would be a view that nobody may write)
-                one._plain = tied_of(one)
-    return value
 
 
 def _is_tied(replica: Replica) -> bool:

@@ -42,6 +42,6 @@ class AllGather(Layer):
             owned = Layout.tiled(P_x, headers.shapes(P_x, "AllGather", P_x.workers.ndim))
             return copy(owned, owned.gathered(gathered), me)
 
-        movement = Movement(P_x, P_x, plan, alike=True)
+        movement = Movement(P_x, P_x, plan)
         super().__init__(movement.name("AllGather"), movement.everyone, movement, gathered, (P_x,))
         self.P_x, self.axes = P_x, gathered

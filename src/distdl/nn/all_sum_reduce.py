@@ -57,6 +57,6 @@ class AllSumReduce(Layer):
             headers.check_equal(workers, first, "AllSumReduce")
             return all_sum(P_x, axes, headers.local_shapes, me)
 
-        movement = Movement(P_x, P_x, plan, adds=True, alike=True)
+        movement = Movement(P_x, P_x, plan, adds=True)
         super().__init__(movement.name("AllSumReduce"), movement.everyone, movement, axes, (P_x,))
         self.P_x, self.axes = P_x, axes

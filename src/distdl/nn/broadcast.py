@@ -44,5 +44,5 @@ class Broadcast(Between):
         def plan(headers: Headers, me: int) -> Plan:
             return broadcast(source, target, headers.local_shapes, me)
 
-        movement = Movement(P_x, P_y, plan, preserve_batch, alike=True)
+        movement = Movement(P_x, P_y, plan, preserve_batch)
         super().__init__("Broadcast", movement, (transpose_src, transpose_dest))

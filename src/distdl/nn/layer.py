@@ -143,7 +143,6 @@ class Layer(Module):
         self._derive = derive
         self._member = everyone.comm.rank in everyone
         self._gives_copies = getattr(derive, "copies", False) and everyone.comm.size > 1
-        self._keeps_copies = getattr(derive, "keeps_copies", True)
         self._agreement: Agreement[Setup] = Agreement.among(
             everyone, self.label, (options, derive.identity), self._set_up, along, derive.read
         )

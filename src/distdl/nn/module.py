@@ -28,7 +28,6 @@ class Module(torch.nn.Module):
 
     _gives_copies = False  # whether results may be copies of one tensor
     _member = True  # whether this worker takes part
-    _keeps_copies = True  # whether inputs that are the same on every worker give equal results, if worker 0 has one
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -42,7 +42,6 @@ class Movement:
         adds: whether the forward adds tensors up.
         copies: whether results may be copies of one tensor. The backward then adds up the parts of its gradient that
             the workers have. The gradient of a tensor that one worker alone has may be whole.
-        alike: whether tensors that are the same on all workers of ``P_x`` give the same on all workers of ``P_y``.
     """
 
     P_x: Partition
@@ -51,7 +50,6 @@ class Movement:
     preserve_batch: bool = True
     adds: bool = False
     copies: bool = True
-    alike: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -65,14 +63,6 @@ class Movement:
         """All workers that take part."""
         everyone: Partition = self.P_x | self.P_y
         return everyone
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether inputs that are the same on every worker give equal results, and worker 0 has one of these."""
-        if not (self.adds or self.copies) and self.P_x.workers.tolist() == self.P_y.workers.tolist():
-            return True  # each worker has its own tensor
-        workers = self.P_y.workers.ravel().tolist()
-        return 0 in workers and (self.alike or len(workers) == 1)
 
     @property
     def read(self) -> Sequence[Partition]:

@@ -50,5 +50,5 @@ class SumReduce(Between):
             shapes = Lookup(headers.members, lambda worker: headers.shape(int(first_of[target.index_of(worker)])))
             return broadcast(target, source, shapes, me).T
 
-        movement = Movement(P_x, P_y, plan, preserve_batch, adds=True, copies=False, alike=True)
+        movement = Movement(P_x, P_y, plan, preserve_batch, adds=True, copies=False)
         super().__init__("SumReduce", movement, (transpose_src, transpose_dest))
