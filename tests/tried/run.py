@@ -136,10 +136,10 @@ def _run_inside(path: Path) -> int:
 def _write_table(rows: list[dict[str, str]]) -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = ["| library | version | program | splits | largest difference | falls back |", "|---" * 6 + "|"]
+    lines = ["| library | version | program | splits | largest difference | falls back |", "| --- " * 6 + "|"]
     lines += [
         f"| {r['library']} | {r['version']} | {r['program']} | {r['splits']} | {r['difference']} | {r['fallback']} |"
-        for r in sorted(rows, key=lambda r: (r["library"].lower(), r["program"]))
+        for r in sorted(rows, key=lambda r: (r["library"].lower(), r["program"].lower()))
     ]
     PAGE.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
 

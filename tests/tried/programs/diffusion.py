@@ -64,12 +64,12 @@ def ddim():
     return sampled(DDIMScheduler)
 
 
-@program("diffusers", name="EulerDiscreteScheduler, three steps of a UNet", grids=GRIDS, tolerance=1e-6)
+@program("diffusers", name="EulerDiscreteScheduler, three steps of a UNet", grids=GRIDS)
 def euler():
     return sampled(EulerDiscreteScheduler)
 
 
-@program("diffusers", name="DPMSolverMultistepScheduler, three steps of a UNet", grids=GRIDS, tolerance=1e-6)
+@program("diffusers", name="DPMSolverMultistepScheduler, three steps of a UNet", grids=GRIDS)
 def dpm():
     return sampled(DPMSolverMultistepScheduler)
 
@@ -105,7 +105,7 @@ def wan_autoencoder():
     return code, model.double(), Global(noise(2, 3, 5, 16, 16).requires_grad_())
 
 
-@program("diffusers", name="WanTransformer3DModel", grids=VIDEO, tolerance=1e-5)
+@program("diffusers", name="WanTransformer3DModel (its norms in float32)", grids=VIDEO, tolerance=1e-5)
 def wan():
     def train(model, x, text):
         y = model(x, torch.tensor([3, 7]), text).sample

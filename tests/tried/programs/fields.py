@@ -123,7 +123,7 @@ def poisson():
 
     geometry = deepxde.geometry.Rectangle([0, 0], [1, 1])
     boundary = deepxde.icbc.DirichletBC(geometry, lambda x: 0, lambda x, on_boundary: on_boundary)
-    data = deepxde.data.PDE(geometry, equation, boundary, num_domain=20, num_boundary=8)
+    data = deepxde.data.PDE(geometry, equation, boundary, 20, 8, "uniform")
     return residuals(data, deepxde.nn.FNN([2, 8, 8, 1], "tanh", "Glorot uniform"), 3)
 
 
@@ -139,7 +139,7 @@ def burgers():
     domain = deepxde.geometry.GeometryXTime(line, times)
     boundary = deepxde.icbc.DirichletBC(domain, lambda x: 0, lambda x, on_boundary: on_boundary)
     start = deepxde.icbc.IC(domain, lambda x: x[:, 0:1] ** 2 - 1, lambda x, on_initial: on_initial)
-    data = deepxde.data.TimePDE(domain, equation, [boundary, start], num_domain=20, num_boundary=6, num_initial=6)
+    data = deepxde.data.TimePDE(domain, equation, [boundary, start], 20, 6, 6, train_distribution="uniform")
     return residuals(data, deepxde.nn.FNN([2, 8, 8, 1], "tanh", "Glorot uniform"), 3)
 
 

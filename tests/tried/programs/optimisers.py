@@ -38,19 +38,17 @@ def parts(make):
     return partial(train, make), model, Global(noise(4, 3, 9, 8)), Global(noise(4, 2, 9, 8, seed=1))
 
 
-def enter(library, name, make, tolerance=1e-9):
+def enter(library, name, make):
     for weights in ("replicated", "sharded"):
-        program(library, name=f"{name}, {weights} weights", grids=GRIDS, tolerance=tolerance, weights=weights)(
-            partial(parts, make)
-        )
+        program(library, name=f"{name}, {weights} weights", grids=GRIDS, weights=weights)(partial(parts, make))
 
 
 enter("torch", "SGD with momentum", partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True))
 enter("torch", "AdamW", partial(torch.optim.AdamW, lr=1e-2))
-enter("torch", "LBFGS with line search", partial(torch.optim.LBFGS, line_search_fn="strong_wolfe", max_iter=4), 1e-7)
+enter("torch", "LBFGS with line search", partial(torch.optim.LBFGS, line_search_fn="strong_wolfe", max_iter=4))
 enter("torch", "RMSprop", partial(torch.optim.RMSprop, lr=1e-3))
 enter("torch", "Adafactor", partial(torch.optim.Adafactor, lr=1e-2))
 enter("pytorch_optimizer", "Lion", partial(pytorch_optimizer.Lion, lr=1e-3))
 enter("pytorch_optimizer", "AdaBelief", partial(pytorch_optimizer.AdaBelief, lr=1e-3))
 enter("schedulefree", "AdamWScheduleFree", partial(schedulefree.AdamWScheduleFree, lr=1e-2))
-enter("prodigyopt", "Prodigy", prodigyopt.Prodigy, 1e-7)
+enter("prodigyopt", "Prodigy", prodigyopt.Prodigy)

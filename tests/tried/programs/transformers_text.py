@@ -66,7 +66,7 @@ def gpt2_generates():
     return generate, GPT2LMHeadModel(config).double().eval(), tokens()
 
 
-@program("transformers", name="T5ForConditionalGeneration and its loss", grids=GRIDS, tolerance=1e-5)
+@program("transformers", name="T5ForConditionalGeneration and its loss", grids=GRIDS)
 def t5():
     config = T5Config(
         vocab_size=30,
@@ -81,7 +81,7 @@ def t5():
     return train, T5ForConditionalGeneration(config).double(), tokens()
 
 
-@program("transformers", name="MambaForCausalLM and its loss", grids=GRIDS, tolerance=1e-4)
+@program("transformers", name="MambaForCausalLM and its loss (scans in float32)", grids=GRIDS, tolerance=1e-5)
 def mamba():
     config = MambaConfig(vocab_size=30, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=False)
     return train, MambaForCausalLM(config).double(), tokens()
@@ -109,7 +109,7 @@ def longformer():
     return embed, LongformerModel(config).double(), tokens(length=16)
 
 
-@program("transformers", name="LEDForConditionalGeneration and its loss", grids=GRIDS, tolerance=1e-5)
+@program("transformers", name="LEDForConditionalGeneration and its loss", grids=GRIDS)
 def led():
     config = LEDConfig(
         vocab_size=30,
