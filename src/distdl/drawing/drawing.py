@@ -9,6 +9,7 @@ from pathlib import Path
 from distdl.drawing.scene import Scene
 from distdl.drawing.svg import svg
 from distdl.drawing.text import text
+from distdl.environment.arguments import check_fields
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Drawing:
     """
 
     scene: Scene
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def save(self, path: str | Path) -> None:
         """Write the picture to a file: SVG or PNG, as the path ends.

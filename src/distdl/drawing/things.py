@@ -16,10 +16,12 @@ from distdl.exchange import Operator
 from distdl.globals import GlobalTensor
 from distdl.nn.layer import Layer
 from distdl.partition import Layout, Partition
+from distdl.partition.arguments import checks_arguments
 from distdl.partition.groups import dims
 from distdl.plan import Plan
 
 
+@checks_arguments
 def draw(thing: Any, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Drawing:
     """Draw where a tensor lies, or who sends what to whom. No message is sent, so a worker may call it alone.
 
