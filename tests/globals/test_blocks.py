@@ -194,7 +194,7 @@ def test_what_is_said_of_blocks():
     assert told == [(str(block), f"{block}", True, True, block.shape, True)]
     # outside of a forward, it is a plain tensor
     assert type(kept * 2) is type(block + kept) is torch.Tensor and kept.grad is block.grad
-    assert_close(x + kept.sum() * 0, x35)
+    assert_close(x + kept.detach().sum() * 0, x35)
 
 
 WAYS = {
@@ -232,3 +232,18 @@ def test_ways_back_to_global_tensors(way, weights):
             assert_close(ours, theirs)
 
     distdl.run_workers(work, 2)
+
+
+@pytest.mark.parametrize(
+    "kept", [lambda x: x.to_local(), lambda x: x.to_local() * 2, lambda x: (x * 2).to_local().sin()]
+)
+@on_workers
+def test_a_block_beside_a_global_tensor_is_refused_outside_of_a_forward(kept):
+    """Each worker has its own gradient of it, which must not be added up as that of a plain tensor is."""
+    x = split(x35).detach().requires_grad_()
+    block = kept(x)
+    with pytest.raises(RuntimeError, match=r"follows from a block of this worker, as x.to_local\(\) gives it"):
+        distdl.local_map(lambda one, other: one * other)(x, block)
+    with pytest.raises(RuntimeError, match="follows from a block of this worker"):
+        x * block.sum()
+    assert_close(distdl.local_map(lambda one, other: one + 0 * other.sum())(x, block.detach()), x35)

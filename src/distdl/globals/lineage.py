@@ -17,6 +17,7 @@ from distdl.nn.module import COPIES
 from distdl.tensors.function import Function
 
 _SEEN = "distdl: may enter"
+_LOCAL = "distdl: a block of a global tensor"
 OLD_REFERENCE = (
     "the autograd function {0} was applied to weights of a distributed model by a reference to {0}.apply that is older "
     "than the import of distdl; its backward would get a worker's part of the gradient. Import distdl before the "
@@ -35,6 +36,21 @@ _COPIES = (
     "primitive in distdl.local_map, or compute the same from the global tensor, as by x.sum()"
 )
 
+_OF_BLOCK = (
+    "a plain tensor that stands beside a global one, or is an argument of distdl.local_map, follows from a block of "
+    "this worker, as x.to_local() gives it, and its gradient would be added up over the workers. Give the global "
+    "tensor x itself, or make the block global by GlobalTensor.from_local(block, P)"
+)
+
+
+def note_local(block: torch.Tensor) -> None:
+    """Note that a user gets this worker's block of a global tensor: what follows from it differs between workers."""
+    node: Any = block.grad_fn
+    if node is not None:
+        node.metadata[_LOCAL] = True
+    elif block.requires_grad:
+        block.__dict__[_LOCAL] = True
+
 
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
     """Check that what a plain tensor has been computed from has not entered: its gradient is added up once.
@@ -43,12 +59,18 @@ def check_origin(tensor: torch.Tensor, context: Context) -> None:
 
     Raises: RuntimeError.
     """
-    if tensor.grad_fn is None or not torch.is_grad_enabled() or len(context.everyone) == 1:
+    if not (tensor.requires_grad and torch.is_grad_enabled()) or len(context.everyone) == 1:
+        return
+    if _LOCAL in tensor.__dict__:
+        raise RuntimeError(_OF_BLOCK)
+    if tensor.grad_fn is None:
         return
     seen, rest = {tensor.grad_fn}, [tensor.grad_fn]
     name = "an extension"
     while rest:
         one: Any = rest.pop()
+        if _LOCAL in one.metadata or _LOCAL in getattr(getattr(one, "variable", None), "__dict__", ()):
+            raise RuntimeError(_OF_BLOCK)
         if _SEEN in one.metadata:
             continue
         if COPIES in one.metadata:

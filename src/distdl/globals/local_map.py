@@ -33,11 +33,12 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
     Every worker calls it, and the function gets plain tensors: this worker's blocks, which are empty where it holds no
     cells, and other tensors as they are. Nothing moves. A plain argument is the same everywhere, and its gradient is
     added up over all workers, as that of a weight of a distributed model; a block of a distributed forward gets its
-    own. What else the function takes from around it, as a weight in a closure, gets this worker's part of the gradient:
-    make it an argument. Whether blocks are what the function needs (no neighbours, no sums over split dims), the caller
-    knows; and that a result depends on the same arguments in every call with given layouts, or a backward ends in an
-    error. (On a worker without cells, it may depend on fewer, but in a checkpoint, and for second derivatives.) If the
-    function raises on some workers only, all of them raise a CommunicationError that says so, sooner or later.
+    own, and outside of a forward such a block with a gradient is an error. What else the function takes from around it,
+    as a weight in a closure, gets this worker's part of the gradient: make it an argument. Whether blocks are what the
+    function needs (no neighbours, no sums over split dims), the caller knows; and that a result depends on the same
+    arguments in every call with given layouts, or a backward ends in an error. (On a worker without cells, it may
+    depend on fewer, but in a checkpoint, and for second derivatives.) If the function raises on some workers only, all
+    of them raise a CommunicationError that says so, sooner or later.
 
     Args:
         function: of the arguments.

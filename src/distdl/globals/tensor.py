@@ -13,6 +13,7 @@ from distdl.globals import debug
 from distdl.globals.block import WHOLE, Block, as_block, check_unmixed, unblocked
 from distdl.globals.context import Context, KnownLayout, other_world, worlds
 from distdl.globals.failed import depends_on_values, meet_in
+from distdl.globals.lineage import note_local
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.replicas import Replica, complex_part, without_gradients
 from distdl.globals.table import TABLE, check_is_tensor, name_of
@@ -264,6 +265,7 @@ class GlobalTensor(torch.Tensor):
         a function of both.
         """
         check_usable(self)
+        note_local(self._block)
         return as_block(self._block)
 
     def full_tensor(self, on: int | None = None) -> torch.Tensor:
