@@ -55,38 +55,52 @@ def note_local(block: torch.Tensor) -> None:
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
     """Check that what a plain tensor has been computed from has not entered: its gradient is added up once.
 
-    Each node of a long history is looked at once.
-
     Raises: RuntimeError.
     """
+    if has_entered(tensor, context):
+        raise RuntimeError(_HIDDEN.format("an extension"))
+
+
+def has_entered(tensor: torch.Tensor, context: Context) -> bool:
+    """Whether a plain tensor follows from weights alone, as the sparse tensor of torch.sparse_coo_tensor(ends, weight).
+
+    Each node of a long history is looked at once.
+
+    Raises: RuntimeError if its gradient would be wrong: if it follows from a block, from copies that workers have, or
+        from weights by a user's autograd function or beside a tensor that has not entered.
+    """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or len(context.everyone) == 1:
-        return
+        return False
     if _LOCAL in tensor.__dict__:
         raise RuntimeError(_OF_BLOCK)
     if tensor.grad_fn is None:
-        return
+        return False
     seen, rest = {tensor.grad_fn}, [tensor.grad_fn]
-    name = "an extension"
+    name, entered, others = "", False, False
     while rest:
         one: Any = rest.pop()
         if _LOCAL in one.metadata or _LOCAL in getattr(getattr(one, "variable", None), "__dict__", ()):
             raise RuntimeError(_OF_BLOCK)
-        if _SEEN in one.metadata:
-            continue
         if COPIES in one.metadata:
             raise RuntimeError(_COPIES)
         kind: Any = getattr(type(one), "_forward_cls", None)
         if _is_ours(one):
-            if kind.enters:
-                raise RuntimeError(_HIDDEN.format(name))
+            entered, others = entered or kind.enters, others or not kind.enters
+            continue
+        if _SEEN in one.metadata or not one.next_functions:
+            others = True
             continue
         if kind is not None:
             name = f"the autograd function {kind.__name__}"
         new = {before for before, _ in one.next_functions if before is not None} - seen
         seen |= new
         rest.extend(new)
-    for one in seen:
-        one.metadata[_SEEN] = True
+    if entered and (name or others):
+        raise RuntimeError(_HIDDEN.format(name or "an extension"))
+    if not entered:
+        for one in seen:
+            one.metadata[_SEEN] = True
+    return entered
 
 
 def ours_before(tensor: torch.Tensor) -> set[type]:

@@ -17,7 +17,7 @@ from distdl.globals.block import WHOLE, Block, check_unmixed, mark, raw_of, unbl
 from distdl.globals.comparing import Looks, bits_of, check_same, differ, is_comparable
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
-from distdl.globals.lineage import OLD_REFERENCE, check_origin
+from distdl.globals.lineage import OLD_REFERENCE, has_entered
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
@@ -269,7 +269,8 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
         return copy_of(tensor)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    check_origin(tensor, context)
+    if has_entered(tensor, context):
+        return tensor
     return enter(context, [tensor], _Look(tensor, context) if strict else None)[0]
 
 
