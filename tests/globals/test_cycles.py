@@ -91,31 +91,3 @@ def test_what_an_error_refers_to_goes_with_it(function):
         assert torch._C._storage_Use_Count(plain.untyped_storage()._cdata) == 2  # (the tensor's, and ours)
 
     _run_uncollected(work)
-
-
-WATCHED = {
-    "a hook": lambda w: w.register_hook(lambda gradient: gradient * 2), "its gradient": lambda w: w.retain_grad(),
-    "both": lambda w: (w.retain_grad(), w.register_hook(lambda gradient: None)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-@pytest.mark.parametrize("watch", WATCHED.values(), ids=WATCHED)
-def test_what_a_forward_makes_of_weights_goes_although_its_gradient_is_watched(watch, weights):
-    """(The collector does not find a cycle of a node of autograd and its hooks, either.)"""
-
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            doubled = self.weight * 2
-            watch(doubled)
-            self.made = StorageWeakRef(doubled.untyped_storage())
-            return nn.functional.linear(x, doubled, self.bias)
-
-    def work():
-        P = distdl.world().create_partition_inclusive(range(2)).create_cartesian_topology_partition((1, 2, 1))
-        model = distdl.distribute(Doubled(7, 7).double(), P, weights=weights)
-        for _ in range(2):
-            model(distdl.distribute_tensor(noise(2, 6, 7), P)).sum().backward()
-        assert model.made.expired()
-
-    _run_uncollected(work)

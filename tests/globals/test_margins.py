@@ -37,8 +37,5 @@ def test_a_single_sample():
     assert_same(lambda x: F.multilabel_margin_loss(x.mT, LABELS.mT.contiguous().clamp(max=3)), Global(x))
 
 
-@pytest.mark.parametrize("wrong", [4, -2])
-def test_class_numbers_that_are_none_are_torchs_errors(wrong):
-    assert_raises_the_same(lambda x: F.multi_margin_loss(x, CLASSES + torch.tensor([0, 0, 0, 0, wrong])), x)
-    assert_raises_the_same(lambda x: F.multilabel_margin_loss(x, LABELS.masked_fill(LABELS == 3, wrong)), x)
+def test_another_power_than_one_and_two_is_torchs_error():
     assert_raises_the_same(lambda x: F.multi_margin_loss(x, CLASSES, p=3), x)
