@@ -159,8 +159,9 @@ class Replica(torch.Tensor):
             if value._context is not context:  # (whose gradient would add up over other workers)
                 raise other_world(name_of(func), context, value._context)
         written_to = tensors_in(args[:1]) if not alone and writes(func, kwargs or {}) else []
-        targets = [one for one in written_to if type(one) is torch.Tensor and not one.requires_grad]
-        if torch.is_grad_enabled() and any(type(one) is torch.Tensor and one.requires_grad for one in written_to):
+        plain_ones = [one for one in written_to if type(one) is torch.Tensor]
+        targets = [one for one in plain_ones if not one.requires_grad or has_entered(one, context)]
+        if torch.is_grad_enabled() and len(targets) < len(plain_ones):
             raise RuntimeError(_REFUSED.format(func.__name__))
         # (a tensor that has not entered would get this worker's part of its gradient only)
         copies: dict[int, Replica] = {}
