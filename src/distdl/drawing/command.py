@@ -39,7 +39,7 @@ _WORDS = {
     "reduce-scatter": "add up tensors along axes, each worker keeping a block",
     "halo": "what blocks read around them",
     "conv": "a convolution: windows, padding, and who sends which cells",
-    "pool": "a pooling, likewise",
+    "pool": "a pooling: windows, padding, and who sends which cells",
     "layout": "which worker holds which block",
 }
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="picture", required=True, metavar="WHAT")
     for kind, words in _WORDS.items():
-        one = kinds.add_parser(kind, help=words, description=words)
+        one = kinds.add_parser(kind, help=words, description=words, add_help=parser.add_help)
         if kind in _SPREADS or kind in _ALONG:
             one.add_argument("P_x", type=_places, help="workers along each axis, as 2x2")
             if kind in _SPREADS:
@@ -65,13 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             one.add_argument("--workers", type=_places, required=True, help="workers along each dim, as 2x2")
         if kind == "halo":
             one.add_argument(
-                "--width", type=_numbers, default=(1,), help="cells around a block, one number or one for each dim"
+                "--width",
+                type=_numbers,
+                default=(1,),
+                help="cells around a block: one number, or one for each dim, as 1x2 (default: 1)",
             )
         if kind in ("conv", "pool"):
             one.add_argument("--kernel", type=_numbers, required=True, help="one number, or one for each dim, as 3x5")
             one.add_argument("--stride", type=_numbers, default=None, help="default: 1, of a pooling the kernel")
-            for option, default in (("--padding", (0,)), ("--dilation", (1,))):
-                one.add_argument(option, type=_numbers, default=default)
+            for option, default in (("--padding", 0), ("--dilation", 1)):
+                one.add_argument(option, type=_numbers, default=(default,), help=f"default: {default}")
         one.add_argument("--dtype", type=_dtype, help="as float32: amounts are then in bytes, not in cells")
         one.add_argument("-o", "--output", type=Path, help="where to write it: .svg or .png (without: as text)")
 
@@ -110,7 +113,8 @@ def pictured(options: argparse.Namespace) -> Scene:
 
 def of_layout(layout: Layout, itemsize: int | None, title: str = "", caption: str = "") -> Scene:
     """The picture of a layout."""
-    panel, notes = tiles(layout, caption or f"over {dims(layout.partition.workers.shape)} workers", itemsize)
+    split = dims(layout.partition.workers.shape)
+    panel, notes = tiles(layout, caption or (f"over {split} workers" if split else "on one worker"), itemsize)
     return composed(title or f"Layout of {dims(layout.extents)}", [panel], notes)
 
 

@@ -16,8 +16,8 @@ from distdl.partition import Layout
 from distdl.plan import Plan
 
 _NAME, _SPAN, _WIDE, _HIGH, _CELL = 34.0, 130.0, 68.0, 50.0, 18.0
-_LANE, _BETWEEN = 34.0, 10.0  # of a worker, at least; between workers that have nothing to do with each other
-_MOST = 72  # arrows that are not yet a tangle
+_LANE, _BETWEEN = 34.0, 10.0  # least height for a worker; gap between groups of workers that exchange nothing
+_MOST = 72  # arrows; of more, only those of one worker are drawn
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _Lanes:
         self.boxes: tuple[dict[int, Box], dict[int, Box]] = ({}, {})
         for flow in self.flows:  # (a plan for one worker has no shapes of the others)
             for side, worker in enumerate((flow.source, flow.target)):
-                cells = [self.boxes[side].get(worker, piece[side]) for piece in flow.pieces]
-                self.boxes[side][worker] = hull([*cells, *(piece[side] for piece in flow.pieces)])
+                pieces = [piece[side] for piece in flow.pieces]
+                self.boxes[side][worker] = hull([self.boxes[side].get(worker, pieces[0]), *pieces])
         for side, (layout, shapes) in enumerate(zip(self.layouts, (plan.inputs, plan.outputs), strict=True)):
             self.boxes[side].update({w: whole(s) if layout is None else layout[w] for w, s in shapes.items()})
         split = {d for one in self.layouts if one for d, n in enumerate(one.partition.workers.shape) if n > 1}

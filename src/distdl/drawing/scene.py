@@ -18,7 +18,7 @@ class Rect:
     """A rectangle, or words that begin at a place.
 
     Attributes:
-        kind: blocks and pieces are filled, halos hatched, paddings dotted; the others but words are outlines.
+        kind: blocks, pieces and tensors are filled, halos hatched, paddings dotted; windows and outlines are frames.
         worker: whose colour it has.
         label: what is written in it.
         title: what it is, in words.

@@ -55,7 +55,8 @@ def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -
     if isinstance(thing, Layout):
         return of_layout(thing, itemsize)
     if isinstance(thing, GlobalTensor):
-        return of_layout(thing.layout, thing.dtype.itemsize, f"GlobalTensor {dims(thing.shape)}, {thing.dtype}")
+        title = f"GlobalTensor {dims(thing.shape) or '0-d'}, {thing.dtype}"
+        return of_layout(thing.layout, thing.dtype.itemsize, title)
     if isinstance(thing, Plan):
         return of_movement("Plan", Movement(thing), itemsize)
     if isinstance(thing, Operator):
@@ -71,4 +72,4 @@ def _in_a_notebook(x: GlobalTensor) -> str:
     return draw(x)._repr_svg_()
 
 
-GlobalTensor._repr_svg_ = _in_a_notebook  # type: ignore[attr-defined]  # (a tensor cannot import what stands below it)
+GlobalTensor._repr_svg_ = _in_a_notebook  # type: ignore[attr-defined]  # (set here, as we import it)

@@ -1,7 +1,7 @@
 """The blocks of a tensor where they lie in it, to scale; apart from each other where windows reach over their borders.
 
-Two dims are a face: those that are split, the last two if there are more. Each place along another split dim is a slice
-with a face of its own. Dims that are not split are named.
+A face shows two dims: those that are split, the last two of them if there are more. For each place along the other
+split dims, there is one such face, called a slice. Dims that are not split are named below.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from distdl.plan.planning import copy
 
 _ROOM, _CELL, _LEAST = 330.0, 26.0, 62.0  # pixels: of a face; of a cell at most; of a face at least
 _MORE = 110.0  # for each further block that stands apart
-_GAP, _ASIDE = 62.0, 9.0  # between blocks that windows reach over; between an arrow and the middle line
+_GAP, _ASIDE = 62.0, 9.0  # between blocks if windows overlap; from an arrow to the line between the two middles
 _FEW = 24  # places along a dim up to which each has room for a number
 
 Index = tuple[int, ...]
-Station = tuple[list[int], list[float]]  # one place along a dim: some of its cells, and the pixels at which they begin
+Station = tuple[list[int], list[float]]  # one block along a dim: cells where something begins or ends, and their pixels
 
 
 def tiles(
@@ -121,7 +121,7 @@ class _Tiles:
             corner = across * (width + 24), LINE + down * (height + header + 8) + header
             runs = [(dim, *self.owned.intervals[dim][place]) for dim, place in zip(self.slices, at, strict=True)]
             label = ", ".join(f"dim {dim}: {start}:{stop}" for dim, start, stop in runs)
-            rects.append(Rect(corner[0], corner[1] - 6, 0, 0, "words", label=label))
+            rects.append(Rect(corner[0], corner[1] - 14, 0, 0, "words", label=label))
             rects += self._slice(at, corner)
             arrows += self._arrows(at, corner)
         bottom = LINE + -(-len(places) // self.columns) * (height + header + 8)
