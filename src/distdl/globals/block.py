@@ -1,8 +1,8 @@
-"""Blocks inside of the forward of a distributed model: plain tensors that differ between workers, and say so.
+"""The type of a block, ``x.to_local()``, inside of the forward of a distributed model.
 
-In a forward, a plain tensor is the same on every worker, and so is a weight. A block is not. Beside a weight or a
-global tensor, nobody could tell whose gradient the result has, so that is an error there. ``distdl.local_map`` says it:
-inside of it, and outside of a forward, blocks are plain tensors.
+In a forward, a plain tensor is the same on every worker, and so is a weight. A block is not, so it has a type of its
+own. A block beside a weight or a global tensor is an error: nobody could tell how the gradient of the result adds up.
+In ``distdl.local_map``, which says how, and outside of a forward, blocks are plain tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Block(torch.Tensor):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """The plain tensor of one into which a block was written: not kept, as it keeps its base."""
+        """``_plain`` of what :func:`mark` has made a block: made anew, as a kept one would keep the base alive."""
         if name != "_plain":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return raw_of(self)
@@ -75,7 +75,7 @@ class Block(torch.Tensor):
                 mark(target, Block)
 
         def block(one: torch.Tensor) -> torch.Tensor:
-            return blocks[id(one)] if id(one) in blocks else as_block(one)  # (the former has been written in place)
+            return blocks[id(one)] if id(one) in blocks else as_block(one)  # (written in place: the same object)
 
         return map_tensors(y, block)
 
@@ -109,7 +109,7 @@ def check_unmixed(name: str, types: Iterable[type]) -> None:
 
 
 def raw_of(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of one of our classes as autograd knows it: plain, in its memory."""
+    """A tensor of a class of ours as a plain tensor, with the same memory and the same graph."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.as_subclass(torch.Tensor)
 
@@ -130,13 +130,13 @@ def as_blocks(y: Any) -> Any:
 
 
 def mark(target: torch.Tensor, kind: Any, **attributes: Any) -> None:
-    """Let a plain tensor into which a tensor of another type was written say so by its type, with what it is a view of.
+    """Give a plain tensor the type of what was written into it. If it is a view, its base gets the type, too.
 
-    Raises: RuntimeError if there are other names of its memory, which would not say so.
+    Raises: RuntimeError if other tensors share its memory, as these would keep their type.
     """
     base = target._base
     named = [target] if base is None else [target, base]
-    # (one reference more is ours)
+    # (the storage that we ask has a reference of its own)
     if torch._C._storage_Use_Count(target.untyped_storage()._cdata) > 1 + len(named):
         raise RuntimeError(
             "a weight, or a block, was written in place into a plain tensor of which there are other views, and these "

@@ -24,9 +24,9 @@ _FIRST = 4  # backwards by a parameter of no distributed model in which it is co
 
 
 class Looks:
-    """How often parameters of no distributed model have been compared, by their memory.
+    """How often each parameter that belongs to no distributed model has been compared. The key is its memory.
 
-    (A weak reference to a parameter itself would keep torch from swapping it for another.)
+    (A weak reference to a parameter would stop ``torch.utils.swap_tensors``, so its storage is referred to.)
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,9 @@ class Looks:
 
 def is_comparable(one: torch.Tensor | None) -> bool:
     """Whether a tensor has values from which bits can follow."""
-    plain = type(one) in (
-        torch.Tensor,
-        torch.nn.Parameter,
-    )  # (those of quantised weights know their own functions only)
-    return plain and one is not None and one.layout is torch.strided and not one.is_meta and one.numel() > 0
+    if one is None or type(one) not in (torch.Tensor, torch.nn.Parameter):  # (quantised weights know few functions)
+        return False
+    return one.layout is torch.strided and not one.is_meta and one.numel() > 0
 
 
 def differ(sums: torch.Tensor, context: Context) -> bool:
@@ -74,7 +72,7 @@ def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str,
     Args:
         one: the tensor; None on a worker that has none.
         rule: what the error says, of ``name``, ``worker``, ``apart`` and ``largest``.
-        rounding: what a difference of floats is at least, beside the largest value.
+        rounding: a smaller difference of floats is none, as a share of the largest value; at least sqrt(eps).
     Raises: ValueError, the same on every worker, if they differ by more than rounding.
     """
     context.comm.where = what = "comparing weights"
@@ -120,7 +118,7 @@ def bits_of(one: torch.Tensor, number: int = 0) -> torch.Tensor:
         rows = numbers[:full].view(-1, length).sum(1, dtype=kind)
         numbers = torch.cat([rows, numbers[full:]]) if full < count else rows
     factors, shifts = _constants(numbers.numel(), one.device)
-    if numbers.dtype is torch.int64:  # (else signs alone, that change twice, change no sum)
+    if numbers.dtype is torch.int64:  # (else two numbers that change only in sign would leave the sum as it is)
         numbers = numbers ^ (numbers >> 32)
     total = (numbers.to(torch.int64) * factors).sum()
     if number:

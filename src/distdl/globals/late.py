@@ -1,7 +1,7 @@
 """Functions that take functions: vmap and the transforms, linearize, control flow and flex_attention of global tensors.
 
-Most ask no tensor whether it handles them, so ours stand in their places. Few programs call one: what stands there at
-first imports ours (see :mod:`distdl.globals.higher_order`) with the first call.
+Most of them do not call ``__torch_function__``, so ours replace them. Few programs call any, so a stub comes first: its
+first call imports ours (see :mod:`distdl.globals.higher_order`), which then take the places of all stubs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACES: list[tuple[Any, str]] = [
     (eager_transforms, "grad_and_value_impl"), (eager_transforms, "_vjp_with_argnums"),
     (eager_transforms, "_jvp_with_argnums"), (vmapping, "_flat_vmap"), (utils, "_hop_compile_and_call"),
 ]  # fmt: skip
-_distdl_linearize: Any  # (names of torch's module, with which the code of the entries runs)
+_distdl_linearize: Any  # (for type checkers: both are set in torch's module, whose globals the lambdas below get)
 _distdl_functionalize: Any
 _turn = RLock()  # (workers may be threads, of which one imports)
 _opened: list[bool] = []

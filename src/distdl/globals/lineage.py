@@ -1,9 +1,9 @@
-"""Where plain tensors come from, for the few questions that their type cannot answer.
+"""Where plain tensors come from, where their type does not tell: their graph does.
 
-What is computed from a weight, or inside of a forward from a block, says so by its type. What is not seen by us (an
+What is computed from a weight, or in a forward from a block, usually has a type of ours. Code that we do not see (an
 extension in C++, a reference to an autograd function's ``apply`` that is older than the import of distdl) gives plain
-tensors even so. Their gradient would be added up over the workers twice, and nobody would notice: so a plain tensor
-with a graph is looked at when it enters.
+tensors instead. Their gradient would be added up over the workers twice, and nobody would notice. So where a plain
+tensor meets a global one (it enters), its graph is searched for functions of this package.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def note_local(block: torch.Tensor) -> None:
 
 
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
-    """Check that what a plain tensor has been computed from has not entered: its gradient is added up once.
+    """Check that nothing in the graph of a tensor that enters has entered before: its gradient is added up once.
 
     Raises: RuntimeError.
     """
@@ -64,7 +64,7 @@ def check_origin(tensor: torch.Tensor, context: Context) -> None:
 def has_entered(tensor: torch.Tensor, context: Context) -> bool:
     """Whether a plain tensor follows from weights alone, as the sparse tensor of torch.sparse_coo_tensor(ends, weight).
 
-    Each node of a long history is looked at once.
+    Nodes that have passed are marked, so each node of a long graph is looked at once.
 
     Raises: RuntimeError if its gradient would be wrong: if it follows from a block, from copies that workers have, or
         from weights by a user's autograd function or beside a tensor that has not entered.

@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
     Attributes:
         described: shape and dtype of the tensor, and whether it has values that can be read.
-        number: that follows from the values.
+        number: a checksum of the values.
     """
 
     described: str
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     """Samples that wait for a backward.
 
     Attributes:
-        samples: of plain tensors that follow each other.
+        samples: of plain tensors, in the order in which they came.
         passed: how many tensors there were. Samples of two workers are of the same tensors only where there were as
             many: not where one worker alone computes something to print it.
         upto: how many there had been from the start.
@@ -65,13 +65,13 @@ class Kept(NamedTuple):
 
     @property
     def number(self) -> int:
-        """That follows from all of them: the same on workers that have the same."""
+        """A checksum of all of them, the same on workers that have the same; 0 if there are none."""
         told = repr([self.passed, *[one[:2] for one in self.samples]])
         return crc32(told.encode()) if self.samples else 0
 
 
 class Samples:
-    """Those that this worker has kept since some were compared."""
+    """The samples of this worker that no backward has compared yet."""
 
     def __init__(self) -> None:
         self._kept: dict[int, Sample] = {}
@@ -98,7 +98,7 @@ class Samples:
 
 
 def _some(x: torch.Tensor) -> torch.Tensor:
-    """Some values of a tensor: at the same places of any tensor of its shape."""
+    """Some values of a tensor: the same places in all tensors of one shape."""
     if x.dim():
         most = round(_VALUES ** (1 / x.dim()))
         x = x[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]

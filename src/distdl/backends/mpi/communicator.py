@@ -91,7 +91,7 @@ class MPICommunicator(Communicator):
             self._duplicate = self.parent.Idup()
         duplicate, through = self._duplicate
         self.where = f"the opening of a world of {self.size} workers"
-        self._waits.attempt([through], everyone, None)  # too long a wait here leaves nobody out of step
+        self._waits.attempt([through], everyone, memory=None)  # too long a wait here leaves nobody out of step
         del self.where
         self._world = self._groups[everyone] = duplicate
         self._waits.leaving.forget()

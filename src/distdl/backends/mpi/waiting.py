@@ -16,7 +16,7 @@ from distdl.transport.whereabouts import told
 
 _SPINS = 20  # tests of a request before the processor is offered to others
 _PATIENCE = 1.0  # seconds after which a waiting worker tells others that it waits
-_NOTICED = 2.5  # seconds after which workers whose message has gone elsewhere have told where they wait
+_NOTICED = 2.5  # seconds within which workers that wait in another call answer where they are
 
 
 class Waits:
@@ -41,8 +41,8 @@ class Waits:
 
         Args:
             workers: the other end of each message; of one of MPI's own calls, the group.
-            needs: of one of MPI's own calls, the workers that have to come to it before this one can go on, if that is
-                known; None of messages.
+            needs: None for messages. For one of MPI's own calls, the workers that have to come to it before this one
+                can go on; empty if that is not known.
         """
         try:
             self.attempt(requests, workers, memory, needs)
@@ -104,7 +104,7 @@ class Waits:
                 raise self._overdue(late)
 
     def _next(self, group: Sequence[int]) -> Sequence[int]:
-        """Whom of a group this worker asks, in MPI's own calls: if any two differ, so do two that are neighbours."""
+        """Whom of a group this worker asks in MPI's own calls: the next one. If any two differ, so do neighbours."""
         if self._comm.rank not in group:
             return ()
         return (group[(group.index(self._comm.rank) + 1) % len(group)],)

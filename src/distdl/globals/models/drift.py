@@ -1,4 +1,4 @@
-"""What every worker has whole: whether it is still the same on all of them.
+"""Whether what every worker has whole, parameters and buffers, is still the same on all of them.
 
 Whatever writes into weights has to write the same on every worker, and nobody sees it do so. So bits of one parameter
 or buffer, each in its turn, travel with the gradients of a backward (see :mod:`distdl.globals.comparing`), and so there
@@ -109,12 +109,12 @@ class Look:
 
     @cached_property
     def bits(self) -> torch.Tensor | None:
-        """The same with each message of the backward."""
+        """The checksum, one number for each bit: every message of the backward carries the same."""
         with unobserved():
             return None if self._one is None else bits_of(self._one, self._kept.number)
 
     def settle(self, sums: torch.Tensor) -> None:
-        """Compare what is compared, with the first of the messages, if the bits differ. Collective.
+        """If the bits that came with a backward's first message differ, compare the tensor itself. Collective.
 
         Raises: ValueError, the same on every worker.
         """
@@ -141,7 +141,7 @@ class _Sent(NamedTuple):
 
 
 def _is_far(sums: torch.Tensor) -> bool:
-    """Whether it takes a wait to read them."""
+    """Whether they lie on a device, so that reading them would wait for it."""
     return not sums.is_cpu
 
 
