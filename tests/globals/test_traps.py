@@ -238,7 +238,7 @@ def test_a_part_of_a_plain_tensor_refuses_where_others_see_the_tensor():
     x = split(x35)
     parts = list(torch.ones(2, 3, 5, dtype=torch.float64))
     turned, whole = torch.ones(2, 5, 3, dtype=torch.float64).transpose(1, 2), torch.ones(3, 15, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"add_ .*it shares its memory .*write z\[i\] = z\[i\] \+ x"):
+    with pytest.raises(RuntimeError, match=r"add_ .*it shares its memory .*zeros_like.*distribute_tensor"):
         parts[0] += x
     with pytest.raises(RuntimeError, match=r"mul_ .*it shares its memory"):
         turned[0] *= x

@@ -53,8 +53,8 @@ def write(
             return handler(func, args, kwargs)
         raise RuntimeError(
             f"{called} would write what a global tensor says into a plain tensor, which is the same on every worker "
-            f"and cannot become global, because {why}; write z[i] = z[i] + x for z[i] += x, or make what is "
-            f"written global first, by torch.zeros_like(x) of a global x or by distdl.distribute_tensor. {PRUNING}"
+            f"and cannot become global, because {why}. Make the tensor global before, by torch.zeros_like(x) of a "
+            f"global x or by distdl.distribute_tensor. {PRUNING}"
         )
     owner = target._base if type(target) is torch.Tensor and target._is_view() else target
     copied = type(target) is Replica and not target.requires_grad  # (it is of the data of a parameter's copy)
