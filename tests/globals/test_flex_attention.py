@@ -121,11 +121,10 @@ def test_tables_that_are_indexed_twice():
         assert_same(function, Global(q), Global(k), Global(v), table, grids=GRIDS)
 
 
-@pytest.mark.parametrize("place", [torch.clone, split])
 @on_workers
-def test_what_functions_keep_for_another_time_is_refused(place):
+def test_what_functions_keep_of_a_global_tensor_for_another_time_is_refused():
     """Its gradient would be added up twice."""
-    kept, w = [], place(noise(3)).requires_grad_()
+    kept, w = [], split(noise(3)).requires_grad_()
     x = split(noise(2, 3, 7, 4), 2, 1)
 
     def mod(s, b, h, i, j):
@@ -135,6 +134,24 @@ def test_what_functions_keep_for_another_time_is_refused(place):
     flex_attention(x, x, x, score_mod=mod)
     with pytest.raises(RuntimeError, match="gradient would be added up over the workers twice"):
         flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * kept[0][h])
+
+
+@on_workers
+def test_what_functions_keep_of_a_plain_tensor_for_another_time_has_its_gradient():
+    kept, w, values = [], noise(3).requires_grad_(), noise(2, 3, 7, 4)
+    x = split(values, 2, 1)
+
+    def mod(s, b, h, i, j):
+        kept.append(w.exp())
+        return s * kept[0][h]
+
+    first = flex_attention(x, x, x, score_mod=mod)
+    second = flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s * kept[0][h])
+    (first.square().sum() + second.sin().sum()).backward()
+    alone = w.detach().clone().requires_grad_()
+    y = (values @ values.mT / 2 * alone.exp()[:, None, None]).softmax(-1) @ values
+    (y.square().sum() + y.sin().sum()).backward()
+    torch.testing.assert_close(w.grad, alone.grad)
 
 
 @pytest.mark.parametrize("table", [noise(3), Global(noise(3))])

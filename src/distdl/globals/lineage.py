@@ -37,9 +37,9 @@ _COPIES = (
 )
 
 _OF_BLOCK = (
-    "a plain tensor that stands beside a global one, or is an argument of distdl.local_map, follows from a block of "
-    "this worker, as x.to_local() gives it, and its gradient would be added up over the workers. Give the global "
-    "tensor x itself, or make the block global by GlobalTensor.from_local(block, P)"
+    "an argument of distdl.local_map follows from a block of this worker, as x.to_local() gives it, and its gradient "
+    "would be added up over the workers. Give the global tensor x itself, or make the block global by "
+    "GlobalTensor.from_local(block, P)"
 )
 
 
@@ -50,6 +50,25 @@ def note_local(block: torch.Tensor) -> None:
         node.metadata[_LOCAL] = True
     elif block.requires_grad:
         block.__dict__[_LOCAL] = True
+
+
+def check_no_block(tensor: torch.Tensor) -> None:
+    """Check that an argument of local_map does not follow from a block: of this, each worker has its own gradient.
+
+    Raises: RuntimeError.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return
+    if _LOCAL in tensor.__dict__:
+        raise RuntimeError(_OF_BLOCK)
+    seen, rest = {tensor.grad_fn}, [tensor.grad_fn] if tensor.grad_fn is not None else []
+    while rest:
+        one: Any = rest.pop()
+        if _LOCAL in one.metadata or _LOCAL in getattr(getattr(one, "variable", None), "__dict__", ()):
+            raise RuntimeError(_OF_BLOCK)
+        new = set() if _is_ours(one) else {before for before, _ in one.next_functions if before is not None} - seen
+        seen |= new
+        rest.extend(new)
 
 
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
@@ -66,21 +85,17 @@ def has_entered(tensor: torch.Tensor, context: Context) -> bool:
 
     Nodes that have passed are marked, so each node of a long graph is looked at once.
 
-    Raises: RuntimeError if its gradient would be wrong: if it follows from a block, from copies that workers have, or
-        from weights by a user's autograd function or beside a tensor that has not entered.
+    Raises: RuntimeError if its gradient would be wrong: if it follows from copies that workers have, or from weights by
+        a user's autograd function or beside a tensor that has not entered.
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or len(context.everyone) == 1:
         return False
-    if _LOCAL in tensor.__dict__:
-        raise RuntimeError(_OF_BLOCK)
     if tensor.grad_fn is None:
         return False
     seen, rest = {tensor.grad_fn}, [tensor.grad_fn]
     name, entered, others = "", False, False
     while rest:
         one: Any = rest.pop()
-        if _LOCAL in one.metadata or _LOCAL in getattr(getattr(one, "variable", None), "__dict__", ()):
-            raise RuntimeError(_OF_BLOCK)
         if COPIES in one.metadata:
             raise RuntimeError(_COPIES)
         kind: Any = getattr(type(one), "_forward_cls", None)

@@ -14,6 +14,7 @@ from distdl.geometry.boxes import Shape
 from distdl.globals.block import Block, as_blocks
 from distdl.globals.context import KnownLayout
 from distdl.globals.failed import meet_in
+from distdl.globals.lineage import check_no_block
 from distdl.globals.local_results import edge_of, global_of, is_place, layouts_of, needed_of, shapes_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import block_of
@@ -76,6 +77,7 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             elif context is None or type(one) is Block or is_on_blocks():
                 one = plain_of(current(one))  # (of a block, each worker has its own gradient)
             else:
+                check_no_block(one)
                 one = entered(current(one), context)
             curved.append(one.requires_grad and torch.is_grad_enabled())
             if curved[-1]:
