@@ -14,7 +14,8 @@ from same import noise
 from torch import nn
 
 import distdl
-from distdl.globals.comparing import bits_of
+from distdl.globals.comparing import bits_of, differ
+from distdl.globals.context import Context
 from distdl.globals.models import copies, drift
 from distdl.globals.models.equality import _parts
 from distdl.globals.samples import Kept, Sample
@@ -719,3 +720,13 @@ def test_a_forward_without_a_backward_hides_nothing(what, dead):
 
     with pytest.raises(ValueError, match=r"the same (weights )?on every worker"):
         distdl.run_workers(work, 2)
+
+
+def test_sums_that_no_bits_of_all_workers_have_are_differences():
+    def work():
+        context = Context.of(distdl.world().comm)
+        assert not differ(torch.tensor([0.0, 3.0, 0.0]), context)
+        for wrong in (1.0, 7e-45, -3.0, 1e30, float("nan")):
+            assert differ(torch.tensor([0.0, 3.0, wrong]), context)
+
+    distdl.run_workers(work, 3, "threads")

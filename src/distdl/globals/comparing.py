@@ -60,8 +60,11 @@ def is_comparable(one: torch.Tensor | None) -> bool:
 
 
 def differ(sums: torch.Tensor, context: Context) -> bool:
-    """Whether bits were not the same on all workers, over which these are their sums."""
-    return any(0 < n < len(context.everyone) for n in sums.tolist())
+    """Whether bits were not the same on all workers, over which these are their sums.
+
+    A sum that no bits have, as nan, is a difference, too: MPI may have added up messages of another call.
+    """
+    return any(n not in (0, len(context.everyone)) for n in sums.tolist())
 
 
 def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str, rounding: float = 0.0) -> None:
