@@ -8,6 +8,7 @@ tensor meets a global one (it enters), its graph is searched for functions of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,16 +60,10 @@ def check_no_block(tensor: torch.Tensor) -> None:
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return
-    if _LOCAL in tensor.__dict__:
+    nodes = list(_nodes_before(tensor))
+    leaves = [tensor, *(one.variable for one in nodes if hasattr(one, "variable"))]
+    if any(_LOCAL in one.metadata for one in nodes) or any(_LOCAL in one.__dict__ for one in leaves):
         raise RuntimeError(_OF_BLOCK)
-    seen, rest = {tensor.grad_fn}, [tensor.grad_fn] if tensor.grad_fn is not None else []
-    while rest:
-        one: Any = rest.pop()
-        if _LOCAL in one.metadata or _LOCAL in getattr(getattr(one, "variable", None), "__dict__", ()):
-            raise RuntimeError(_OF_BLOCK)
-        new = set() if _is_ours(one) else {before for before, _ in one.next_functions if before is not None} - seen
-        seen |= new
-        rest.extend(new)
 
 
 def check_origin(tensor: torch.Tensor, context: Context) -> None:
@@ -90,47 +85,42 @@ def has_entered(tensor: torch.Tensor, context: Context) -> bool:
     """
     if not (tensor.requires_grad and torch.is_grad_enabled()) or len(context.everyone) == 1:
         return False
-    if tensor.grad_fn is None:
-        return False
-    seen, rest = {tensor.grad_fn}, [tensor.grad_fn]
-    name, entered, others = "", False, False
-    while rest:
-        one: Any = rest.pop()
+    passed, name, entered, others = [], "", False, False
+    for one in _nodes_before(tensor, _SEEN):
+        passed.append(one)
+        kind: Any = getattr(type(one), "_forward_cls", None)
         if COPIES in one.metadata:
             raise RuntimeError(_COPIES)
-        kind: Any = getattr(type(one), "_forward_cls", None)
         if _is_ours(one):
             entered, others = entered or kind.enters, others or not kind.enters
-            continue
-        if _SEEN in one.metadata or not one.next_functions:
+        elif _SEEN in one.metadata or not one.next_functions:
             others = True
-            continue
-        if kind is not None:
+        elif kind is not None:
             name = f"the autograd function {kind.__name__}"
-        new = {before for before, _ in one.next_functions if before is not None} - seen
-        seen |= new
-        rest.extend(new)
     if entered and (name or others):
         raise RuntimeError(_HIDDEN.format(name or "an extension"))
     if not entered:
-        for one in seen:
+        for one in passed:
             one.metadata[_SEEN] = True
     return entered
 
 
 def ours_before(tensor: torch.Tensor) -> set[type]:
     """The autograd functions of this package from which a plain tensor follows by functions of torch alone."""
-    found: set[type] = set()
-    seen, rest = {tensor.grad_fn}, [tensor.grad_fn] if tensor.grad_fn is not None else []
+    return {type(one)._forward_cls for one in _nodes_before(tensor) if _is_ours(one)}
+
+
+def _nodes_before(tensor: torch.Tensor, end: str = "") -> Iterator[Any]:
+    """The nodes of a tensor's graph, up to those of this package and those whose metadata have a key."""
+    rest: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
+    seen = set(rest)
     while rest:
         one: Any = rest.pop()
-        if _is_ours(one):
-            found.add(type(one)._forward_cls)
-            continue
-        new = {before for before, _ in one.next_functions if before is not None} - seen
-        seen |= new
-        rest.extend(new)
-    return found
+        yield one
+        if not _is_ours(one) and end not in one.metadata:
+            new = {before for before, _ in one.next_functions if before is not None} - seen
+            seen |= new
+            rest.extend(new)
 
 
 def _is_ours(node: Any) -> bool:
