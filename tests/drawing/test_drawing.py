@@ -396,8 +396,16 @@ def test_what_has_no_picture_is_an_error_that_says_what_has_one(world):
         distdl.draw(Layout.balanced(P, (4, 4)), shape=(4, 4))
     with pytest.raises(ValueError, match=r"Layout\.balanced needs a tensor with one dim for each axis"):
         distdl.draw(P, shape=(4,))
+    halo = HaloExchange(P, [(0, 0)] * 2, [(0, 0)] * 2, [(0, 0)] * 2)
     with pytest.raises(ValueError, match=r"has not called it$"):
-        distdl.draw(HaloExchange(P, [(0, 0)] * 2, [(0, 0)] * 2, [(0, 0)] * 2), shape=(4, 4))
+        distdl.draw(halo)
+    with pytest.raises(ValueError, match="a HaloExchange takes no shape, as its x has its halos"):
+        distdl.draw(halo, shape=(4, 4))
+    conv = DistributedConv2d(P.reshape(1, 1, 2, 2), in_channels=3, out_channels=8, kernel_size=5)
+    with pytest.raises(ValueError, match="needs x of 3 channels; got a shape of 1x7x33x47"):
+        distdl.draw(conv, shape=(1, 7, 33, 47))
+    with pytest.raises(ValueError, match="takes a dtype for what has none of its own; got one for a str"):
+        distdl.draw("halo 12 --workers 4", dtype=torch.float32)
     for text in ("", "circle 3", "halo 12 --workers", "halo 4x4 --workers 2", "conv 2 --kernel 3 --workers 1"):
         with pytest.raises(ValueError):
             distdl.draw(text)
@@ -526,6 +534,7 @@ def test_the_command_prints_text_or_writes_a_file(tmp_path, capsys):
     ("halo 12x12 --workers 0x2", "at least one worker along each axis is needed; got 0x2"),
     ("conv 3x3 --kernel 5 --workers 2x2", "needs an input at least as large as its kernel"),
     ("conv 3x3 --kernel 1x2x3 --workers 2x2", "kernel_size"),
+    ("pool 33x47 --kernel 2 --padding 2 --workers 2x2", "Pooling needs padding of at most half the kernel"),
     ("repartition 4x1 1x4", "the following arguments are required: --shape"),
     ("repartition 4x1 4 --shape 8x8", "equally many axes"),
     ("all-gather 2x2 --axes 5 --shape 8x8", "axes"),
@@ -545,6 +554,11 @@ def test_help_has_examples(capsys):
     assert ended.value.code == 0 and len(examples) == 5
     for example in examples:
         distdl.draw(example.partition(" -o")[0])
+
+
+def test_all_arrows_of_one_worker_are_no_part_of_the_arrows():
+    scene = distdl.draw("broadcast 1 100").scene
+    assert len(scene.panels[0].arrows) == 100 and not any("arrows, those of" in note for note in scene.notes)
 
 
 def test_each_picture_of_the_page_has_the_command_that_makes_it():

@@ -18,6 +18,7 @@ from distdl.geometry.boxes import Shape
 from distdl.geometry.windows import PoolSliding, Sliding
 from distdl.globals.models.rehearsal import Imagined
 from distdl.nn import AllGather, AllSumReduce, Broadcast, ReduceScatter, Repartition, SumReduce
+from distdl.ops.pooling import Maximum, Pooling
 from distdl.partition import CartesianPartition, Layout
 from distdl.partition.groups import dims
 
@@ -61,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             what = "of each worker's tensor" if own else "of the whole tensor"
             one.add_argument("--shape", type=_numbers, required=not own, help=f"shape {what}, as 8x8")
         else:
-            one.add_argument("shape", type=_numbers, help="shape of the whole tensor, as 33x47: dims of space alone")
+            space = ": dims of space alone" if kind in ("conv", "pool") else ""
+            one.add_argument("shape", type=_numbers, help=f"shape of the whole tensor, as 33x47{space}")
             one.add_argument("--workers", type=_places, required=True, help="workers along each dim, as 2x2")
         if kind == "halo":
             one.add_argument(
@@ -108,7 +110,10 @@ def pictured(options: argparse.Namespace) -> Scene:
     name, windows = ("Convolution", Sliding) if kind == "conv" else ("Pooling", PoolSliding)
     stride = options.stride or ((1,) if kind == "conv" else options.kernel)
     numbers = [one[0] if len(one) == 1 else one for one in (options.kernel, stride, options.padding, options.dilation)]
-    return of_sliding(name, owned, windows.of(name, rank, *numbers), 0, itemsize)
+    sliding: Any = windows.of(name, rank, *numbers)
+    if kind == "pool":
+        Pooling(Maximum(), sliding).check(name)
+    return of_sliding(name, owned, sliding, 0, itemsize)
 
 
 def of_layout(layout: Layout, itemsize: int | None, title: str = "", caption: str = "") -> Scene:

@@ -91,8 +91,9 @@ class _Lanes:
         arrows = [self._arrow(flow, ends[0][flow.source], ends[1][flow.target]) for flow in self.flows]
         rows, first = [arrow.title for arrow in arrows], self.flows[0].source if self.flows else 0
         notes = ["numbers are workers; colours tell whose cells they are; +: what is added up"]
-        if len(arrows) > _MOST:
-            arrows = [arrow for arrow in arrows if first in (arrow.source, arrow.target)]
+        own = [arrow for arrow in arrows if first in (arrow.source, arrow.target)]
+        if len(arrows) > _MOST and len(own) < len(arrows):
+            arrows = own
             notes.append(f"of {len(rows)} arrows, those of worker {first} are drawn; the text lists all")
         if any(arrow.stays for arrow in arrows):
             notes.append("dashed: what a worker has already")

@@ -39,9 +39,11 @@ def of_layer(layer: Layer, shape: Sequence[int] | None, dtype: torch.dtype | Non
     is_sliding = isinstance(derive, Application) and isinstance(op, (Convolution, Pooling))
     if not (isinstance(derive, Primitive) or is_sliding):
         raise TypeError(f"distdl.draw shows primitives, convolutions and poolings, and layouts; got a {kind}")
+    if isinstance(layer, HaloExchange) and shape is not None:
+        raise ValueError(f"a {kind} takes no shape, as its x has its halos: call it, then draw it")
     headers = layer._agreement.headers if shape is None else None
     own = isinstance(layer, (Broadcast, SumReduce, AllSumReduce))
-    if headers is None and (isinstance(layer, HaloExchange) or (shape is None and not own)):
+    if headers is None and shape is None and not own:
         raise ValueError(
             f"the shapes of {kind} are not known, as this worker has not called it"
             + ("" if isinstance(layer, HaloExchange) else "; give the global shape of x: draw(layer, shape=...)")
@@ -182,6 +184,8 @@ def _of_sliding(name: str, x: Layout, derive: Application, itemsize: int | None)
     op: Any = derive.op
     if isinstance(op, Pooling):
         return of_sliding(name, x, op.sliding, 2, itemsize)
+    if x.extents[1] != op.channels.inputs:
+        raise ValueError(f"{name} needs x of {op.channels.inputs} channels; got a shape of {dims(x.extents)}")
     _, _, inner, *space = derive.work.workers.shape
     if tuple(space) != x.partition.workers.shape[2:]:
         raise TypeError(f"distdl.draw needs x and the work of a {name} to be split alike in space")

@@ -50,6 +50,8 @@ def _scene(thing: Any, shape: Sequence[int] | None, dtype: torch.dtype | None) -
         return of_layout(Layout.along(thing, cells), None, f"Partition {thing}", "one cell for each worker")
     if shape is not None:
         raise ValueError(f"distdl.draw takes a shape for layers and partitions; got one for a {kind}")
+    if dtype is not None and isinstance(thing, (str, GlobalTensor, Operator)):
+        raise ValueError(f"distdl.draw takes a dtype for what has none of its own; got one for a {kind}")
     if isinstance(thing, str):
         return described(thing)
     if isinstance(thing, Layout):
@@ -72,4 +74,4 @@ def _in_a_notebook(x: GlobalTensor) -> str:
     return draw(x)._repr_svg_()
 
 
-GlobalTensor._repr_svg_ = _in_a_notebook  # type: ignore[attr-defined]  # (set here, as we import it)
+GlobalTensor._repr_svg_ = _in_a_notebook  # type: ignore[attr-defined]  # it must not import this file
