@@ -79,7 +79,7 @@ def _drawn(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     try:
         drawing = Drawing(pictured(options))
         if options.output is None:
-            print(drawing, end="")
+            print(drawing)
         else:
             drawing.save(options.output)
     except ValueError as error:

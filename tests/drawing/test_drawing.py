@@ -294,7 +294,7 @@ def test_of_moves_between_slices_the_text_tells():
     ahead, _ = scene.panels
     assert len(ahead.rows) == 56 and len(ahead.arrows) == 24
     assert (
-        "32 moves between slices are not drawn; the text lists all"
+        "32 moves between slices are not drawn; the text lists them"
         in distdl.draw("halo 9x9x9 --workers 2x2x2").scene.notes
     )
 
@@ -484,6 +484,11 @@ def test_text():
     ]
 
 
+def test_a_legend_names_what_is_in_the_picture():
+    assert "dotted" not in str(distdl.draw("conv 8 --kernel 2 --workers 2"))
+    assert "hatched" not in str(distdl.draw("pool 8 --kernel 2 --workers 2"))
+
+
 def test_files(tmp_path):
     drawing = distdl.draw("broadcast 1 3")
     drawing.save(tmp_path / "one.SVG")
@@ -516,7 +521,7 @@ def test_without_what_draws_png_an_error_names_the_command(monkeypatch, tmp_path
 
 def test_the_command_prints_text_or_writes_a_file(tmp_path, capsys):
     assert main(["draw", "broadcast", "1x3", "4x3"]) == 0
-    assert capsys.readouterr().out == str(distdl.draw("broadcast 1x3 4x3"))
+    assert capsys.readouterr().out == str(distdl.draw("broadcast 1x3 4x3")) + "\n"
     path = tmp_path / "conv.svg"
     words = ["conv", "33x47", "--kernel", "5", "--stride", "2", "--workers", "2x2"]
     assert main(["draw", *words, "-o", str(path)]) == 0

@@ -94,7 +94,7 @@ class _Lanes:
         own = [arrow for arrow in arrows if first in (arrow.source, arrow.target)]
         if len(arrows) > _MOST and len(own) < len(arrows):
             arrows = own
-            notes.append(f"of {len(rows)} arrows, those of worker {first} are drawn; the text lists all")
+            notes.append(f"of {len(rows)} arrows, those of worker {first} are drawn; the text lists them")
         if any(arrow.stays for arrow in arrows):
             notes.append("dashed: what a worker has already")
         if self.hidden:

@@ -26,6 +26,12 @@ from distdl.partition.groups import dims
 from distdl.plan import Plan
 from distdl.tensors.dtypes import dtype_code
 
+_LEGEND = {
+    "halo": "hatched: cells of other workers, in their colours",
+    "padding": "dotted: padding",
+    "window": "dashed: what a worker reads",
+}
+
 
 def of_layer(layer: Layer, shape: Sequence[int] | None, dtype: torch.dtype | None) -> Scene:
     """The picture of a layer.
@@ -145,8 +151,9 @@ def of_windows(
     if computed is not None:
         result, more = tiles(computed, "y: what each worker computes", itemsize)
         panels, said = [*panels, result], [*said, *(f"y: {note}" for note in more)]
-    legend = "hatched: cells of other workers, in their colours; dotted: padding; dashed: what a worker reads"
-    return composed(title, panels, [legend, *notes, *said])
+    shown = {rect.kind for panel in panels for rect in panel.rects}
+    legend = "; ".join(words for kind, words in _LEGEND.items() if kind in shown)
+    return composed(title, panels, [*([legend] if legend else []), *notes, *said])
 
 
 def of_sliding(

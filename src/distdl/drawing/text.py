@@ -17,7 +17,7 @@ def text(scene: Scene) -> str:
         rows = [f"  {row}" for row in panel.rows[:_MOST_ROWS]] + [f"  and {more} more"] * (more > 0)
         parts.append("\n".join([panel.caption, *(pictured if pictured != above else []), *rows]))
         above = pictured
-    return "\n\n".join([*parts, *(["\n".join(scene.notes)] if scene.notes else [])]) + "\n"
+    return "\n\n".join([*parts, *(["\n".join(scene.notes)] if scene.notes else [])])
 
 
 def _pictured(panel: Panel) -> list[str]:

@@ -132,7 +132,7 @@ class _Tiles:
         arrows, notes = with_amounts(arrows, [rect for rect in rects if rect.kind == "block"], wide)
         rows = [self._title(flow) for flow in self.flows if flow.source != flow.target]
         if len(arrows) < len(rows):
-            notes.append(f"{len(rows) - len(arrows)} moves between slices are not drawn; the text lists all")
+            notes.append(f"{len(rows) - len(arrows)} moves between slices are not drawn; the text lists them")
         return Panel(caption, wide, bottom + 14, rects, arrows, rows), [*self.notes, *notes]
 
     # -- one slice
