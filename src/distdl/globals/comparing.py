@@ -1,62 +1,104 @@
-"""Comparing what every worker has whole: bits that travel with gradients, and how far apart two copies are.
+"""Comparing what every worker has whole, without a message more: bits of it travel with gradients.
 
-The bits follow from all of a tensor. Gradients are added up over n workers, and so are the bits: the sum of each is 0
-or n if all workers have the same. Only if it is not, the tensor itself is compared. Differences of rounding are none.
+Whatever writes into weights has to write the same on every worker, and nobody sees it do so. So bits of one parameter
+or buffer, each in its turn, travel with the gradients of a backward. In the first backwards, the bits also follow from
+plain tensors (see :mod:`distdl.globals.checksums`). Gradients are added up over n workers, and so are the bits: the sum
+of each is 0 or n if all workers have the same. Only if it is not, the tensors themselves are compared. Differences of
+rounding are none.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 
-import numpy as np
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from distdl.globals.checksums import Sample, bits_of, bytes_of, digest, rounding_of, wide
 from distdl.globals.context import Context
 from distdl.partition.sharing import gather_values
+from distdl.tensors.modes import unobserved
 
-BITS = 16  # that travel with gradients
-_MIXING = 0x9E3779B97F4A7C15  # (odd: the highest bits of a product follow from all bits)
-_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROWS = 4096  # numbers that have a factor each
-_SHORTEST = 1021  # numbers of such a row (more, shorter rows take longer)
-_FIRST = 4  # backwards by a parameter of no distributed model in which it is compared
+SAME = (
+    "What writes into weights and buffers after the first forward has to write the same everywhere: optimisers take "
+    "the same steps with the same options (learning rate, clipping), gradients are the same, and initial values that "
+    "are drawn again come from one seed, or from one state_dict"
+)
+_WEIGHT = (
+    "a distributed model needs the same weights on every worker; {} of worker {} differs from that of worker 0 by "
+    f"{{:.3g}}, where its largest value is {{:.3g}}. {SAME}. (DISTDL_DEBUG=1 compares all of them before each forward)"
+)
+_PLAIN = (
+    "a plain tensor beside a global one, or that a distributed model takes, is the same on every worker, and each "
+    "takes a part of it; one of {} on worker 0 {} on worker {}. Let all workers have the same data (one seed for what "
+    "is shuffled or drawn), or one of them (distdl.distribute_tensor), or make a global tensor of the parts that they "
+    "have (GlobalTensor.from_local). distdl.distribute(model, P) gives all workers the weights of worker 0"
+)
 
 
-class Looks:
-    """How often each parameter that belongs to no distributed model has been compared. The key is its memory.
+class Turn:
+    """Which parameter or buffer of a model is compared next. The next one is, once a backward has compared it.
 
-    (A weak reference to a parameter would stop ``torch.utils.swap_tensors``, so its storage is referred to.)
+    Attributes:
+        number: of that one.
+        unread: on a GPU, what the last backward has compared, the sums of the bits, and when they are on the host.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
-        self._most = 64  # how many there are before those that are gone are left out
-
-    @classmethod
-    def of(cls, context: Context) -> Looks:
-        """Those of a world."""
-        found: Looks = context.comm.kept.setdefault(cls, cls())
-        return found
-
-    def come(self, one: torch.Tensor) -> bool:
-        """Whether a parameter is compared this time."""
-        key = one.untyped_storage()._cdata, int(one.storage_offset())
-        reference, times = self._seen.get(key) or (StorageWeakRef(one.untyped_storage()), 0)
-        if times == _FIRST:
-            return False
-        self._seen[key] = reference, times + 1
-        if len(self._seen) > self._most:
-            self._seen = {key: kept for key, kept in self._seen.items() if not kept[0].expired()}
-            self._most = 2 * len(self._seen) + 64
-        return True
+        self.number = 0
+        self.unread: tuple[Look, torch.Tensor, torch.Event] | None = None
 
 
-def is_comparable(one: torch.Tensor | None) -> bool:
-    """Whether a tensor has values from which bits can follow."""
-    if one is None or type(one) not in (torch.Tensor, torch.nn.Parameter):  # (quantised weights know few functions)
-        return False
-    return one.layout is torch.strided and not one.is_meta and one.numel() > 0
+class Look:
+    """What is compared with the gradients of a forward: a tensor, and the plain ones that wait when they leave.
+
+    Args:
+        turn: whose turn it is; None if nothing is compared.
+        one: the tensor; None on all workers if plain ones alone are compared.
+        name: of the tensor.
+    """
+
+    def __init__(self, context: Context, turn: Turn | None, one: torch.Tensor | None = None, name: str = "") -> None:
+        self._context, self._turn, self._one, self._name = context, turn, one, name
+        self._number = 0 if turn is None else turn.number
+        self._samples: tuple[int, list[Sample]] = (0, [])
+
+    @cached_property
+    def bits(self) -> torch.Tensor | None:
+        """Of a checksum, one number for each: every message of the backward carries the same. None for zeros."""
+        if self._turn is None:
+            return None
+        self._samples = self._context.samples.take()
+        if self._one is None and not self._samples[0]:
+            return None
+        with unobserved():
+            number = digest(self._samples) if self._samples[0] else 0
+            return bits_of(torch.zeros(1, device="cpu") if self._one is None else self._one, number)
+
+    def settle(self, sums: torch.Tensor) -> None:
+        """Compare the tensors if the bits that came with a backward's first message differ. Collective.
+
+        Raises: ValueError, the same on every worker.
+        """
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        turn.number = self._number + 1
+        if sums.is_cpu:
+            self._compare(sums)
+            return
+        before = turn.unread  # (to read those of this backward would wait for all that the GPU has been told to do)
+        turn.unread = self, sums.to("cpu", non_blocking=True), torch.Event(sums.device)
+        turn.unread[2].record()
+        if before is not None:
+            before[2].synchronize()
+            before[0]._compare(before[1])
+
+    def _compare(self, sums: torch.Tensor) -> None:
+        if differ(sums, self._context):
+            check_samples(self._context, "comparing plain tensors", *self._samples)
+            if self._one is not None:
+                _check_weight(self._context, self._one, self._name)
 
 
 def differ(sums: torch.Tensor, context: Context) -> bool:
@@ -67,79 +109,62 @@ def differ(sums: torch.Tensor, context: Context) -> bool:
     return any(n not in (0, len(context.everyone)) for n in sums.tolist())
 
 
-def check_same(context: Context, one: torch.Tensor | None, name: str, rule: str, rounding: float = 0.0) -> None:
+def check_samples(context: Context, what: str, passed: int, samples: Sequence[Sample]) -> list[int]:
+    """Check that plain tensors are those of worker 0, where all workers have as many. Collective.
+
+    Args:
+        passed: how many plain tensors there were, with those of which there are no samples.
+    Returns: how many each worker has.
+    Raises: ValueError, the same on every worker.
+    """
+    context.comm.where = what
+    told = gather_values(context.comm, context.everyone, what, (passed, list(samples)))
+    counts = [count for count, _ in told]
+    if len({(count, len(each)) for count, each in told}) > 1:
+        return counts
+    for place, first in enumerate(told[0][1]):
+        every = [Sample(*each[place]) for _, each in told]
+        described, rounding, values = first
+        for worker, theirs in enumerate(every):
+            if theirs.described != described:
+                raise ValueError(_PLAIN.format(described, f"is {theirs.described}", worker))
+            apart, largest = _apart(theirs.values, values)
+            if apart > rounding * largest:
+                raise ValueError(_PLAIN.format(described, f"differs by {apart:.3g}", worker))
+    return counts
+
+
+def _check_weight(context: Context, one: torch.Tensor, name: str) -> None:
     """Compare a tensor with that of worker 0. Collective.
 
     Nothing is compared where workers have tensors of other names, shapes or dtypes: these are not one variable.
 
-    Args:
-        one: the tensor; None on a worker that has none.
-        rule: what the error says, of ``name``, ``worker``, ``apart`` and ``largest``.
-        rounding: a smaller difference of floats is none, as a share of the largest value; at least sqrt(eps).
     Raises: ValueError, the same on every worker, if they differ by more than rounding.
     """
     context.comm.where = what = "comparing weights"
-    mine = None if one is None else (name, tuple(one.shape), str(one.dtype))
+    mine = (name, tuple(one.shape), str(one.dtype))
     told = gather_values(context.comm, context.everyone, what, mine)
-    if one is None or any(theirs != mine for theirs in told):
+    if any(theirs != mine for theirs in told):
         return
+    first = wide(first_of(context, one))
+    apart, largest = _apart(wide(one), first)
+    far = gather_values(context.comm, context.everyone, what, apart)
+    worker = max(range(len(far)), key=far.__getitem__)
+    if far[worker] > rounding_of(one.dtype) * largest:
+        raise ValueError(_WEIGHT.format(name, worker, far[worker], largest))
+
+
+def first_of(context: Context, one: torch.Tensor) -> torch.Tensor:
+    """The tensor of worker 0, on the host, where all workers have one of that shape and dtype. Collective."""
     cells = bytes_of(one)
     context.comm.through.broadcast(context.everyone, cells).wait()
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    own, first = one.detach().cpu().to(wide), cells.view(one.dtype).reshape(one.shape).to(wide)
+    return cells.view(one.dtype).reshape(one.shape)
+
+
+def _apart(own: torch.Tensor, first: torch.Tensor) -> tuple[float, float]:
+    """How far values are from others, and the largest one of these."""
+    if not own.numel():
+        return 0.0, 0.0
     same = (own == first) | (own.isnan() & first.isnan())
     apart = (own - first).abs().nan_to_num(torch.inf).masked_fill(same, 0).max()
-    far = gather_values(context.comm, context.everyone, what, float(apart))
-    largest = float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    worker = max(range(len(far)), key=far.__getitem__)
-    is_exact = not (one.is_floating_point() or one.is_complex())
-    rounding = 0.0 if is_exact else max(torch.finfo(one.dtype).eps ** 0.5, rounding)
-    if far[worker] > rounding * largest:
-        raise ValueError(rule.format(name=name, worker=worker, apart=far[worker], largest=largest))
-
-
-def bytes_of(one: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, as a tensor of bytes by itself."""
-    return one.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def bits_of(one: torch.Tensor, number: int = 0) -> torch.Tensor:
-    """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
-
-    Each number of the tensor counts by its place: one factor for each, or for rows of them. Factors and lengths of rows
-    are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
-    """
-    one = one.detach().resolve_conj().resolve_neg()
-    cells = torch.view_as_real(one) if one.is_complex() else one
-    numbers = _in_memory(cells.view(_WHOLE_NUMBERS[cells.element_size()]))
-    count = numbers.numel()
-    if count > _ROWS:
-        length = max(-(-count // _ROWS), _SHORTEST) | 1
-        full = count - count % length
-        # (added up in a wider kind, it takes ten times longer)
-        kind = None if numbers.dtype is torch.int8 else numbers.dtype
-        rows = numbers[:full].view(-1, length).sum(1, dtype=kind)
-        numbers = torch.cat([rows, numbers[full:]]) if full < count else rows
-    factors, shifts = _constants(numbers.numel(), one.device)
-    if numbers.dtype is torch.int64:  # (else two numbers that change only in sign would leave the sum as it is)
-        numbers = numbers ^ (numbers >> 32)
-    total = (numbers.to(torch.int64) * factors).sum()
-    if number:
-        total = total + ((number * _MIXING + (1 << 63)) % (1 << 64) - (1 << 63))
-    return (total >> shifts) & 1
-
-
-def _in_memory(x: torch.Tensor) -> torch.Tensor:
-    """All elements of a tensor along one dim, in the order in which they lie in memory."""
-    if not x.is_contiguous():
-        x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
-    return x.reshape(-1)
-
-
-@lru_cache(256)
-def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Odd factors, and by how much the highest bits are shifted."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_MIXING)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9) | np.uint64(1)
-    shifts = torch.arange(64 - BITS, 64, device=device)
-    return torch.from_numpy(mixed.view(np.int64)).to(device, non_blocking=True), shifts
+    return float(apart), float(first.abs().nan_to_num(0.0, 0.0, 0.0).max())

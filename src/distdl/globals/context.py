@@ -17,7 +17,7 @@ from distdl.environment.arguments import known
 from distdl.exchange import Operator
 from distdl.geometry.boxes import Box, Intervals, Shape, balanced, shape
 from distdl.globals import debug
-from distdl.globals.samples import Samples
+from distdl.globals.checksums import Samples
 from distdl.nn.placement import distributed_models
 from distdl.ops import Site
 from distdl.partition import CartesianPartition, Layout, Partition

@@ -25,14 +25,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
 from distdl.exchange import Operator
 from distdl.exchange.packing import Packing
-from distdl.globals.comparing import BITS
+from distdl.globals.checksums import BITS
+from distdl.globals.comparing import Look
 from distdl.globals.context import Context
 from distdl.plan.planning import all_sum
 from distdl.tensors.constants import Constant
@@ -62,24 +63,10 @@ class Which(NamedTuple):
 _OTHERS = Which()  # of none, or not known
 
 
-class Compared(Protocol):
-    """What has to be the same on all workers.
-
-    Attributes:
-        bits: that follow from it, 0 or 1 each; none if it is not compared this time. Asked for when gradients leave.
-    """
-
-    @property
-    def bits(self) -> torch.Tensor | None: ...
-
-    def settle(self, sums: torch.Tensor) -> None:
-        """Raise an error if it differs, as the sums of the bits over all workers tell. Collective."""
-
-
 def enter(
     context: Context,
     tensors: Sequence[torch.Tensor],
-    compared: Compared | None = None,
+    compared: Look | None = None,
     which: Which = _OTHERS,
     recomputed: bool = True,
 ) -> tuple[torch.Tensor, ...]:
@@ -120,7 +107,7 @@ class Entering:
         cls,
         context: Context,
         buckets: Sequence[tuple[Sequence[torch.Tensor], Which]],
-        compared: Compared | None,
+        compared: Look | None,
     ) -> list[Entering]:
         """Several times parameters that enter together, and which these are: each has a message of its own.
 
@@ -187,7 +174,7 @@ class _Sum:
         cls,
         context: Context,
         tensors: Sequence[torch.Tensor],
-        compared: Compared | None = None,
+        compared: Look | None = None,
         which: Which = _OTHERS,
     ) -> _Sum:
         shapes, dtype = tuple(tensor.shape for tensor in tensors), tensors[0].dtype
@@ -198,12 +185,12 @@ class _Sum:
         return context.keep((cls, *key), lambda: cls(context, *key))
 
     def __call__(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None = None
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None = None
     ) -> list[torch.Tensor | None]:
         return self.totals(self.operator.execute(self.packed(parts, device, compared)), compared, parts)
 
     def send(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None, tag: int
+        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None, tag: int
     ) -> UnderWay:
         """Begin to add up, by messages alone: collectives of a transport would have to begin in one order."""
         comm, group = self.context.comm, self.context.everyone
@@ -225,9 +212,7 @@ class _Sum:
             begun.pending.wait()
         return begun.moved
 
-    def packed(
-        self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Compared | None
-    ) -> torch.Tensor:
+    def packed(self, parts: Sequence[torch.Tensor | None], device: torch.device, compared: Look | None) -> torch.Tensor:
         """What travels: the parts, zeros in the place of those that are missing, which these are, and bits.
 
         A sparse part, as of a sparse tensor, is dense in a sum: other workers may have other places.
@@ -250,7 +235,7 @@ class _Sum:
         return self._packing.pack((*full, owned, sent))
 
     def totals(
-        self, moved: torch.Tensor, compared: Compared | None, parts: Sequence[torch.Tensor | None]
+        self, moved: torch.Tensor, compared: Look | None, parts: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The sums that have arrived; none of which nobody has a part."""
         *totals, owners, bits = self._packing.unpack(moved)
@@ -289,7 +274,7 @@ class _Way:
         recomputed: whether a checkpoint in which they enter makes that anew, too.
     """
 
-    def __init__(self, total: _Sum, compared: Compared | None, device: torch.device) -> None:
+    def __init__(self, total: _Sum, compared: Look | None, device: torch.device) -> None:
         self.total, self.compared, self.device = total, compared, device
         self.began = total.operator.pass_by()
         self.tag: int | None = None
@@ -373,7 +358,7 @@ class _Leave(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, total: _Sum, compared: Compared | None, device: torch.device, *parts: torch.Tensor | None
+        ctx: Any, total: _Sum, compared: Look | None, device: torch.device, *parts: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.total = total
         ctx.set_materialize_grads(False)

@@ -128,12 +128,9 @@ def number(one: torch.Tensor) -> Any:
     return one.item() if type(one) is GlobalTensor else plain_of(one).item()
 
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # of what all workers have whole, what has values that are compared
-
-
 def sample(plain: torch.Tensor, context: Context) -> None:
     """Keep some values of a plain tensor, outside of models. Every worker calls it, also one that takes no cell."""
-    if type(plain) in PLAIN and not is_running():
+    if not is_running():
         context.samples.keep(plain)
 
 

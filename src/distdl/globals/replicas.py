@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from distdl.globals import debug
 from distdl.globals.block import WHOLE, Block, check_unmixed, mark, raw_of, unblocked
-from distdl.globals.comparing import Looks, bits_of, check_same, differ, is_comparable
+from distdl.globals.comparing import Look, Turn
 from distdl.globals.context import Context, other_world
 from distdl.globals.entering import enter
 from distdl.globals.lineage import OLD_REFERENCE, has_entered
@@ -22,8 +22,6 @@ from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED, name_of, writes
 from distdl.nn.compiling import leave_uncompiled
-from distdl.partition import dims
-from distdl.tensors.modes import unobserved
 
 
 def complex_part(name: str) -> Any:
@@ -211,11 +209,6 @@ _OUTDATED = (
     "this is a view, or the data, of a weight that is stored in shares, which has been written since: the view has the "
     'values of before. Take it anew, keep a clone(), or distribute with weights="replicated"'
 )
-_OTHER_WEIGHTS = (
-    "a plain tensor beside a global one, as a parameter of no distributed model is, is the same on every worker; one "
-    "of {name} on worker 0 differs by {apart:.3g} on worker {worker}. distdl.distribute(model, P) gives all "
-    "workers the weights of worker 0"
-)
 
 
 def _is_own(operator: Any) -> bool:
@@ -272,39 +265,11 @@ def entered(tensor: torch.Tensor, context: Context, strict: bool = True) -> torc
         return tensor
     if has_entered(tensor, context):
         return tensor
-    return enter(context, [tensor], _Look(tensor, context) if strict else None)[0]
-
-
-class _Look:
-    """What travels with the gradient of a plain tensor of no distributed model: of a parameter, in its first backwards.
-
-    What is a parameter on one worker may be another tensor elsewhere, and is not compared then.
-    """
-
-    def __init__(self, tensor: torch.Tensor, context: Context) -> None:
-        # (others may be large, and free before their graph is)
-        self._parameter = tensor if type(tensor) is torch.nn.Parameter and is_comparable(tensor) else None
-        self._context = context
-
-    @property
-    def bits(self) -> torch.Tensor | None:
-        """Some that follow from all of it; none later on."""
-        one = self._parameter
-        if one is None or not Looks.of(self._context).come(one):
-            return None
-        with unobserved():
-            return bits_of(one)
-
-    def settle(self, sums: torch.Tensor) -> None:
-        """Compare the parameter itself if the bits differ. (They are read in each backward, also on a GPU, which has to
-        be waited for then: one worker may look where another does not.)
-
-        Raises: ValueError, the same on every worker.
-        """
-        if differ(sums, self._context):
-            one = self._parameter
-            name = "" if one is None else f"{dims(one.shape) or 'no dims'} {one.dtype}"
-            check_same(self._context, one, name, _OTHER_WEIGHTS)
+    if not strict:
+        return enter(context, [tensor])[0]
+    if type(tensor) is torch.nn.Parameter:
+        context.samples.keep(tensor)
+    return enter(context, [tensor], Look(context, context.keep_told(Turn, Turn)))[0]
 
 
 @overload

@@ -14,6 +14,7 @@ import torch
 from distdl.geometry.regions import Region, meet
 from distdl.globals import debug
 from distdl.globals.block import Block, unblocked
+from distdl.globals.checksums import PLAIN
 from distdl.globals.context import Context, other_world, worlds
 from distdl.globals.functions.drawing import Drawing
 from distdl.globals.idle import warn_of_idle
@@ -24,7 +25,7 @@ from distdl.globals.models.equality import check_equal, make_equal
 from distdl.globals.models.joining import join
 from distdl.globals.models.sharding import Shares
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import PLAIN, taken
+from distdl.globals.operands import taken
 from distdl.globals.running import running
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import zip_longest
-from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
-from distdl.globals.comparing import bytes_of
+from distdl.globals.checksums import checksum
+from distdl.globals.comparing import SAME, first_of
 from distdl.globals.context import Context
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import writes_of
@@ -21,7 +21,7 @@ from distdl.partition.sharing import gather_values
 from distdl.tensors.memory import parts_of
 from distdl.transport.callsite import users_call
 
-_DEVICE = re.compile(r" \((?:cpu|cuda|mps|xpu)[:\d]*\)")
+_CONTAINERS = torch.nn.ParameterList.__module__  # (which say where their parameters are)
 _LATER = "taking in what was set or written in a model since it was distributed, or since its last forward"
 
 _SEED = torch.Generator("cpu").initial_seed()  # torch's own, while a program has set none
@@ -33,27 +33,6 @@ _DRAWN = (
     "gloo), or with run_workers build the model before it and give each worker copy.deepcopy(model): see 'The same "
     "weights on every worker' in docs/distribute.md"
 )
-
-
-SAME = (
-    "What writes into weights and buffers after the first forward has to write the same everywhere: optimisers take "
-    "the same steps with the same options (learning rate, clipping), gradients are the same, and initial values that "
-    "are drawn again come from one seed, or from one state_dict"
-)
-
-
-class _Report(NamedTuple):
-    """What a worker says of its model.
-
-    Attributes:
-        described: the checksum of what describes it.
-        states: of each parameter and buffer, how often it has been written, and the checksum of its bytes.
-        blank: the name of the first that is on the meta device; empty if none is.
-    """
-
-    described: int
-    states: tuple[tuple[int, int], ...]
-    blank: str
 
 
 def make_equal(
@@ -81,40 +60,38 @@ def make_equal(
     found = [(name, part) for name, one in listed for part in parts_of(one)]
     texts = [f"{name} is {dims(one.shape) or 'a number'} of {one.dtype}" for name, one in found]
     texts += (*options, *_parts(module)) if only is None else ()
-    blank = next((name for name, one in found if one.is_meta), "")
-    states = tuple((writes_of(one), _checksum(one)) for _, one in (() if blank else found))
-    mine = _Report(crc32("\n".join(texts).encode()), states, blank)
     call = "distribute" if only is None else _LATER
     context.comm.where = call
-    told = [_Report(*one) for one in gather_values(context.comm, context.everyone, call, mine)]
-    if any(one.described != mine.described for one in told):
+    # (of each how often it has been written, and its checksum)
+    states = [None if one.is_meta else (writes_of(one), checksum(one)) for _, one in found]
+    described = crc32("\n".join(texts).encode())
+    told = gather_values(context.comm, context.everyone, call, (described, states))
+    if any(theirs != described for theirs, _ in told):
         _check_same(context, call, texts, "distribute needs the same model and options on every worker")
-    for worker, theirs in enumerate(told):
-        if theirs.blank:
+    for worker, (_, theirs) in enumerate(told):
+        if None in theirs:
             raise ValueError(
-                f"distribute needs a model whose weights have values; on worker {worker}, {theirs.blank} is on the "
-                "meta device. Load them before (model.load_state_dict(state, assign=True)), or give them memory "
-                '(model.to_empty(device="cpu")): all workers get what worker 0 has'
+                f"distribute needs a model whose weights have values; on worker {worker}, "
+                f"{found[theirs.index(None)][0]} is on the meta device. Load them before (model.load_state_dict(state, "
+                'assign=True)), or give them memory (model.to_empty(device="cpu")): all workers get what worker 0 has'
             )
-    if len({tuple(checksum for _, checksum in one.states) for one in told}) == 1:
+    if len({tuple(number for _, number in theirs) for _, theirs in told}) == 1:
         return
     with torch.no_grad():
         for _, one in found:
             if one.numel():
-                cells = bytes_of(one)
-                context.comm.through.broadcast(context.everyone, cells).wait()
-                one.copy_(cells.view(one.dtype).reshape(one.shape))
+                one.copy_(first_of(context, one))
     if context.comm.threads and context.comm.rank == 0 and torch.initial_seed() != _SEED:
-        _tell_of_draws(context, [name for name, _ in found], told)
+        _tell_of_draws(context, [name for name, _ in found], [theirs for _, theirs in told])
 
 
-def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[_Report]) -> None:
+def _tell_of_draws(context: Context, names: Sequence[str], told: Sequence[Sequence[tuple[int, int]]]) -> None:
     """Warn, once in a world, that workers which are threads have drawn different weights after a seed was set.
 
     A weight counts that all workers have written equally often. If one worker alone has loaded weights, it has written
     them more often; and memory that nobody has written holds nothing that was drawn.
     """
-    for name, *states in zip(names, *(one.states for one in told), strict=True):
+    for name, *states in zip(names, *told, strict=True):
         writes = {times for times, _ in states}
         if len(set(states)) > 1 and len(writes) == 1 and 0 not in writes and _DRAWN not in context.warned:
             context.warned.add(_DRAWN)
@@ -125,13 +102,11 @@ def _parts(module: torch.nn.Module) -> list[str]:
     """What the modules of a model are, as texts: their places and classes, and the options of torch's own."""
     found = []
     for path, child in module.named_modules():
-        kind = type(child)
-        try:
-            options = child.extra_repr() if kind.__module__.startswith("torch.nn.") else ""
-        except AttributeError:  # (of a layer whose weights come later, from a forward)
-            options = ""
-        # (lists of parameters say where these are)
-        found.append(f"{path or 'the model'} is {kind.__name__}({_DEVICE.sub('', options)})")
+        kind, options = type(child), ""
+        if kind.__module__.startswith("torch.nn.") and kind.__module__ != _CONTAINERS:
+            with suppress(AttributeError):  # (of a layer whose weights a forward sets)
+                options = child.extra_repr()
+        found.append(f"{path or 'the model'} is {kind.__name__}({options})")
     return found
 
 
@@ -144,10 +119,6 @@ def _check_same(context: Context, call: str, texts: Sequence[str], rule: str, cu
                 raise ValueError(f"{rule}; on worker 0 {one}, and on worker {worker} {other}{cure}")
 
 
-def _checksum(one: torch.Tensor) -> int:
-    return crc32(bytes_of(one).numpy().data)
-
-
 def check_equal(module: torch.nn.Module, context: Context) -> None:
     """Check that the parameters and buffers of a model are equal on all workers. Collective.
 
@@ -157,7 +128,7 @@ def check_equal(module: torch.nn.Module, context: Context) -> None:
         return  # nobody is there
     found = [(name, part) for name, one in whole_of(module) for part in parts_of(one)]
     context.comm.where = "a forward"
-    texts = [f"{name} has the checksum {_checksum(one):08x}" for name, one in found]
+    texts = [f"{name} has the checksum {checksum(one):08x}" for name, one in found]
     rule = "a distributed model needs the same weights on every worker"
     _check_same(context, "comparing weights", texts, rule, f". {SAME}")
 

@@ -1,0 +1,144 @@
+"""What workers compare of a tensor that has to be the same on all of them: a checksum, bits of one, or some values.
+
+A plain tensor has to be the same on every worker. Where each draws its own (a batch that is shuffled by a seed of its
+own, labels, noise), each takes its block of another tensor, and nobody sees it. So a model's first forwards compare
+some values of what it takes, and the first backwards compare those of what has stood beside global tensors outside of
+models, as in a loss, and of parameters that belong to no model.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+
+from distdl.partition import dims
+from distdl.partition.encoding import encode
+from distdl.tensors.modes import unobserved
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # of what all workers have whole, what has values that are compared
+BITS = 16  # that travel with gradients
+_WHOLE_NUMBERS = {1: torch.int8, 2: torch.int16}  # by bytes of an element; of others, each four bytes are one
+_ROW = 1021  # numbers that are added up first
+_VALUES = 256  # of a tensor, about
+_MOST = 16  # tensors that wait for a backward
+_FIRST = 16  # backwards that compare them
+_ROUNDING = 1e-3  # of data (others differ by about 1)
+
+
+def bytes_of(one: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, on the host, as a tensor of bytes by itself."""
+    cells = one.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    return cells.reshape(-1).view(torch.uint8)
+
+
+def checksum(one: torch.Tensor) -> int:
+    """A checksum of what a tensor holds."""
+    return crc32(bytes_of(one).numpy().data)
+
+
+def is_comparable(one: torch.Tensor | None) -> bool:
+    """Whether a tensor has values from which bits can follow."""
+    if one is None or type(one) not in PLAIN:  # (quantised weights know few functions)
+        return False
+    return one.layout is torch.strided and not one.is_meta and one.numel() > 0
+
+
+def bits_of(one: torch.Tensor, number: int = 0) -> torch.Tensor:
+    """Some that follow from all bits of a tensor, and from a number. (It waits for no device.)
+
+    Each number of the tensor counts by its place: one factor for each, or for rows of them. Factors and lengths of rows
+    are odd, so that what changes all numbers alike (a sign, an exponent) changes their sums.
+    """
+    cells = one.detach().resolve_conj().resolve_neg().reshape(-1)
+    cells = torch.view_as_real(cells).reshape(-1) if cells.is_complex() else cells
+    numbers = cells.view(_WHOLE_NUMBERS.get(cells.element_size(), torch.int32))
+    full = numbers.numel() // _ROW * _ROW
+    if full > 4 * _ROW:  # (added up in a wider kind, they would take ten times longer)
+        kind = None if numbers.dtype is torch.int8 else numbers.dtype
+        numbers = torch.cat([numbers[:full].view(-1, _ROW).sum(1, dtype=kind), numbers[full:]])
+    factors, shifts = _constants(numbers.numel(), one.device)
+    return ((numbers.to(torch.int64) * factors).sum() + number >> shifts) & 1
+
+
+@lru_cache(256)
+def _constants(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Odd factors, the same in all processes, and by how much the highest bits are shifted."""
+    drawn = torch.Generator("cpu").manual_seed(0)
+    factors = torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=drawn, device="cpu") | 1
+    return factors.to(device, non_blocking=True), torch.arange(64 - BITS, 64, device=device)
+
+
+def digest(value: Any) -> int:
+    """A number of 64 bits that follows from a value that :mod:`distdl.partition.encoding` knows."""
+    return int.from_bytes(blake2b(encode(value), digest_size=8).digest(), "little", signed=True)
+
+
+class Sample(NamedTuple):
+    """Some values of a plain tensor.
+
+    Attributes:
+        described: shape and dtype of the tensor, and whether it has values that can be read.
+        rounding: a smaller difference is none, as a share of the largest value.
+        values: on the host, of the same places in all tensors of one shape.
+    """
+
+    described: str
+    rounding: float
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Sample:
+        described = f"{'' if x.is_nested else dims(x.shape) or 'no dims'} {x.dtype}"
+        if is_comparable(x):
+            # (those of what has none of its own, as inside a transform of torch.func, are an error)
+            with suppress(RuntimeError), unobserved():
+                most = round(_VALUES ** (1 / max(x.dim(), 1)))
+                some = x.detach()[tuple([slice(None, None, -(-extent // most)) for extent in x.shape])]
+                least = 0.0 if type(x) is torch.nn.Parameter else _ROUNDING
+                return cls(described, rounding_of(x.dtype, least), wide(some).clone())
+        return cls(f"{described} that is sparse, or has no values", 0.0, torch.empty(0, device="cpu"))
+
+
+def rounding_of(dtype: torch.dtype, least: float = 0.0) -> float:
+    """Which difference of two values is rounding, as a share of the largest one; none of integers."""
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    return 0.0 if is_exact else max(torch.finfo(dtype).eps ** 0.5, least)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor on the host, in the widest dtype."""
+    return x.detach().cpu().to(torch.complex128 if x.is_complex() else torch.float64).resolve_conj().contiguous()
+
+
+class Samples:
+    """The samples of this worker that no backward has compared yet."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sample] = []
+        self._passed = 0  # how many tensors there were
+        self._left = _FIRST
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Keep some values of a plain tensor. In backward, workers do not compute in one order, and keep none."""
+        if not self._left or torch._C._current_graph_task_id() != -1 or not is_comparable(x):
+            return
+        if x.requires_grad and not x.dim() and type(x) is torch.Tensor:  # (each worker's loss of its block may be one)
+            return
+        self._passed += 1
+        if len(self._waiting) < _MOST:
+            self._waiting.append(Sample.of(x))
+
+    def take(self) -> tuple[int, list[Sample]]:
+        """All of them, for a backward that compares them, in the order in which they came.
+
+        With how many tensors there were: samples of two workers are of the same tensors only where these were as many,
+        not where one worker alone computes something to print it.
+        """
+        taken = self._passed, self._waiting
+        self._passed, self._waiting, self._left = 0, [], self._left - bool(self._passed)
+        return taken
