@@ -9,13 +9,16 @@ called with is compared, too: layouts and dtypes, numbers, and what plain tensor
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from zlib import crc32
 
 import torch
 
 from distdl.exchange import watching
+from distdl.globals.checksums import checksum
 from distdl.globals.nested import tensors_in
 from distdl.globals.table import name_of
 from distdl.partition import Layout, dims
@@ -28,15 +31,14 @@ from distdl.transport.communicator import name_workers
 class _Here(threading.local):
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.past: list[str] = []  # the calls since the last exchange of all workers, which have made none
+        self.past: deque[str] = deque(maxlen=1000)  # calls since the last exchange of all workers, which have made none
         self.exchanges = 0
 
 
 _here = _Here()
-_PAST = 1000  # calls that are remembered
 SAME: set[type] = {torch.Tensor, torch.nn.Parameter}
 """Types of tensors that are the same on every worker: and of copies, whose module adds theirs."""
-_SHOWN = 80  # characters of the numbers of a call
+_SHOWN = 1000  # characters of what a function is called with
 # (what one worker may ask by itself, in a line that it prints)
 _ASKED_ALONE = frozenset(
     ["__get__", "__repr__", "__str__", "__len__", "dim", "size", "numel", "stride", "type", "cuda"]
@@ -45,6 +47,8 @@ _WRITING = frozenset(["copy_", "fill_"])  # functions that write all of their fi
 _ALIKE = frozenset(
     ["expand_as", "view_as", "reshape_as", "type_as", "to"]
 )  # those that ask for shapes and dtypes alone
+_NUMBERS = (bool, int, float, complex, slice, torch.dtype)
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _LISTS = ("_foreach_", "_fused_", "_amp_foreach_")  # those of lists, as optimisers call them: blocks stand there, too
 on = False
 """Whether any worker of this process compares: then functions are noted."""
@@ -60,14 +64,13 @@ def watch(comm: Communicator) -> None:
 
 def noted(handler: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a handler, and remember meanwhile what it is called for."""
-    name = getattr(func, "__name__", "")
-    told = args[:1] if name == "__deepcopy__" else args  # (and not all that has been copied)
-    text = _described(func, told, kwargs, not _here.calls)
-    return called(text, lambda: handler(func, args, kwargs), name in _ASKED_ALONE)
+    with _calling(_described(func, args, kwargs, not _here.calls), name_of(func) in _ASKED_ALONE):
+        return handler(func, args, kwargs)
 
 
-def called(text: str, call: Callable[[], Any], alone: bool = False) -> Any:
-    """Call what may exchange, and remember meanwhile what that is.
+@contextmanager
+def _calling(text: str, alone: bool = False) -> Iterator[None]:
+    """A context for a call that may exchange; behind it, one that has not is remembered.
 
     Args:
         alone: whether one worker may call it by itself, as it exchanges nothing.
@@ -75,24 +78,24 @@ def called(text: str, call: Callable[[], Any], alone: bool = False) -> Any:
     outermost, exchanges = not _here.calls, _here.exchanges
     _here.calls.append(text)
     try:
-        result = call()
+        yield
     finally:
         _here.calls.pop()
     if outermost and exchanges == _here.exchanges and not alone:
         path = current_path()
         _here.past.append(f"{text} in module {path}" if path else text)
-        del _here.past[:-_PAST]
-    return result
 
 
-def moved(what: str, x: Any, to: Any, move: Callable[[], Any]) -> Any:
-    """Call what moves a global tensor, and remember meanwhile from where to where.
+def moving(what: str, x: Any, to: Any) -> AbstractContextManager[None]:
+    """The same for what moves a global tensor, if workers compare.
 
     Args:
         to: a layout; or the number of the worker that gets all, of which None is every worker.
     """
+    if not on:
+        return _NOTHING
     target = place_of(to) if isinstance(to, Layout) else f"on {'every worker' if to is None else f'worker {to}'}"
-    return called(f"{what}({_split(x, x._layout)}; to lie {target})", move)
+    return _calling(f"{what}({_split(x, x._layout)}; to lie {target})")
 
 
 def note_plain(what: str, x: torch.Tensor) -> None:
@@ -102,7 +105,8 @@ def note_plain(what: str, x: torch.Tensor) -> None:
 
 def _past() -> list[str]:
     """What this worker has called since the last exchange of all workers, which begins now."""
-    found, _here.past = _here.past, []
+    found = list(_here.past)
+    _here.past.clear()
     _here.exchanges += 1
     return found
 
@@ -126,55 +130,43 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: 
     """
     name = name_of(func)
     listed = name.startswith(_LISTS)
-    tensors = [one for one in tensors_in((args, kwargs)) if not listed or "_layout" in one.__dict__]
-    layouts = [one.__dict__.get("_layout") for one in tensors]
-    split = any(layout is not None and layout.extents for layout in layouts)
-    reads = whole and name not in _ALIKE
+    split = any(one.__dict__["_layout"].extents for one in tensors_in((args, kwargs)) if "_layout" in one.__dict__)
     given = (args, {key: value for key, value in kwargs.items() if key != "out"})
     written = {id(one) for one in tensors_in(kwargs.get("out"))} - {id(one) for one in tensors_in(given)}
     if name in _WRITING or (name == "__setitem__" and _is_all(args[1])):
         written.add(id(args[0]))
 
-    def is_same(one: torch.Tensor) -> bool:
-        if not reads or id(one) in written:
-            return False
-        if split or type(one) is torch.nn.Parameter:
-            return True
+    def tell(one: torch.Tensor) -> str:
+        layout = one.__dict__.get("_layout")
+        if layout is not None or listed:
+            return "" if layout is None else _split(one, layout)
         # (beside numbers alone, each worker may have another number, as a loss of its block: worker 0's counts)
-        return type(one) is torch.Tensor and one.numel() > 1
+        same = split or type(one) is torch.nn.Parameter or (type(one) is torch.Tensor and one.numel() > 1)
+        return _plain(one, same and whole and name not in _ALIKE and id(one) not in written)
 
-    found = [
-        _plain(one, is_same(one)) if layout is None else _split(one, layout)
-        for one, layout in zip(tensors, layouts, strict=True)
-    ]
-    if whole:
-        numbers = ", ".join(_numbers((args, kwargs)))
-        if numbers:
-            found.append(numbers if len(numbers) <= _SHOWN else f"{numbers[:_SHOWN]}.. {_checksum(numbers.encode())}")
-    return f"{name}({'; '.join(found)})"
+    text = "; ".join(filter(None, _texts((args, kwargs), tell, whole)))
+    return f"{name}({text if len(text) <= _SHOWN else f'{text[:_SHOWN]}.. {crc32(text.encode()):08x}'})"
 
 
 def _is_all(index: Any) -> bool:
     return index is ... or (type(index) is slice and index == slice(None))
 
 
-def _numbers(value: Any) -> Iterator[str]:
-    """The numbers in nested arguments, as texts, and the states of generators. (Devices may differ.)"""
-    if isinstance(value, (tuple, list)):
+def _texts(value: Any, tell: Callable[[torch.Tensor], str], whole: bool) -> Iterator[str]:
+    """Nested arguments as texts: tensors; of a user's call, numbers and generators, too. (Devices may differ.)"""
+    if isinstance(value, torch.Tensor):
+        yield tell(value)
+    elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from _numbers(one)
+            yield from _texts(one, tell, whole)
     elif isinstance(value, dict):
         for name, one in value.items():
-            if isinstance(name, str):
-                yield from (f"{name}={text}" for text in _numbers(one))
-    elif isinstance(value, (bool, int, float, complex, slice, torch.dtype)):
+            if isinstance(name, str):  # (in the memo of a deep copy, all that has been copied stands under numbers)
+                yield from (text and f"{name}={text}" for text in _texts(one, tell, whole))
+    elif whole and isinstance(value, _NUMBERS):
         yield repr(value)
-    elif isinstance(value, torch.Generator):
-        yield f"a generator with checksum {_checksum(value.get_state().numpy().data)}"
-
-
-def _checksum(cells: Any) -> str:
-    return f"{crc32(cells):08x}"
+    elif whole and isinstance(value, torch.Generator):
+        yield f"a generator with checksum {checksum(value.get_state()):08x}"
 
 
 def _plain(x: torch.Tensor, whole: bool) -> str:
@@ -182,9 +174,7 @@ def _plain(x: torch.Tensor, whole: bool) -> str:
     if not whole or type(x) not in SAME or x.is_nested or x.layout is not torch.strided or x.is_meta:
         return text
     with torch._C.DisableTorchFunction(), unobserved():
-        x = x.detach().clone(memory_format=torch.contiguous_format)  # (an array over its own memory would mark that)
-        cells = x.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8)
-    return f"{text} with checksum {_checksum(cells.numpy().data)}"
+        return f"{text} with checksum {checksum(x):08x}"
 
 
 def _split(x: Any, layout: Any) -> str:

@@ -218,19 +218,14 @@ def full_tensor(x: GlobalTensor, on: int | None = None) -> torch.Tensor:
     if on is not None:
         on = _worker(context, "full_tensor needs on", on)
 
-    def move() -> torch.Tensor:
-        needed = None if on is None else context.whole(x.shape, on)
+    with debug.moving("full_tensor", x, on):
         y: torch.Tensor
-        if needed is None:
+        if on is None:
             y = _Whole.apply(block_of(x), x._layout)
-        elif needed is x._layout:
-            y = _Alone.apply(block_of(x))
-        else:
-            y = moved(x, needed, f"full_tensor on worker {on}")
-        return y
-
-    y: torch.Tensor = debug.moved("full_tensor", x, on, move) if debug.on else move()
-    return y if on is None else as_block(y)  # (the others have another one, of no cells)
+            return y
+        needed = context.whole(x.shape, on)
+        y = _Alone.apply(block_of(x)) if needed is x._layout else moved(x, needed, f"full_tensor on worker {on}")
+        return as_block(y)  # (the others have another one, of no cells)
 
 
 def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None] | None = None) -> GlobalTensor:
@@ -253,14 +248,10 @@ def redistribute(x: GlobalTensor, to: Split | Layout, axes: Sequence[int | None]
         if not context.has(to):
             raise ValueError(f"redistribute needs a partition of the tensor's world; got {to} of another")
         needed = _split(context, to, x.shape, "redistribute", axes)
-
-    def move() -> GlobalTensor:
+    with debug.moving("redistribute", x, needed):
         if needed is x._layout:
             return x
         return GlobalTensor._of(moved(x, needed, f"redistribute to {needed.partition}"), needed)
-
-    y: GlobalTensor = debug.moved("redistribute", x, needed, move) if debug.on else move()
-    return y
 
 
 def _split(
