@@ -22,8 +22,9 @@ which is in one order on all workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -95,43 +96,32 @@ def leave(
     return totals
 
 
-class Entering:
-    """Tensors that enter now, and are used later: their gradients travel while the backward between goes on."""
+def enter_apart(
+    context: Context, buckets: Sequence[tuple[Sequence[torch.Tensor], Which]], compared: Look | None
+) -> list[Callable[[], tuple[torch.Tensor, ...]]]:
+    """Several times parameters that enter together now, and which these are; each has a message of its own.
 
-    def __init__(self, way: _Way, tensors: Sequence[torch.Tensor]) -> None:
-        self._way = way
-        self._entered = _Enter.apply(way, *tensors)
+    Their gradients travel while the backward goes on between the use of the copies and here.
 
-    @classmethod
-    def each(
-        cls,
-        context: Context,
-        buckets: Sequence[tuple[Sequence[torch.Tensor], Which]],
-        compared: Look | None,
-    ) -> list[Entering]:
-        """Several times parameters that enter together, and which these are: each has a message of its own.
+    Args:
+        compared: of which bits go with each, for a backward may come to any of them, and to no other.
+    Returns: for each, what gives this worker's own copies. It is called once.
+    """
+    ways = [_Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device) for tensors, which in buckets]
+    on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
+    if on_host and context.comm.watch is None:  # (which lets nothing be sent before all have said what)
+        first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
+        for way in ways:
+            first = (first ^ way.total.operator.label.mark) * 5
+        for place, way in enumerate(ways):
+            way.tag = LAST_TAG + 1 + ((first + place) & LAST_TAG)
+    return [partial(_use, way, _Enter.apply(way, *tensors)) for way, (tensors, _) in zip(ways, buckets, strict=True)]
 
-        Args:
-            compared: of which bits go with each, for a backward may come to any of them, and to no other.
-        """
-        ways = [
-            _Way(_Sum.of(context, tensors, compared, which), compared, tensors[0].device) for tensors, which in buckets
-        ]
-        comm = context.comm
-        on_host = all(way.device.type in ("cpu", "meta") for way in ways)  # (others would wait for the device)
-        if on_host and comm.watch is None:  # (which lets nothing be sent before all have said what)
-            first = ways[0].began  # what follows from all labels: messages of workers that differ in one never meet
-            for way in ways:
-                first = (first ^ way.total.operator.label.mark) * 5
-            for place, way in enumerate(ways):
-                way.tag = LAST_TAG + 1 + ((first + place) & LAST_TAG)
-        return [cls(way, tensors) for way, (tensors, _) in zip(ways, buckets, strict=True)]
 
-    def use(self) -> tuple[torch.Tensor, ...]:
-        """This worker's own copies. Called once."""
-        with torch.enable_grad():
-            copies: tuple[torch.Tensor, ...] = _Use.apply(self._way, *self._entered)
-        return copies
+def _use(way: _Way, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        copies: tuple[torch.Tensor, ...] = _Use.apply(way, *tensors)
+    return copies
 
 
 def settle(context: Context) -> None:

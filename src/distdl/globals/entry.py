@@ -157,7 +157,7 @@ def distribute_tensor(
         assert isinstance(x, torch.Tensor)
         block = plain_of(x)  # (as in from_local)
         block = block.clone() if owned is needed else block  # (what does not move is not to share memory, either)
-    elif header.follows and isinstance(x, torch.Tensor) and (_is_typed(x) or _is_rest(x)):
+    elif header.follows and _takes_part(x):
         block = zeros_on(plain_of(x).to(header.device_beside(x), header.dtype), owned.local)
     else:
         device = header.device_beside(x)
@@ -165,20 +165,18 @@ def distribute_tensor(
     return redistribute(GlobalTensor._of(block, owned), needed)
 
 
-def _is_typed(x: torch.Tensor) -> bool:
-    """Whether a tensor follows from a weight or a block inside of a forward, and has a gradient."""
-    return type(x) in (Replica, Block) and x.requires_grad
+def _takes_part(x: Any) -> bool:
+    """Whether what made a tensor takes part in backward on a worker whose tensor is not read.
 
-
-def _is_rest(x: Any) -> bool:
-    """Whether a tensor follows from what the others have where one worker has all: what made it takes part in backward.
-
-    It follows from a movement of ours. (Others may be the worker's own, of which nothing is read. And
-    what follows from a tensor that every worker has would need all of its gradient.)
+    It follows from a weight or a block inside of a forward; or by a movement of ours from what the others have where
+    one worker has all. (Others may be the worker's own. And what follows from a tensor that every worker has would need
+    all of its gradient.)
     """
-    if not isinstance(x, torch.Tensor) or type(x) is GlobalTensor or x.layout is not torch.strided or x.is_nested:
+    if not isinstance(x, torch.Tensor) or not x.requires_grad or type(x) is GlobalTensor:
         return False
-    return x.requires_grad and bool(ours_before(x) - {_Whole})
+    if type(x) in (Replica, Block):
+        return True
+    return x.layout is torch.strided and not x.is_nested and bool(ours_before(x) - {_Whole})
 
 
 def from_local(block: torch.Tensor, P: Split, axes: Sequence[int | None] | None = None) -> GlobalTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distdl.globals.context import Context
-from distdl.globals.entering import Entering, Which, enter, settle
+from distdl.globals.entering import Which, enter, enter_apart, settle
 from distdl.globals.models.drift import Drift
 from distdl.globals.models.equality import whole_of
 from distdl.globals.replicas import Replica, memory_of, parameter_of, plain_of
@@ -226,8 +226,8 @@ class Replicas:
             for bucket, which in buckets:
                 self._read(context, bucket, enter(context, bucket, look, which))
             return
-        for (bucket, _), entering in zip(buckets, Entering.each(context, buckets, look), strict=True):
-            self._entering.update(dict.fromkeys(map(id, bucket), _Bucket(context, bucket, entering)))
+        for (bucket, _), use in zip(buckets, enter_apart(context, buckets, look), strict=True):
+            self._entering.update(dict.fromkeys(map(id, bucket), _Bucket(context, bucket, use)))
 
     def _share_memory(self) -> bool:
         """Whether copies are there, in the memory of the parameters (``model.half()`` gives these another)."""
@@ -249,7 +249,7 @@ class Replicas:
             bucket = self._entering.get(id(parameter))
             if bucket is None:
                 return parameter
-            self._read(bucket.context, bucket.parameters, bucket.entering.use())
+            self._read(bucket.context, bucket.parameters, bucket.use())
             copy = self._copies[id(parameter)]
         if memory_of(copy._plain) != memory_of(parameter):
             copy = self._read_again(copy._context, parameter)
@@ -299,11 +299,11 @@ torch.nn.Module.register_parameter = register_parameter  # type: ignore[method-a
 
 
 class _Bucket(NamedTuple):
-    """Parameters whose gradients travel together, and how they enter."""
+    """Parameters whose gradients travel together, and what gives their copies."""
 
     context: Context
     parameters: list[torch.Tensor]
-    entering: Entering
+    use: Callable[[], tuple[torch.Tensor, ...]]
 
 
 def _held(module: torch.nn.Module) -> Iterator[Parameters]:
