@@ -1,8 +1,7 @@
 """Which way an autograd function of a user's own goes, by the types of its arguments.
 
-Torch asks no subclass of tensors there, so ``Function.apply`` is replaced. With global tensors, the function computes
-with whole tensors (:mod:`distdl.globals.whole_functions`); with weights, with one variable for each
-(:mod:`distdl.globals.parts`); with blocks, on blocks.
+Torch asks no subclass of tensors there, so ``Function.apply`` is replaced. With global tensors or weights, the function
+computes with whole tensors (:mod:`distdl.globals.whole_functions`); with blocks, on blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from distdl.globals.block import Block, as_block, check_unmixed, unblocked
-from distdl.globals.parts import apply_to_variables, enter_copies
+from distdl.globals.parts import enter_results
 from distdl.globals.replicas import Replica, current, plain_of, tied_of
 from distdl.globals.running import is_on_blocks, on_blocks, tells_blocks
 from distdl.globals.tensor import GlobalTensor
@@ -99,11 +97,8 @@ def install() -> None:
                 check_unmixed(f"the autograd function {cls.__name__}", kinds)
                 return _of_blocks(cls, applied, args, kwargs)
             return cls.apply(*map(unblocked, args), **{name: unblocked(one) for name, one in kwargs.items()})
-        # (of what is computed from copies, a worker has a part of the gradient, and hooks of modules see the whole)
-        if GlobalTensor in kinds or (cls is BackwardHookFunction and Replica in kinds):
+        if GlobalTensor in kinds or (Replica in kinds and torch.is_grad_enabled()):
             return apply_whole(cls, args, kwargs)
-        if Replica in kinds and torch.is_grad_enabled():
-            return apply_to_variables(applied, args, kwargs, f"the autograd function {cls.__name__}")
         y = applied(*args, **kwargs)
         made = _types(y)
         if GlobalTensor in made:
@@ -112,7 +107,8 @@ def install() -> None:
             check_unmixed(f"the autograd function {cls.__name__}", made)
             return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
         if Replica in made and torch.is_grad_enabled():  # (which follows from weights from around it)
-            return enter_copies(y, f"the autograd function {cls.__name__}")
+            found = y if isinstance(y, tuple) else (y,)
+            return enter_results(y, next(one._context for one in found if type(one) is Replica))
         return y
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

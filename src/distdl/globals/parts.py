@@ -8,18 +8,14 @@ the others with zero:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from distdl.globals.block import check_unmixed
 from distdl.globals.context import Context
 from distdl.globals.entering import enter, leave
-from distdl.globals.lineage import check_origin
 from distdl.globals.replicas import Replica, context_of, parameter_of, plain_of, tied_of
-from distdl.globals.tensor import GlobalTensor
-from distdl.nn.compiling import leave_uncompiled
 from distdl.tensors.function import Function
 
 
@@ -53,82 +49,23 @@ def summed(tensors: Sequence[torch.Tensor], parts: Sequence[torch.Tensor | None]
     return tuple(found)
 
 
-def apply_to_variables(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
-    """Apply what has a backward of its own to copies: it takes variables, and what it gives enters once more.
+def enter_results(y: Any, context: Context) -> Any:
+    """What a function with a backward of its own has given for variables: it enters, so that backward gets the whole.
 
-    So its backward gets whole gradients, in which it need not be linear, and gives whole ones on every worker, of which
-    one counts.
-
-    Args:
-        name: of the function, in errors.
-    Raises: RuntimeError if it writes into a copy, or gives a global tensor.
+    So the backward need not be linear, and gives whole gradients on every worker, of which one counts. Global tensors
+    and what has no gradient stay as they are.
     """
-    contexts: list[Context] = []
-    made: dict[int, torch.Tensor] = {}
-
-    def variable(value: Any) -> Any:
-        if type(value) is not Replica:
-            return value
-        contexts.append(value._context)
-        if not value.requires_grad:
-            return plain_of(value)
-        if id(value) not in made:
-            made[id(value)] = variable_of(value)
-        return made[id(value)]
-
-    for one in (*args, *kwargs.values()):
-        if type(one) is torch.Tensor:
-            check_origin(one, next(value._context for value in (*args, *kwargs.values()) if type(value) is Replica))
-    y = function(*map(variable, args), **{key: variable(one) for key, one in kwargs.items()})
-    return enter_results(y, contexts[0], name, list(made.values()))
-
-
-leave_uncompiled(apply_to_variables)
-
-
-def enter_results(y: Any, context: Context, name: str, variables: Sequence[torch.Tensor] = ()) -> Any:
-    """What a function of variables has given: it enters, so that the function's backward gets whole gradients.
-
-    Args:
-        variables: what it has been given in the place of copies.
-    Raises: RuntimeError if it has written into one of these, or gives a global tensor.
-    """
-    results = list(y) if isinstance(y, (tuple, list)) else [y]
+    results = [tied_of(one) for one in y] if isinstance(y, (tuple, list)) else [tied_of(y)]
     groups: dict[Any, list[int]] = {}
     for place, one in enumerate(results):
-        if type(one) is GlobalTensor:
-            raise RuntimeError(
-                f"{name} takes weights alone and gives a global tensor, whose gradient would be lost; give it the "
-                "global tensor that it reads as an argument"
-            )
-        check_unmixed(name, (type(one), Replica))
-        if not isinstance(one, torch.Tensor):
-            continue
-        one = results[place] = tied_of(one)
-        if not one.requires_grad:
-            continue
-        if any(one is other for other in variables):
-            raise RuntimeError(
-                f"{name} writes into a weight of a distributed model, or into what was computed from one "
-                "(ctx.mark_dirty), and what it writes would not reach it; return a new tensor"
-            )
-        groups.setdefault((one.dtype, one.device), []).append(place)
+        if type(one) is torch.Tensor and one.requires_grad:
+            groups.setdefault((one.dtype, one.device), []).append(place)
     for places in groups.values():
         own = [results[place] for place in places]
         for place, one, copy in zip(places, own, enter(context, own), strict=True):
             results[place] = Replica._of(copy, context)
             results[place].__dict__["_node"] = one.grad_fn
     return type(y)(results) if isinstance(y, (tuple, list)) else results[0]
-
-
-def enter_copies(y: Any, name: str) -> Any:
-    """What a function of plain tensors has given: those results enter that it has computed from weights around it."""
-    results = list(y) if isinstance(y, tuple) else [y]
-    places = [place for place, one in enumerate(results) if type(one) is Replica]
-    entered = enter_results([results[place] for place in places], results[places[0]]._context, name)
-    for place, one in zip(places, entered, strict=True):
-        results[place] = one
-    return tuple(results) if isinstance(y, tuple) else results[0]
 
 
 class _Same(Function):

@@ -235,7 +235,7 @@ def copy_of(replica: Replica) -> torch.Tensor:
     return replica._plain
 
 
-def tied_of(value: torch.Tensor) -> torch.Tensor:
+def tied_of(value: Any) -> Any:
     """The plain tensor that an autograd function has given: a replica or a block itself, to which the node is tied."""
     return raw_of(value) if type(value) in (Replica, Block) else value
 

@@ -1,10 +1,12 @@
-"""Autograd functions of a user's own (``torch.autograd.Function``), applied to global tensors.
+"""Autograd functions of a user's own (``torch.autograd.Function``), applied to global tensors and to weights.
 
 Their forward and their backward are code that calls functions of torch. Both get whole tensors, as in a program of one
 worker, so this code computes what it computes there, and moves what the functions that it calls move::
 
     x, w  --forward-->  y         global tensors and plain ones, and no graph, as in torch
     dy  --backward-->  dx, dw     the gradients that they mean, of which each worker takes its block
+
+A weight is one variable there, the same on every worker. Of weights alone, the results are plain, and enter.
 
 In the graph stands one node of blocks, which saves blocks. Many a backward computes its forward once more; random
 numbers in it are those that the forward drew.
@@ -20,12 +22,13 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from distdl.globals.adopting import split_beside
+from distdl.globals.block import check_unmixed
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.drawing import drawing, drawn_by
 from distdl.globals.lineage import check_origin
 from distdl.globals.operands import block_of, part_of, whole
-from distdl.globals.parts import variable_of
-from distdl.globals.replicas import Replica, entered, plain_of
+from distdl.globals.parts import enter_results, variable_of
+from distdl.globals.replicas import Replica, plain_of
 from distdl.globals.table import REPLICATED, TABLE
 from distdl.globals.tensor import GlobalTensor
 from distdl.nn.compiling import leave_uncompiled
@@ -131,8 +134,8 @@ class _Call:
             self.context.arguments = around
         if getattr(self.own, "dirty_tensors", ()):
             raise RuntimeError(
-                f"the autograd function {function.__name__} writes into a global tensor (ctx.mark_dirty), and what it "
-                "writes would not reach it; return a new tensor"
+                f"the autograd function {function.__name__} writes into an argument (ctx.mark_dirty), and what it "
+                "writes would not reach the global tensor, or the weight; return a new tensor"
             )
         self.single = not isinstance(y, tuple)
         return [y] if self.single else list(y), given
@@ -229,13 +232,14 @@ class _Applied(Function):
         blocks = {id(one): block for one, block, at in pairs if (at is None) == (type(one) is not GlobalTensor)}
         taken, layouts, outputs = set(blocks), {}, []
         beside = [one for one in given if type(one) is GlobalTensor]
-        call.results = list(results)
+        call.results, name = list(results), f"the autograd function {call.function.__name__}"
         for place, result in enumerate(results):
             if not isinstance(result, torch.Tensor):
                 continue
-            if id(result) in taken and type(result) is not GlobalTensor:
+            check_unmixed(name, (type(result), GlobalTensor if beside else Replica))
+            if type(result) is not GlobalTensor and (id(result) in taken or not beside):
                 call.results[place] = Replica
-                outputs.append(blocks[id(result)])
+                outputs.append(blocks.setdefault(id(result), plain_of(result)))
                 continue
             # (a plain one follows from values alone: it is the same on every worker)
             one = result if type(result) is GlobalTensor else split_beside(result, beside)
@@ -358,7 +362,7 @@ def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply an autograd function to arguments of which some are global tensors."""
+    """Apply an autograd function to arguments of which some are global tensors, or weights."""
     if function.setup_context is not _DERIVES:
         bound = signature(function.forward).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -371,12 +375,9 @@ def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(kind, KnownLayout):
             results.append(GlobalTensor._of(next(outputs), kind))
             results[-1].__dict__.update(call.memories[place])
-        elif kind is Replica:
-            y = next(outputs)
-            results.append(Replica._of(entered(y, call.context), call.context))
-            results[-1].__dict__["_node"] = y.grad_fn
         else:
-            results.append(kind)
+            results.append(next(outputs) if kind is Replica else kind)
+    results = enter_results(results, call.context)
     return results[0] if call.single else tuple(results)
 
 

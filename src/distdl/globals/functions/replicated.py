@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from distdl.globals.entering import enter
+from distdl.globals.lineage import check_origin
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.parts import apply_to_variables
-from distdl.globals.replicas import parameter_of, plain_of
+from distdl.globals.parts import enter_results, variable_of
+from distdl.globals.replicas import Replica, parameter_of, plain_of
 from distdl.globals.running import is_on_blocks
 from distdl.globals.table import OPERATOR, REPLICATED
 
@@ -73,12 +74,13 @@ def of_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 def operator(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator of a user's (``torch.library``), whose derivative need not be linear in the gradient."""
 
-    def call(*variables: torch.Tensor) -> Any:
-        rest = iter(variables)
-        given, named = map_tensors((args, kwargs), lambda one: next(rest))
-        return func(*given, **named)
-
-    return apply_to_variables(call, tuple(tensors_in((args, kwargs))), {}, f"the operator {func}")
+    every = tensors_in((args, kwargs))
+    context = next(one._context for one in every if type(one) is Replica)
+    for one in every:
+        if type(one) is torch.Tensor:
+            check_origin(one, context)
+    given, named = map_tensors((args, kwargs), variable_of)
+    return enter_results(func(*given, **named), context)
 
 
 _attribute: Any = torch.Tensor.grad  # (one that is computed, whose type says what it gives)
