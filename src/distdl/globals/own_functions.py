@@ -14,13 +14,18 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from distdl.globals.block import Block, as_block, check_unmixed, unblocked
+from distdl.globals.block import Block, as_block, check_unmixed
 from distdl.globals.parts import enter_results
 from distdl.globals.replicas import Replica, current, plain_of, tied_of
-from distdl.globals.running import is_on_blocks, on_blocks, tells_blocks
+from distdl.globals.running import is_on_blocks, on_blocks
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.whole_functions import Own, apply_whole
 from distdl.tensors.derivatives import recomputing
+
+
+def _now(one: Any) -> Any:
+    """An argument as it is now: a block that has been written since, say, has the graph of its plain tensor."""
+    return as_block(one._plain) if type(one) is Block else current(one)
 
 
 def _types(y: Any) -> set[type]:
@@ -38,7 +43,7 @@ def _on_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...]
     (A backward that goes through a module of the model would else add up the gradients of all workers' blocks.)
     """
     y = applied(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
-    y = _changed(y, lambda one: tied_of(one) if isinstance(one, torch.Tensor) else one)
+    y = _changed(y, tied_of)
     for one in y if isinstance(y, tuple) else (y,):
         node: Any = one.grad_fn if type(one) is torch.Tensor else None
         if type(node) is function._backward_cls and function is not CheckpointFunction:  # (which knows it)
@@ -62,18 +67,6 @@ def _without_graph(function: Any, y: Any) -> Any:
     return y
 
 
-def _of_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an autograd function gives for blocks: blocks. Its own code gets blocks, too, so none meets a weight."""
-
-    def given(one: Any) -> Any:
-        return Block._of(one._plain) if type(one) is Block else one  # (its plain tensor may have been written since)
-
-    y = applied(*map(given, args), **{name: given(one) for name, one in kwargs.items()})
-    if GlobalTensor in _types(y):
-        return _without_graph(function, y)
-    return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
-
-
 def _backward(node: Any, *gradients: Any) -> Any:
     with on_blocks() if getattr(node, "_distdl_on_blocks", False) else nullcontext():
         return Own.apply(node, *gradients)
@@ -85,27 +78,23 @@ def install() -> None:
     torch_apply = known.__dict__["apply"]  # (written in Python, and since 2.14 in C: both bind to a class)
 
     def applied_to(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kinds = {type(one) for one in (*args, *kwargs.values())}
-        if Replica in kinds:
-            args, kwargs = tuple(map(current, args)), {name: current(one) for name, one in kwargs.items()}
-            kinds = {type(one) for one in (*args, *kwargs.values())}
+        kinds, named = _types((*args, *kwargs.values())), f"the autograd function {cls.__name__}"
+        if Replica in kinds or Block in kinds:
+            args, kwargs = tuple(map(_now, args)), {name: _now(one) for name, one in kwargs.items()}
+            kinds = _types((*args, *kwargs.values()))
         applied = torch_apply.__get__(None, cls)
         if is_on_blocks() and GlobalTensor not in kinds:
             return _on_blocks(cls, applied, args, kwargs)
-        if Block in kinds:
-            if tells_blocks():
-                check_unmixed(f"the autograd function {cls.__name__}", kinds)
-                return _of_blocks(cls, applied, args, kwargs)
-            return cls.apply(*map(unblocked, args), **{name: unblocked(one) for name, one in kwargs.items()})
+        check_unmixed(named, kinds)
         if GlobalTensor in kinds or (Replica in kinds and torch.is_grad_enabled()):
             return apply_whole(cls, args, kwargs)
         y = applied(*args, **kwargs)
         made = _types(y)
         if GlobalTensor in made:
             return _without_graph(cls, y)
-        if Block in made:  # (which follows from blocks from around it)
-            check_unmixed(f"the autograd function {cls.__name__}", made)
-            return _changed(y, lambda one: as_block(tied_of(one)) if isinstance(one, torch.Tensor) else one)
+        if Block in made | kinds:
+            check_unmixed(named, made | kinds)
+            return _changed(y, lambda one: as_block(tied_of(one)))
         if Replica in made and torch.is_grad_enabled():  # (which follows from weights from around it)
             found = y if isinstance(y, tuple) else (y,)
             return enter_results(y, next(one._context for one in found if type(one) is Replica))
