@@ -15,7 +15,7 @@ numbers in it are those that the forward drew.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 import torch
@@ -54,11 +54,17 @@ class Own(FunctionCtx):
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self._forward_cls = function
         self.needs_input_grad, self.requires_grad = needs_input_grad, any(needs_input_grad)
-        self.output_grad_dtypes: tuple[torch.dtype | None, ...] | None = None
         self._input_grad_buffers = (None,) * len(needs_input_grad)  # (no sums under way are shown: torch may do so)
         self.to_save: Any = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
+
+    def set_output_grad_dtype(self, *dtypes: Any) -> None:
+        """Refuse what torch has since 2.14."""
+        raise NotImplementedError(
+            "ctx.set_output_grad_dtype of an autograd function of global tensors, or of weights of a distributed "
+            "model: convert the gradient in its backward, by dy.to(dtype)"
+        )
 
     @property
     def saved_variables(self) -> Any:
@@ -256,8 +262,6 @@ class _Applied(Function):
         ctx.save_for_backward(*(None if one is None else _block(one, blocks) for one in own.to_save))
         ctx.mark_non_differentiable(*(blocks[id(one)] for one in own.non_differentiable if id(one) in blocks))
         ctx.set_materialize_grads(own.materialize_grads)
-        if own.output_grad_dtypes is not None:
-            ctx.set_output_grad_dtype(*_of_tensors(own.output_grad_dtypes, results))
         own.to_save = own.non_differentiable = ()
         return tuple(outputs)
 
@@ -269,22 +273,6 @@ class _Applied(Function):
             for one, layout in zip(ctx.saved_tensors, ctx.kinds, strict=True)
         )
         return None, *call.backward(saved, call.gradients(gradients))
-
-
-def _of_tensors(dtypes: Sequence[torch.dtype | None], results: Sequence[Any]) -> list[torch.dtype | None]:
-    """What is declared for results, of those that are tensors.
-
-    Raises: RuntimeError, as torch does, if it is too much or too little, or a dtype for what is no tensor.
-    """
-    if len(dtypes) != len(results):
-        raise RuntimeError(
-            "set_output_grad_dtype expected the number of declarations to match the number of outputs, "
-            f"{len(results)}; got {len(dtypes)}"
-        )
-    for place, (dtype, result) in enumerate(zip(dtypes, results, strict=True)):
-        if dtype is not None and not isinstance(result, torch.Tensor):
-            raise RuntimeError(f"set_output_grad_dtype declares a dtype for output {place}, which is no tensor")
-    return [dtype for dtype, result in zip(dtypes, results, strict=True) if isinstance(result, torch.Tensor)]
 
 
 def _block(one: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -342,33 +330,24 @@ TABLE[_attribute.__get__] = REPLICATED[_attribute.__get__] = _node
 
 
 def _by_position(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments, those by name where forward has them: as torch puts them, which takes no default in between.
+    """All arguments; those of a forward without ctx with their defaults, which its setup_context gets, too.
 
-    Raises: TypeError, as torch does.
+    Raises: TypeError for an argument by name that does not stand behind the others.
     """
-    parameters = signature(function.forward, follow_wrapped=False).parameters.values()
-    names = [one.name for one in parameters if one.kind is Parameter.POSITIONAL_OR_KEYWORD]
-    names = names[function.setup_context is _DERIVES :]  # (without ctx)
-    for name in kwargs:
-        if name not in names:
-            raise TypeError(f"forward() got an unexpected keyword argument '{name}'")
-        if name in names[: len(args)]:
-            raise TypeError(f"forward() got multiple values for argument '{name}'")
-    last = max(map(names.index, kwargs))
-    for place, name in enumerate(names[len(args) : last + 1], len(args)):
-        if name not in kwargs:
-            raise TypeError(f"forward() missing required argument: '{name}' (position {place})")
-    return *args, *(kwargs[name] for name in names[len(args) : last + 1])
+    first: tuple[Any, ...] = (None,) if function.setup_context is _DERIVES else ()  # (in the place of ctx)
+    if first and not kwargs:
+        return args
+    bound = signature(function.forward).bind(*first, *args, **kwargs)
+    if not first:
+        bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{function.__name__}.apply takes arguments by position; got {', '.join(bound.kwargs)} by name")
+    return bound.args[len(first) :]
 
 
 def apply_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply an autograd function to arguments of which some are global tensors, or weights."""
-    if function.setup_context is not _DERIVES:
-        bound = signature(function.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args, kwargs = bound.args, bound.kwargs
-    args = _by_position(function, args, kwargs) if kwargs else args
-    call = _Call(function, args)
+    call = _Call(function, _by_position(function, args, kwargs))
     outputs = iter(_Applied.apply(call, *call.inputs()))
     results: list[Any] = []
     for place, kind in enumerate(call.results):
