@@ -49,10 +49,10 @@ def local_map(function: Callable[..., Any], out: Any = "same") -> Callable[..., 
             one of these; for several results, a tuple of them.
     Raises: TypeError for another ``out``, also of a function; ValueError if a block has another shape than its layout
         says, or another dtype than others, or is no tensor, or a global or sparse one, or stands in a structure other
-        than one tuple or list, or in an object, for results of another number than places, or than on other workers,
-        and for arguments that require a gradient on some workers only; CommunicationError if the workers differ in
-        ``out``: the same on every worker in the first call with given layouts, dtypes and arguments that require a
-        gradient.
+        than one tuple or list, or is an object that is no number, text or constant of torch, for results of another
+        number than places, or than on other workers, and for arguments that require a gradient on some workers only;
+        CommunicationError if the workers differ in ``out``: the same on every worker in the first call with given
+        layouts, dtypes and arguments that require a gradient.
     """
     for place in out if isinstance(out, (tuple, list)) else (out,):
         if not (is_place(place) or callable(place)):

@@ -17,7 +17,7 @@ from distdl.environment.arguments import brief
 from distdl.geometry.boxes import Shape
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.debug import place_of
-from distdl.globals.nested import holds_tensors, tensors_in
+from distdl.globals.nested import opaque_in, tensors_in
 from distdl.globals.table import name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import Layout, Partition, dims
@@ -35,9 +35,12 @@ def _asked(place: Any, layouts: Sequence[KnownLayout]) -> Any:
 
 
 def _odd(y: Any) -> str:
-    """What no result may be, if it is that: a tensor that is no block, or a structure or an object with tensors."""
+    """What no result may be, if it is that: a tensor that is no block, a structure with tensors, or another object."""
     if not isinstance(y, torch.Tensor):
-        return f"tensors in a {type(y).__name__}" if tensors_in(y) or holds_tensors(y) else ""
+        opaque = opaque_in(y)
+        if opaque is not None:
+            return f"a {type(opaque).__name__}"
+        return f"tensors in a {type(y).__name__}" if tensors_in(y) else ""
     if y.layout is torch.strided:
         return ""
     return "a global tensor" if type(y) is GlobalTensor else f"a tensor that is {y.layout}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import copy
-from gc import get_referents
-from types import CodeType, FunctionType, ModuleType
+from numbers import Number
 from typing import Any
 
 import torch
 
 _NO_TENSORS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
-_OF_PROGRAMS = type, ModuleType, FunctionType, CodeType  # (which refer to all that a program has)
+_OF_TORCH = torch.dtype, torch.device, torch.layout, torch.memory_format
+_PLAIN = torch.Tensor, Number, str, type(None), *_OF_TORCH
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -21,21 +21,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether an object that is no structure refers to a tensor, also by others: what it consists of, its attributes.
-
-    (An iterator, which may be read once, refers to what it is of, and a generator to its variables.)
-    """
-    seen: dict[int, Any] = {}
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if issubclass(type(one), torch.Tensor):
-            return True
-        if id(one) not in seen and not issubclass(type(one), _OF_PROGRAMS):
-            seen[id(one)] = one
-            rest += get_referents(one)
-    return False
+def opaque_in(value: Any) -> Any:
+    """The first value in a structure that is no tensor, number, text or constant of torch; None if there is none."""
+    if isinstance(value, (tuple, list, dict)):
+        each = value.values() if isinstance(value, dict) else value
+        return next((one for one in map(opaque_in, each) if one is not None), None)
+    return None if isinstance(value, _PLAIN) else value
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.nested import holds_tensors, tensors_in
+from distdl.globals.nested import opaque_in, tensors_in
 from distdl.globals.operands import aligned
 from distdl.globals.table import TABLE, Handler, name_of
 from distdl.globals.tensor import GlobalTensor
 from distdl.partition import dims
-
-_OF_TORCH = torch.dtype, torch.device, torch.layout, torch.memory_format
-_PLAIN = torch.Tensor, int, float, complex, str, type(None), *_OF_TORCH
 
 
 def register(function: Any, handler: Handler | str | None = None) -> Any:
@@ -84,7 +81,7 @@ def _checked(function: Any, y: Any) -> Any:
 
     Raises: ValueError if it is none, as its block shows; TypeError for an object, in which blocks would go unseen.
     """
-    opaque = y if not isinstance(y, (*_PLAIN, tuple, list, dict)) else next(_holders(y), None)
+    opaque = opaque_in(y)
     if opaque is not None:
         raise TypeError(
             f"{name_of(function)} is registered as elementwise, but gave a {type(opaque).__name__}, and no tensors, "
@@ -98,15 +95,6 @@ def _checked(function: Any, y: Any) -> Any:
                 "distdl.register(function, handler) says what other functions do"
             )
     return y
-
-
-def _holders(y: Any) -> Iterator[Any]:
-    """What in a structure of tuples, lists and dicts is an object that holds tensors."""
-    if isinstance(y, (tuple, list, dict)):
-        for one in y.values() if isinstance(y, dict) else y:
-            yield from _holders(one)
-    elif not isinstance(y, _PLAIN) and holds_tensors(y):
-        yield y
 
 
 def unregister(function: Any) -> None:
