@@ -7,11 +7,9 @@ computes with whole tensors (:mod:`distdl.globals.whole_functions`); with blocks
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from distdl.globals.block import Block, as_block, check_unmixed
@@ -19,7 +17,7 @@ from distdl.globals.parts import enter_results
 from distdl.globals.replicas import Replica, current, plain_of, tied_of
 from distdl.globals.running import is_on_blocks, on_blocks
 from distdl.globals.tensor import GlobalTensor
-from distdl.globals.whole_functions import Own, apply_whole
+from distdl.globals.whole_functions import apply_whole
 from distdl.tensors.derivatives import recomputing
 
 
@@ -37,18 +35,19 @@ def _changed(y: Any, change: Callable[[Any], Any]) -> Any:
     return tuple(map(change, y)) if isinstance(y, tuple) else change(y)
 
 
-def _on_blocks(function: Any, applied: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an autograd function gives in a function on blocks. Its backward, which runs later, is one on blocks, too.
+def _on_blocks(function: Any) -> Any:
+    """An autograd function whose backward, which runs later, is a function on blocks, as its forward is.
 
-    (A backward that goes through a module of the model would else add up the gradients of all workers' blocks.)
+    A backward that goes through a module of the model would else add up the gradients of all workers' blocks.
     """
-    y = applied(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
-    y = _changed(y, tied_of)
-    for one in y if isinstance(y, tuple) else (y,):
-        node: Any = one.grad_fn if type(one) is torch.Tensor else None
-        if type(node) is function._backward_cls and function is not CheckpointFunction:  # (which knows it)
-            node._distdl_on_blocks = True
-    return y
+    if function is CheckpointFunction:  # (which knows it)
+        return function
+    made = vars(function).get("_distdl_on_blocks")
+    if made is None:
+        name = "backward" if function.vjp is torch.autograd.Function.vjp else "vjp"
+        backward = staticmethod(on_blocks()(getattr(function, name)))
+        made = function._distdl_on_blocks = type(function.__name__, (function,), {name: backward})
+    return made
 
 
 def _without_graph(function: Any, y: Any) -> Any:
@@ -67,11 +66,6 @@ def _without_graph(function: Any, y: Any) -> Any:
     return y
 
 
-def _backward(node: Any, *gradients: Any) -> Any:
-    with on_blocks() if getattr(node, "_distdl_on_blocks", False) else nullcontext():
-        return Own.apply(node, *gradients)
-
-
 def install() -> None:
     """Let autograd functions look for global tensors among their arguments: torch asks nobody there."""
     known: Any = torch.autograd.Function
@@ -82,13 +76,14 @@ def install() -> None:
         if Replica in kinds or Block in kinds:
             args, kwargs = tuple(map(_now, args)), {name: _now(one) for name, one in kwargs.items()}
             kinds = _types((*args, *kwargs.values()))
-        applied = torch_apply.__get__(None, cls)
         if is_on_blocks() and GlobalTensor not in kinds:
-            return _on_blocks(cls, applied, args, kwargs)
+            apply = torch_apply.__get__(None, _on_blocks(cls))
+            y = apply(*map(plain_of, args), **{name: plain_of(one) for name, one in kwargs.items()})
+            return _changed(y, tied_of)
         check_unmixed(named, kinds)
         if GlobalTensor in kinds or (Replica in kinds and torch.is_grad_enabled()):
             return apply_whole(cls, args, kwargs)
-        y = applied(*args, **kwargs)
+        y = torch_apply.__get__(None, cls)(*args, **kwargs)
         made = _types(y)
         if GlobalTensor in made:
             return _without_graph(cls, y)
@@ -108,4 +103,3 @@ def install() -> None:
 
     apply.__doc__ = known.apply.__doc__
     known.apply = classmethod(apply)
-    BackwardCFunction.apply = _backward  # type: ignore[method-assign]
