@@ -694,8 +694,12 @@ class Both(NamedTuple):
     positive: torch.Tensor
 
 
+def dict_of(ys):
+    return {"sine": ys[0], "positive": ys[1]}
+
+
 class Pair(tuple):
-    """A tuple that is made of two arguments; elsewhere it comes out as a tuple."""
+    """A tuple that is made of two arguments."""
 
     __slots__ = ()
 
@@ -703,21 +707,23 @@ class Pair(tuple):
         return super().__new__(cls, (first, second))
 
 
+@pytest.mark.parametrize("kind", [Pair, Both])
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @on_workers
-def test_a_function_that_falls_back_and_gives_a_tuple_of_its_own():
+def test_a_function_that_falls_back_and_gives_a_tuple_of_its_own(kind):
     def function(x):
         if torch.overrides.has_torch_function((x,)):
             return torch.overrides.handle_torch_function(function, (x,), x)
-        return Pair(x.sin(), x.shape)
+        return {"found": [kind(x.sin(), x.shape)]}
 
-    y, shape = function(split(x35))
-    assert_close(y, x35.sin())
-    assert type(shape) is torch.Size and shape == (3, 5)
+    with pytest.raises(TypeError, match=f"has a {kind.__name__}, a class of tuples .* give a tuple .* distdl.register"):
+        function(split(x35))
 
 
-@pytest.mark.parametrize("registered", [True, False])
-@pytest.mark.parametrize("kind", [list, Both._make, lambda ys: {"sine": ys[0], "positive": ys[1]}])
+@pytest.mark.parametrize(
+    ("kind", "registered"),
+    [(kind, True) for kind in (list, Both._make, dict_of)] + [(kind, False) for kind in (list, tuple, dict_of)],
+)
 @pytest.mark.filterwarnings("ignore:.*has no op")
 @on_workers
 def test_a_function_that_gives_a_structure(kind, registered):

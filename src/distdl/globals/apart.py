@@ -7,36 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from distdl.globals.context import Context
+from distdl.globals.entry import value_of
 from distdl.partition.sharing import broadcast_value
-from distdl.tensors.derivatives import NONE, Keeping, is_checkpointed, keeps_graph
+from distdl.tensors.derivatives import Keeping, is_checkpointed, keeps_graph
 from distdl.tensors.function import Function
 from distdl.tensors.memory import as_dense
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # (the stubs lack it)
 _RAISED = (ValueError, TypeError, IndexError, NotImplementedError, LinAlgError)
 _KINDS: dict[str, type[Exception]] = {one.__name__: one for one in _RAISED}
-
-
-class Failure(NamedTuple):
-    """What one worker raised, as the others are told of it."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, problem: Exception) -> Failure:
-        return cls(type(problem).__name__, str(problem))
-
-    def error(self, call: str, worker: int) -> Exception:
-        """The error that every worker raises."""
-        return _KINDS.get(self.kind, RuntimeError)(f"{call} of a global tensor, on worker {worker}: {self.message}")
 
 
 class Apart:
@@ -67,15 +52,15 @@ class Apart:
         nothing = x.detach().new_zeros(()).expand(x.shape)
         self.links.append(_With.apply(nothing, x))
         is_leaf = is_leaf or x.is_leaf
-        leaf = x.detach() if is_leaf else nothing.detach()
-        leaf.requires_grad_()
+        leaf = (x if is_leaf else nothing).detach().requires_grad_()
         own = leaf if is_leaf else _With.apply(x.detach(), leaf)
         self.edges.append(get_gradient_edge(own))
         return own
 
     def runs(self) -> Any:
         """Where the function runs. It keeps what its derivative needs, which a checkpoint would recompute alone."""
-        return Keeping(partial(_cells), _same) if is_checkpointed() else nullcontext()
+        # (a result that its own node saves would keep the node, which keeps it: so it is detached)
+        return Keeping(lambda x: x.detach(), lambda x: x) if is_checkpointed() else nullcontext()
 
     def gives(self, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results in the workers' graph. On the other workers they are zeros, without volume."""
@@ -84,49 +69,39 @@ class Apart:
         given: Sequence[torch.Tensor] = _Apart.apply(self, results, *self.links)
         return given
 
-    def differentiate(
-        self, outputs: Sequence[GradientEdge | None], dys: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """The derivatives by what the function took; None where a result does not depend on it.
+    def derivative(self, links: Sequence[torch.Tensor]) -> Apart:
+        """The function's derivative, which runs on the same worker: it takes the function's arguments, too.
 
-        Raises: on every worker, what torch raises on the one.
+        Args:
+            links: to these arguments.
         """
-        found: list[torch.Tensor | None] = [None] * len(self.edges)
-        failure, again = None, torch.is_grad_enabled()
-        if self.context.me == self.worker:
-            known = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y is not None]
-            try:
-                if known:
-                    ys, dys = zip(*known, strict=True)
-                    kept = self.again or keeps_graph()
-                    listed = torch.autograd.grad(ys, self.edges, dys, kept, again, allow_unused=True)
-                    # (a sparse one, as of a table, is added up with those of other workers)
-                    found = [None if dx is None else as_dense(dx) for dx in listed]
-            except Exception as problem:
-                failure = Failure.of(problem)
-        self._agree(failure)
-        return found
+        made = Apart(self.context, self.worker, self.name)
+        self.again = made.again = self.again or torch.is_grad_enabled()
+        made.links, made.edges = [*links], [*self.edges]
+        return made
 
-    def _agree(self, failure: Failure | None) -> None:
-        """Raise on every worker if the one has failed."""
-        context, call = self.context, f"the derivative of {self.name}"
-        failed = failure is not None
-        if len(context.everyone) > 1 and not context.comm.imagined:
-            owned, needed = context.whole((1,), self.worker), context.everywhere((1,))
+    def check(self, problem: Exception | None) -> None:
+        """Raises: on every worker, what the derivative has raised on the one."""
+        call, comm, everyone = f"the derivative of {self.name}", self.context.comm, self.context.everyone
+        failure, failed = failure_of(problem), problem is not None
+        if len(everyone) > 1 and not comm.imagined:
+            owned = self.context.whole((1,), self.worker)
             flag = torch.full(owned.local, float(failed), device=self.links[0].device)
-            failed = bool(context.moving(owned, needed, flag.dtype, NONE, call).execute(flag).item())
-            if failed:
-                failure = Failure(*broadcast_value(context.comm, context.everyone, call, self.worker, failure))
-        if failure is not None:
-            raise failure.error(call, self.worker)
+            if value_of(flag, owned, call).item():  # (one message for each worker; a text would take several)
+                failure = broadcast_value(comm, everyone, call, self.worker, failure)
+        raise_failure(failure, call, self.worker)
 
 
-def _cells(x: torch.Tensor) -> torch.Tensor:
-    return x.detach()  # (a result that its own node saves would keep the node, which keeps it)
+def failure_of(problem: Exception | None) -> tuple[str, str] | None:
+    """What one worker has raised, as the others are told of it: its kind, and its text."""
+    return None if problem is None else (type(problem).__name__, str(problem))
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
+def raise_failure(failure: tuple[str, str] | None, call: str, worker: int) -> None:
+    """Raises: on every worker, what the one has raised, if it has."""
+    if failure is not None:
+        kind, text = failure
+        raise _KINDS.get(kind, RuntimeError)(f"{call} of a global tensor, on worker {worker}: {text}")
 
 
 class _With(Function):
@@ -156,10 +131,20 @@ class _Apart(Function):
     def backward(ctx: Any, *dys: torch.Tensor | None) -> tuple[Any, ...]:
         links = ctx.saved_tensors  # before any message: this is where a checkpoint recomputes its forward
         apart: Apart = ctx.apart
-        apart.again = apart.again or torch.is_grad_enabled()
-        derivative = Apart(apart.context, apart.worker, apart.name)
-        derivative.links, derivative.edges, derivative.again = [*links], [*apart.edges], apart.again
-        outputs = [y for y, dy in zip(ctx.outputs, dys, strict=True) if dy is not None]
-        found = apart.differentiate(outputs, [derivative.takes(dy) for dy in dys if dy is not None])
-        dxs = [link.new_zeros(link.shape) if dx is None else dx for dx, link in zip(found, links, strict=True)]
-        return None, None, *(derivative.gives(dxs) if torch.is_grad_enabled() else dxs)
+        derivative = apart.derivative(links)
+        given = [(y, derivative.takes(dy)) for y, dy in zip(ctx.outputs, dys, strict=True) if dy is not None]
+        known = [(y, dy) for y, dy in given if y is not None]  # (none on the other workers)
+        dxs: list[torch.Tensor | None] = [None] * len(links)
+        problem = None
+        try:
+            if known:
+                outputs, seeds = zip(*known, strict=True)
+                again, kept = torch.is_grad_enabled(), apart.again or keeps_graph()
+                found = torch.autograd.grad(outputs, apart.edges, seeds, kept, again, allow_unused=True)
+                # (a sparse one, as of a table, is added up with those of other workers)
+                dxs = [None if dx is None else as_dense(dx) for dx in found]
+        except Exception as error:
+            problem = error
+        apart.check(problem)
+        results = [x.new_zeros(x.shape) if dx is None else dx for x, dx in zip(links, dxs, strict=True)]
+        return None, None, *(derivative.gives(results) if torch.is_grad_enabled() else results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from distdl.geometry.boxes import Shape
 from distdl.globals.adopting import write
-from distdl.globals.apart import Apart, Failure
+from distdl.globals.apart import Apart, failure_of, raise_failure
 from distdl.globals.context import Context, KnownLayout
 from distdl.globals.entry import value_of
 from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.operands import moved, moved_block
-from distdl.globals.outcome import Described, Outcome, observed, with_tensors
+from distdl.globals.outcome import Described, Outcome, observed
 from distdl.globals.replicas import Replica, entered, plain_of
 from distdl.globals.table import TABLE, name_of, writes
 from distdl.globals.tensor import GlobalTensor, is_leaf
@@ -53,10 +53,8 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return write(func, args, kwargs, args[0], (args, kwargs))
     found = [one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor]
     first = found[0]
-    context, workers = first._context, first._layout.partition.workers
-    name = name_of(func)
+    context, worker, name = first._context, int(first._layout.partition.workers.flat[0]), name_of(func)
     _announce(context, name, found)
-    worker = int(workers.flat[0])
     apart = Apart(context, worker, name)
     in_place = writes(func, kwargs)
     gathered = {id(one): apart.takes(_gathered(one, worker, name, in_place), is_leaf(one)) for one in found}
@@ -71,35 +69,46 @@ def fall_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
     given, named = map_tensors((args, kwargs), plain)
     inputs = [gathered[id(one)] for one in found]
-    failure, outcome = None, None
+    failure, told = None, None
     values: list[torch.Tensor] = []
     if context.me == worker:
         try:
-            with apart.runs(), Writes(func, [*inputs, *beside]) as writes_seen:
-                result = func(*given, **named)
-            values, outcome = observed(result, inputs, beside, writes_seen)
+            with apart.runs():
+                values, told = _observed(func, given, named, inputs, beside)
         except Exception as problem:
-            failure = Failure.of(problem)
+            failure = failure_of(problem)
     if not context.comm.imagined:
-        told = broadcast_value(context.comm, context.everyone, f"{name} of a global tensor", worker, (failure, outcome))
-        failure, outcome = told[0] and Failure(*told[0]), told[1] and Outcome(*told[1])
+        call = f"{name} of a global tensor"
+        failure, told = broadcast_value(context.comm, context.everyone, call, worker, (failure, told))
     elif context.me != worker:
-        outcome = _imagine(func, args, kwargs, found)
-    if failure is not None:
-        raise failure.error(name, worker)
-    assert outcome is not None
+        told = _imagine(func, given, named, inputs, found)
+    raise_failure(failure, name, worker)
+    assert told is not None
+    outcome = Outcome(*told)
     for place in outcome.beside:
         _share(beside[place], context, worker, name)
-    described = [Described(*one) for one in outcome.tensors]
+    tensors = [Described(*one) for one in outcome.tensors]
     if context.me != worker:
-        values = [_nothing(one, context, worker, inputs[0].device) for one in described]
-    curved = [place for place, one in enumerate(described) if one.gradient]
+        held = [(context.whole(one.shape, worker).local, DTYPES[one.dtype]) for one in tensors]
+        values = [torch.zeros(local, dtype=dtype, device=inputs[0].device) for local, dtype in held]
+    curved = [place for place, one in enumerate(tensors) if one.gradient]
     for place, value in zip(curved, apart.gives([values[place] for place in curved]), strict=True):
         values[place] = value
-    spread = [
-        _spread(one, value, worker, found, workers, context, name) for one, value in zip(described, values, strict=True)
-    ]
-    return with_tensors(outcome.result, iter(spread))
+    spread = [_spread(one, value, worker, found, name) for one, value in zip(tensors, values, strict=True)]
+    return outcome.filled(spread)
+
+
+def _observed(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[torch.Tensor],
+    beside: Sequence[torch.Tensor] = (),
+) -> tuple[list[torch.Tensor], Outcome]:
+    """Call a function: the tensors that it gives, and what the others are told."""
+    with Writes(func, [*inputs, *beside]) as writes_seen:
+        result = func(*args, **kwargs)
+    return observed(result, inputs, beside, writes_seen)
 
 
 def _gathered(x: GlobalTensor, worker: int, name: str, in_place: bool) -> torch.Tensor:
@@ -123,54 +132,42 @@ def _share(plain: torch.Tensor, context: Context, worker: int, name: str) -> Non
 
 
 def _imagine(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[GlobalTensor]
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: Sequence[torch.Tensor],
+    found: list[GlobalTensor],
 ) -> Outcome:
-    """What the worker that runs a function would tell the others, where it is not there."""
+    """What the worker that runs a function would tell the others, where it is not there.
 
-    def whole(one: torch.Tensor) -> torch.Tensor:
-        if type(one) is not GlobalTensor:
-            one = one._plain if type(one) is Replica else one
-            return one if one.layout is torch.strided else without_memory(one)
-        return inputs[id(one)]
+    Args:
+        inputs: what this worker has of the tensors that are found among the arguments.
+    """
+
+    def imagined(one: torch.Tensor) -> torch.Tensor:
+        return whole.get(id(one), one if one.layout is torch.strided else without_memory(one))
 
     with _disable_current_modes():
-        inputs = {
-            id(one): torch.empty(one.shape, dtype=one.dtype, device="meta").requires_grad_(one.requires_grad).clone()
-            for one in found
+        whole = {
+            id(one): torch.empty(x.shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad).clone()
+            for one, x in zip(inputs, found, strict=True)
         }
-        given, named = map_tensors((args, kwargs), whole)
-        listed = [inputs[id(one)] for one in found]
-        with Writes(func, listed) as writes_seen:
-            result = func(*given, **named)
-        return observed(result, listed, [], writes_seen)[1]
-
-
-def _nothing(one: Described, context: Context, worker: int, device: torch.device) -> torch.Tensor:
-    """What a worker that does not compute has of a result."""
-    return torch.zeros(context.whole(one.shape, worker).local, dtype=DTYPES[one.dtype], device=device)
+        given, named = map_tensors((args, kwargs), imagined)
+        return _observed(func, given, named, [whole[id(one)] for one in inputs])[1]
 
 
 def _spread(
-    described: Described,
-    value: torch.Tensor,
-    worker: int,
-    found: list[GlobalTensor],
-    workers: IntArray,
-    context: Context,
-    name: str,
+    described: Described, value: torch.Tensor, worker: int, found: list[GlobalTensor], name: str
 ) -> GlobalTensor:
     """A result, which one worker has, split over the workers of the first argument."""
-    extents = described.shape
-    owned = context.whole(extents, worker)
+    extents, context = described.shape, found[0]._context
     x = found[described.same] if described.same >= 0 else None
     if x is not None and not described.written:
         return x
-    resized = x is None or x.shape != extents
-    target = split_like(context, extents, workers) if x is None or resized else x._layout
-    if owned.rulers:
-        block = moved_block(value, owned, target, name)
-    else:
-        block, target = value, owned
+    owned, resized = context.whole(extents, worker), x is None or x.shape != extents
+    split = split_like(context, extents, found[0]._layout.partition.workers) if x is None or resized else x._layout
+    target = split if owned.rulers else owned
+    block = moved_block(value, owned, target, name)
     if x is None:
         if described.view >= 0:  # (it may have stayed in the memory of a block, whose writes the others do not see)
             block = block.clone()

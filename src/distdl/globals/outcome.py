@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from distdl.geometry.boxes import Shape
-from distdl.globals.nested import tensors_in
+from distdl.globals.nested import map_tensors, tensors_in
 from distdl.globals.tensor import NO_BLOCKS
 from distdl.globals.writes import Writes
 from distdl.tensors.dtypes import dtype_code
+
+_KINDS = "torch.return_types"  # the module of the named tuples of torch's functions
+_EMPTY = torch.empty(0, device="cpu")
 
 
 class Described(NamedTuple):
@@ -53,18 +55,26 @@ class Described(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a function gives, in numbers and texts alone.
+    """What a function gives, as it can be sent. Of classes of tuples, only torch's named ones are kept.
 
     Attributes:
-        result: its structure, without its tensors.
+        result: its structure, with empty tensors.
+        kind: which of ``torch.return_types`` it is; empty if it is none.
         tensors: those of the result, in their order, and behind them the inputs that were written and are not among
             them, as by ``torch._foreach_add_``.
         beside: which of the tensors that every worker has were written.
     """
 
-    result: tuple[str, Any]
-    tensors: Sequence[Described]
+    result: Any
+    kind: str
+    tensors: Sequence[Sequence[Any]]
     beside: Sequence[int]
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The result, of these tensors."""
+        rest = iter(tensors)
+        result = map_tensors(self.result, lambda _: next(rest))
+        return getattr(torch.return_types, self.kind)(result) if self.kind else result
 
 
 def observed(
@@ -72,51 +82,24 @@ def observed(
 ) -> tuple[list[torch.Tensor], Outcome]:
     """The tensors of an outcome, and the outcome.
 
-    Raises: TypeError if one of them is no dense tensor.
+    Raises: TypeError if one of them is no dense tensor, or for a class of tuples that is not torch's.
     """
-    tensors = tensors_in(result)
+    kind, tensors = "", tensors_in(result)
+    if type(result).__module__ == _KINDS:
+        kind, result = type(result).__name__, tuple(result)
+    _check_tuples(result)
     returned = set(map(id, tensors))
     tensors += [one for one in inputs if writes_seen.into(one) and id(one) not in returned]
-    written = [place for place, one in enumerate(beside) if writes_seen.into(one)]
     described = [Described.of(one, inputs, writes_seen) for one in tensors]
-    return tensors, Outcome(_without_tensors(result), described, written)
+    written = [place for place, one in enumerate(beside) if writes_seen.into(one)]
+    return tensors, Outcome(map_tensors(result, lambda _: _EMPTY), kind, described, written)
 
 
-def _without_tensors(value: Any) -> tuple[str, Any]:
-    """What kind of a thing a value is, and what it consists of: of a tensor, nothing."""
-    if isinstance(value, torch.Tensor):
-        return "tensor", None
-    if isinstance(value, dict):
-        return "dict", [(name, _without_tensors(one)) for name, one in value.items()]
-    if isinstance(value, list):
-        return "list", [_without_tensors(one) for one in value]
-    if isinstance(value, tuple):
-        path = f"{type(value).__module__}:{type(value).__qualname__}"
-        return path if _tuples_at(path) is type(value) else "tuple", [_without_tensors(one) for one in value]
-    return "value", value
-
-
-def with_tensors(described: tuple[str, Any], tensors: Iterator[Any]) -> Any:
-    """The value of this structure, with tensors in their places."""
-    kind, content = described
-    if kind == "tensor":
-        return next(tensors)
-    if kind == "value":
-        return content
-    if kind == "dict":
-        return {name: with_tensors(one, tensors) for name, one in content}
-    items = [with_tensors(one, tensors) for one in content]
-    if kind == "list":
-        return items
-    named: Any = _tuples_at(kind) or tuple
-    return named._make(items) if hasattr(named, "_make") else named(items)
-
-
-def _tuples_at(path: str) -> type | None:
-    """A class of tuples by the path at which each worker finds it, as one of named tuples; None if it is not there."""
-    module, _, name = path.partition(":")
-    found = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, tuple)):
-        return None
-    is_made_of_items = hasattr(found, "_make") or module == "torch.return_types" or found is torch.Size
-    return found if is_made_of_items else None
+def _check_tuples(value: Any) -> None:
+    if isinstance(value, tuple) and type(value) not in (tuple, torch.Size):
+        raise TypeError(
+            f"its result has a {type(value).__name__}, a class of tuples that is not kept where one worker computes; "
+            "give a tuple or a dict, or enter the function with distdl.register"
+        )
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        _check_tuples(one)
