@@ -24,8 +24,7 @@ _PLACES: list[tuple[Any, str]] = [
     (eager_transforms, "grad_and_value_impl"), (eager_transforms, "_vjp_with_argnums"),
     (eager_transforms, "_jvp_with_argnums"), (vmapping, "_flat_vmap"), (utils, "_hop_compile_and_call"),
 ]  # fmt: skip
-_distdl_linearize: Any  # (for type checkers: both are set in torch's module, whose globals the lambdas below get)
-_distdl_functionalize: Any
+_distdl_linearize: Any  # (for type checkers: it is set in torch's module, whose globals the lambda below gets)
 _turn = RLock()  # (workers may be threads, of which one imports)
 _opened: list[bool] = []
 
@@ -34,12 +33,8 @@ def install() -> None:
     """Let the first call of one of these functions import ours."""
     for module, name in _PLACES:
         setattr(module, name, _importing(getattr(module, name), partial(getattr, module, name)))
-    linearize, functionalize = (
-        _importing(copied(one), partial(getattr, eager_transforms, one.__name__))
-        for one in (eager_transforms.linearize, eager_transforms.functionalize)
-    )
+    linearize = _importing(copied(eager_transforms.linearize), lambda: eager_transforms.linearize)
     lend(eager_transforms.linearize, linearize, lambda *a, **k: _distdl_linearize(*a, **k))  # noqa: F821
-    lend(eager_transforms.functionalize, functionalize, lambda *a, **k: _distdl_functionalize(*a, **k))  # noqa: F821
     # (with torch 2.14 it imports sympy, which takes as long as all of distdl)
     behind("torch.nn.attention.flex_attention", lambda: import_module("distdl.globals.higher_order.flex"))
 
