@@ -222,6 +222,8 @@ BY_GENERATOR = {
     "one class": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 1, generator=g),
     "classes": lambda x, g: x[:, 0, 0].softmax(-1).multinomial(3, generator=g),
     "classes again": lambda x, g: torch.multinomial(x[:, 0, 0].softmax(-1), 9, True, generator=g),
+    "classes of a vector": lambda x, g: torch.multinomial(x[0, 0, 0].softmax(-1), 2, generator=g),
+    "poisson": lambda x, g: torch.poisson(x.exp(), generator=g),
     "rrelu": lambda x, g: torch.rrelu(x.transpose(0, 2), 0.1, 0.3, True, g),
     "rrelu_": lambda x, g: torch.rrelu_(x.clone(), training=True, generator=g),
     "a number": lambda x, g: torch.rand_like(x.sum(), generator=g),
@@ -236,6 +238,23 @@ def test_by_a_generator_is_drawn_what_torch_draws(name):
         y = BY_GENERATOR[name](split(x43, *grid), ours)
         assert torch.equal(y.full_tensor(), BY_GENERATOR[name](x43, theirs))
         assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+@on_workers
+def test_derivatives_of_what_a_generator_draws():
+    """Of rrelu there are some; of odds they are zero; a new tensor may be a leaf."""
+    plain, x = x43.clone().requires_grad_(), split(x43).requires_grad_()
+
+    def drawn(x):
+        g = torch.Generator().manual_seed(1)
+        return (torch.rrelu(x, 0.1, 0.3, True, g) * torch.bernoulli(x.sigmoid(), generator=g)).sum()
+
+    for one in (plain, x):
+        drawn(one).backward()
+    assert torch.equal(x.grad.full_tensor(), plain.grad)
+    new = torch.randn_like(x, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    (new * 3).sum().backward()
+    assert new.is_leaf and torch.equal(new.grad.full_tensor(), torch.full_like(x43, 3))
 
 
 @on_workers

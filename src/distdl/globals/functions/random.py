@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from distdl.globals.adopting import write
 from distdl.globals.context import Context, KnownLayout
+from distdl.globals.fallback import split_like
 from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.distributions import (
     between,
@@ -30,10 +31,10 @@ from distdl.globals.functions.distributions import (
     normal,
 )
 from distdl.globals.nested import map_tensors, tensors_in
-from distdl.globals.operands import aligned, block_of, entire
+from distdl.globals.operands import aligned, block_of, part_of, whole
 from distdl.globals.replicas import Replica, copy_of
 from distdl.globals.strides import keep_strides
-from distdl.globals.table import REPLICATED, TABLE, by_name, handles
+from distdl.globals.table import REPLICATED, TABLE, Handler, by_name, composite, handles, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
 from distdl.ops.dropout import masked
@@ -87,21 +88,46 @@ def random_like(x: GlobalTensor, value: Value | None, dtype: torch.dtype | None 
     return drawn(x._layout, next_draw(x._context), value, dtype or x.dtype, x.device)
 
 
-def whole_by_generator(
-    x: GlobalTensor, draw: Callable[[torch.Tensor], torch.Tensor], name: str, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """This worker's block of what a generator draws, which lies as x does.
+_READ = (
+    "normal",
+    "poisson",
+    "multinomial",
+    "bernoulli",
+    "rrelu",
+    "rrelu_",
+)  # the functions that read what they are given
 
-    What a generator gives an element depends on all those before it, so each worker draws the whole tensor.
 
-    Args:
-        draw: draws from the generator, of a tensor with x's shape and strides.
+def takes_generator(handler: Handler) -> Handler:
+    """A handler of a random function that draws from a generator what torch draws, if it is given one.
+
+    What a generator gives an element depends on all those before it, so each worker computes the whole result.
     """
-    if x._context.comm.imagined:
-        return torch.empty_like(block_of(x), dtype=dtype)
-    plain = torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device=x.device)
-    block: torch.Tensor = aligned(x._context, (x, draw(plain)), 0, name)[1][1]
-    return block
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        by_generator = any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
+        x: Any = next(one for one in tensors_in((args, kwargs)) if type(one) is GlobalTensor)
+        name, context, in_place = func.__name__, x._context, writes(func, kwargs)
+        if not by_generator or context.comm.imagined:
+            args = tuple([one for one in args if not isinstance(one, torch.Generator)])
+            return handler(func, args, {key: one for key, one in kwargs.items() if key != "generator"})
+        if in_place and args[0] is not x:
+            return write(func, args, kwargs, args[0], (args, kwargs))
+
+        def taken(one: torch.Tensor) -> Any:
+            if name in _READ or one is not x:
+                return whole(one)
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+        given, named = map_tensors((args, kwargs), taken)
+        plain: torch.Tensor = func(*given, **named)
+        alike = plain.shape == x.shape
+        layout = x._layout if alike else split_like(context, plain.shape, x._layout.partition.workers)
+        block = part_of(plain.detach() if plain.is_leaf else plain, layout, name)
+        y = GlobalTensor._of(block.requires_grad_() if plain.is_leaf and plain.requires_grad else block, layout)
+        return write_back(x, y, name) if in_place else y
+
+    return run
 
 
 # -- dropout
@@ -184,18 +210,12 @@ def _like(value: Callable[..., Value | None]) -> Callable[..., Any]:
         x, *numbers = args
         dtype = kwargs.pop("dtype", None) or x.dtype
         requires_grad = kwargs.pop("requires_grad", False)
-        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high", "generator")
+        _check_options(func, kwargs, "device", "layout", "memory_format", "pin_memory", "low", "high")
         numbers += [kwargs[key] for key in ("low", "high") if key in kwargs]
-        generator = kwargs.get("generator")
-        if generator is None:
-            block = random_like(x, value(dtype, *numbers), dtype)
-        else:
-            block = whole_by_generator(
-                x, lambda plain: func(plain, *numbers, generator=generator), func.__name__, dtype
-            )
+        block = random_like(x, value(dtype, *numbers), dtype)
         return GlobalTensor._of(block.requires_grad_(bool(requires_grad)), x._layout)
 
-    return handler
+    return takes_generator(handler)
 
 
 handles("rand_like", "torch")(_like(lambda dtype: between(0.0, 1.0, dtype)))
@@ -211,18 +231,13 @@ def _in_place(value: Callable[..., Value]) -> Callable[..., Any]:
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
         x: GlobalTensor = args[0]
-        numbers = args[1:]
-        if kwargs.get("generator") is not None:
-            block = whole_by_generator(x, lambda plain: func(plain, *numbers, **kwargs), func.__name__)
-        else:
-            named = {"low" if key == "from" else key: one for key, one in kwargs.items() if key != "generator"}
-            how = value(x.dtype, *numbers, **named)
-            block = random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64)
-        block_of(x).copy_(block)
+        named = {"low" if key == "from" else key: one for key, one in kwargs.items()}
+        how = value(x.dtype, *args[1:], **named)
+        block_of(x).copy_(random_like(x, how, x.dtype if x.dtype.is_floating_point else torch.float64))
         note_written(x, func.__name__)
         return x
 
-    return handler
+    return takes_generator(handler)
 
 
 handles("uniform_", "Tensor")(_in_place(lambda dtype, low=0.0, to=1.0: between(low, to, dtype)))
@@ -238,37 +253,26 @@ handles("geometric_", "Tensor")(_in_place(lambda dtype, p: geometric(p)))
 
 
 @handles("bernoulli bernoulli_", "torch Tensor")
+@takes_generator
 def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Zeros and ones: ``bernoulli(p)``, ``bernoulli(x, p)`` in the shape of x, and into x ``x.bernoulli_(p)``."""
     x, *rest = args
-    _check_options(func, kwargs, "p", "generator")
-    name, generator = func.__name__, kwargs.get("generator")
-    writes = name.endswith("_")
-    p = rest[0] if rest else kwargs.get("p", 0.5 if writes else x)
+    _check_options(func, kwargs, "p")
+    name, in_place = func.__name__, func.__name__.endswith("_")
+    p = rest[0] if rest else kwargs.get("p", 0.5 if in_place else x)
     if type(x) is not GlobalTensor:
         return write(func, args, kwargs, x, p)
     layout, (_, odds) = aligned(x._context, (x, p), 0, name)
     if not isinstance(p, torch.Tensor) and not 0 <= p <= 1:
         raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p}")
-    draw = next_draw(x._context) if generator is None else None
-
-    def blank(like: torch.Tensor) -> torch.Tensor:  # (what torch draws into)
-        return like if writes else torch.empty_like(like, memory_format=torch.contiguous_format)
-
+    draw = next_draw(x._context)
     if isinstance(odds, torch.Tensor):
-        if draw is not None:
-            u = drawn(layout, draw, None, torch.float64, x.device)
-        else:
-            fine = torch.float64 if odds.dtype == torch.float64 else torch.float32  # (as torch draws)
-            u = whole_by_generator(x, lambda plain: blank(plain).uniform_(generator=generator), name, fine)
-        ones = (u < odds.detach()).to(x.dtype)
+        ones = (drawn(layout, draw, None, torch.float64, x.device) < odds.detach()).to(x.dtype)
         if odds.requires_grad:  # (the derivative is zero, and not none)
             ones = ones + zeroed(odds).to(x.dtype)
-    elif draw is not None:
-        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
     else:
-        ones = whole_by_generator(x, lambda plain: blank(plain).bernoulli_(p, generator=generator), name)
-    if not writes:
+        ones = drawn(layout, draw, lambda u: u < odds, torch.bool, x.device).to(x.dtype)
+    if not in_place:
         return GlobalTensor._of(ones, layout)
     block_of(x).copy_(ones)
     note_written(x, name)
@@ -276,6 +280,7 @@ def bernoulli(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @handles("rrelu rrelu_", "torch functional")
+@takes_generator
 @by_name
 def rrelu(
     func: Any,
@@ -283,49 +288,28 @@ def rrelu(
     lower: float = 0.125,
     upper: float = 1 / 3,
     training: bool = False,
-    last: Any = None,
-    *,
-    inplace: bool = False,
-    generator: Any = None,
+    inplace: Any = False,
 ) -> Any:
-    """A leaky ReLU whose slope is drawn for each element while training.
-
-    Args:
-        last: ``inplace`` of torch.nn.functional.rrelu, and ``generator`` of the others.
-    """
-    if func is functional.rrelu:
-        inplace = inplace or bool(last)
-    else:
-        inplace, generator = func.__name__.endswith("_"), last if generator is None else generator
+    """A leaky ReLU whose slope is drawn for each element while training."""
+    inplace = bool(inplace) or func.__name__.endswith("_")
     if lower > upper:
         raise RuntimeError("Lower bound should be less than or equal to the upper bound")
     if not training:
         return functional.leaky_relu(input, (lower + upper) / 2, inplace=inplace)
     block = block_of(input)
-    if generator is None:
-        slope = random_like(input, between(lower, upper, input.dtype))
-    else:
-        signs = 1 - 2 * entire(input.detach() <= 0).to(input.dtype)  # (torch draws for these elements alone)
-        slope = whole_by_generator(
-            input, lambda _: torch.rrelu(signs, lower, upper, True, generator=generator) * signs, "rrelu"
-        )
+    slope = random_like(input, between(lower, upper, input.dtype))
     y = block * torch.where(block.detach() <= 0, slope, torch.ones_like(slope))
     z = GlobalTensor._of(y, input._layout)
     return write_back(input, z, "rrelu_") if inplace else z
 
 
+_gumbel_softmax = composite(functional.gumbel_softmax)
+
+
 @handles("gumbel_softmax", "functional")
-@by_name
-def gumbel_softmax(
-    func: Any, logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
-) -> Any:
-    """Softmax of logits with Gumbel noise."""
-    noise = GlobalTensor._of(random_like(logits, lambda u: -exponential()(u).log_()), logits._layout)
-    soft = ((logits + noise) / tau).softmax(dim)
-    if not hard:
-        return soft
-    index = soft.detach().max(dim, keepdim=True)[1]
-    return torch.zeros_like(soft.detach()).scatter_(dim, index, 1.0) - soft.detach() + soft
+def gumbel_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Softmax of logits with Gumbel noise, as torch composes it."""
+    return _gumbel_softmax(*args, **kwargs)
 
 
 # -- beside global tensors
@@ -340,14 +324,14 @@ def of_replica(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context) -> Any:
     """The same, also where no tensor has entered: then the results are plain."""
     found: dict[int, torch.Tensor] = {}
-    kept: list[GlobalTensor] = []  # (so that no other gets their ids)
-    entered = False
+    kept: list[torch.Tensor] = []  # (so that no other gets their ids)
+    entered, by_generator = False, any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values()))
 
-    def own(one: torch.Tensor) -> torch.Tensor:
+    def own(one: torch.Tensor) -> Any:
         nonlocal entered
         entered = entered or type(one) is Replica
         plain = copy_of(one) if type(one) is Replica else one
-        made = GlobalTensor._of(plain, context.whole(plain.shape, context.me))
+        made = plain if by_generator else GlobalTensor._of(plain, context.whole(plain.shape, context.me))
         found[id(made)] = one
         kept.append(made)
         return made
@@ -359,7 +343,7 @@ def of_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context:
         return Replica._of(plain, context) if entered else plain
 
     given, named = map_tensors((args, kwargs), own)
-    return map_tensors(TABLE[func](func, given, named), back)
+    return map_tensors(func(*given, **named) if by_generator else TABLE[func](func, given, named), back)
 
 
 for _function, _handler in list(TABLE.items()):

@@ -9,13 +9,15 @@ import torch
 
 from distdl.globals.functions.applying import zeroed
 from distdl.globals.functions.judging import judged
+from distdl.globals.functions.random import takes_generator
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 
 
 @handles("normal", "torch")
+@takes_generator
 @by_name
-def normal(func: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+def normal(func: Any, mean: Any, std: Any = 1.0) -> Any:
     """Numbers around a mean for each element, with a deviation for each."""
     judged(func, (mean, std), {})
     if isinstance(mean, torch.Tensor) and not mean.is_floating_point() and not mean.is_complex():
@@ -25,7 +27,7 @@ def normal(func: Any, mean: Any, std: Any = 1.0, *, generator: Any = None) -> An
     if isinstance(sizes, torch.Tensor) and not imagined and not (sizes >= 0).all():
         raise RuntimeError("normal expects all elements of std >= 0.0")
     around = _zeros_of(mean) + _zeros_of(std) + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
-    y = torch.randn_like(around.detach(), generator=generator) * sizes + around
+    y = torch.randn_like(around.detach()) * sizes + around
     return y.to(mean.dtype) if isinstance(mean, torch.Tensor) else y
 
 
@@ -35,8 +37,9 @@ def _zeros_of(x: Any) -> Any:
 
 
 @handles("poisson", "torch")
+@takes_generator
 @by_name
-def poisson(func: Any, input: Any, generator: Any = None) -> Any:
+def poisson(func: Any, input: Any) -> Any:
     """How many photons there are, say: the fewest of which the odds of no more are a random number, by bisection."""
     func(torch.zeros(1, dtype=input.dtype))  # (for torch's error)
     rates, known = input.detach().double(), input.numel() and not input._context.comm.imagined
@@ -45,11 +48,7 @@ def poisson(func: Any, input: Any, generator: Any = None) -> Any:
     most = float(rates.amax()) if known else 0.0
     if most == inf:
         raise RuntimeError("poisson of a global tensor needs rates that are finite")
-    odds, low, high = (
-        torch.rand_like(rates, generator=generator),
-        rates * 0 - 1,
-        (rates + 12 * rates.sqrt() + 40).floor(),
-    )
+    odds, low, high = torch.rand_like(rates), rates * 0 - 1, (rates + 12 * rates.sqrt() + 40).floor()
     for _ in range(int(most + 12 * sqrt(most) + 42).bit_length()):
         middle = ((low + high) / 2).floor()
         enough = torch.special.gammaincc(middle + 1, rates) >= odds
@@ -58,8 +57,9 @@ def poisson(func: Any, input: Any, generator: Any = None) -> Any:
 
 
 @handles("multinomial", "torch Tensor")
+@takes_generator
 @by_name
-def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = False) -> Any:
     """Numbers of classes, drawn by the probabilities of a row: the classes that come first in a race."""
     judged(func, (input, num_samples, replacement), {})
     if num_samples <= 0:
@@ -72,11 +72,7 @@ def multinomial(func: Any, input: Any, num_samples: int, replacement: bool = Fal
     if problem:
         told = "probability tensor contains either `inf`, `nan` or element < 0"
         raise RuntimeError(told if problem > 1 else "invalid multinomial distribution (sum of probabilities <= 0)")
-    if replacement and num_samples > 1 and generator is not None:  # (as torch draws on CPUs)
-        shares = odds.cumsum(-1) / odds.sum(-1, keepdim=True)
-        u = torch.rand((*odds.shape[:-1], num_samples), dtype=torch.float64, device=odds.device, generator=generator)
-        return (shares.unsqueeze(-2)[..., :-1] < u.unsqueeze(-1)).sum(-1)
     if replacement:
         odds = odds.unsqueeze(-2).expand(*odds.shape[:-1], num_samples, odds.shape[-1])
-    race = odds / torch.empty_like(odds).exponential_(generator=generator)
+    race = odds / torch.empty_like(odds).exponential_()
     return race.argmax(-1) if replacement else race.topk(num_samples).indices
