@@ -33,7 +33,6 @@ from distdl.globals.functions import (
     ordering,
     pointwise,
     products,
-    quantising,
     random,
     recurrent,
     reductions,

@@ -20,7 +20,7 @@ from distdl.globals.table import TABLE, Handler, name_of
 _ALWAYS = " cdist cosine_embedding_loss multi_margin_loss multilabel_margin_loss prod triplet_margin_loss"
 _WIDE = {  # (of its other functions, torch's own or our ops give the dtype: elements, their losses, sums, softmax)
     "cpu": "adaptive_avg_pool3d adaptive_max_pool3d adaptive_max_pool3d_with_indices avg_pool3d cholesky "
-    "cholesky_inverse cholesky_solve fake_quantize_per_tensor_affine fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft "
+    "cholesky_inverse cholesky_solve fft_fft fft_fft2 fft_fftn fft_hfft fft_ifft "
     "fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn geqrf grid_sample "
     "inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh "
     "linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq linalg_matrix_rank linalg_qr linalg_solve "

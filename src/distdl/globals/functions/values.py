@@ -100,3 +100,12 @@ def memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         f"{func.__name__} asks for the memory of a global tensor, of which each worker has a block; ask x.to_local() "
         f"or x.full_tensor() for it"
     )
+
+
+@handles("fused_moving_avg_obs_fake_quant", "torch")
+def observing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An error: torch does not say what this function writes, so the other workers would not learn of it."""
+    raise NotImplementedError(
+        f"{func.__name__} of a global tensor would leave other extremes and scales on each worker; take "
+        "torch.ao.quantization.FakeQuantize in the place of FusedMovingAvgObsFakeQuantize"
+    )
