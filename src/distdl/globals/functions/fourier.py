@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,12 +11,10 @@ import torch
 from torch.nn import functional
 
 from distdl.globals.functions.judging import judge, judged
-from distdl.globals.functions.spreading import pencils
+from distdl.globals.functions.pencils import along_whole
 from distdl.globals.functions.work import checked
-from distdl.globals.operands import moved
 from distdl.globals.table import SPACES, TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
-from distdl.tensors.connection import local
 
 # which transform the last of several dims takes, whether it comes first, and what the others take
 _SEVERAL = {
@@ -25,36 +23,11 @@ _SEVERAL = {
 }  # fmt: skip
 
 
-def along_dims(
-    x: Any, dims: Sequence[int], change: Callable[[torch.Tensor], torch.Tensor], extents: Sequence[int], name: str
-) -> GlobalTensor:
-    """Apply a function to blocks in which some dims are whole.
-
-    Args:
-        extents: what those dims have in the result.
-    """
-    layout = pencils(x._layout, dims)
-    context = layout.context
-    least = tuple(n if dim in dims else 1 for dim, n in enumerate(layout.extents))
-    after = dict(zip(dims, extents, strict=True))
-    target = context.keep(
-        ("along", layout, tuple(after.items())),
-        lambda: context.layout(
-            layout.partition.workers,
-            [((0, after[dim]),) if dim in after else along for dim, along in enumerate(layout.intervals)],
-        ),
-    )
-    return GlobalTensor._of(local(change, target.local, (moved(x, layout, name), least)), target)
-
-
 def _one(x: Any, kind: str, n: int | None, dim: int, norm: str | None) -> GlobalTensor:
     """One transform along one dim."""
     transform = getattr(torch.fft, kind)
-    extent = x.shape[dim]
-    usual = 2 * (extent - 1) if kind in ("irfft", "hfft") else extent
-    length = usual if n is None else n
-    after = length // 2 + 1 if kind in ("rfft", "ihfft") else length
-    return along_dims(x, [dim], lambda block: transform(block, length, dim, norm), [int(after)], kind)
+    y: GlobalTensor = along_whole(lambda block: transform(block, n, dim, norm), x, [dim], kind)
+    return y
 
 
 def _several(x: Any, kind: str, s: Any, dims: Sequence[int], norm: str | None) -> GlobalTensor:
@@ -106,7 +79,7 @@ def _shift(func: Any, input: Any, dim: Any = None) -> Any:
     dims = range(input.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     y = input
     for one in dims:
-        y = along_dims(y, [one % input.dim()], partial(func, dim=one), [input.shape[one]], func.__name__)
+        y = along_whole(partial(func, dim=one), y, [one % input.dim()], func.__name__)
     return y
 
 

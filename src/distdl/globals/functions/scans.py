@@ -10,9 +10,9 @@ import torch
 
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import judge_dtype
+from distdl.globals.functions.pencils import along_whole
 from distdl.globals.functions.reductions import dims_of, reduced_shape, split_along
-from distdl.globals.functions.spreading import pencils
-from distdl.globals.operands import block_of, moved, moved_block
+from distdl.globals.operands import block_of, moved_block
 from distdl.globals.table import by_name, handles
 from distdl.globals.tensor import GlobalTensor
 from distdl.tensors.connection import always_curved, local
@@ -69,24 +69,4 @@ def along_whole_dim(func: Any, input: Any, dim: Any) -> Any:
     dims = dims_of(input, dim)
     if not dims:
         return NotImplemented
-    layout = pencils(input._layout, dims)
-    block, name = moved(input, layout, func.__name__), func.__name__
-    least = (1,) * input.dim()
-    if name == "logcumsumexp" or not block.numel():  # (torch's derivatives of nothing are not connected)
-        values = local(lambda one: _values(func(one, dims[0])), layout.local, (block, least))
-        nothing = torch.zeros(layout.local, dtype=torch.int64, device=block.device)
-        y = values if name == "logcumsumexp" else getattr(torch.return_types, name)((values, nothing))
-    else:
-        y = func(block, dims[0])
-    return wrapped(y, layout)
-
-
-def _values(found: Any) -> torch.Tensor:
-    values: torch.Tensor = found if isinstance(found, torch.Tensor) else found.values
-    return values
-
-
-def wrapped(y: Any, layout: KnownLayout) -> Any:
-    if isinstance(y, torch.Tensor):
-        return GlobalTensor._of(y, layout)
-    return type(y)(tuple(GlobalTensor._of(one, layout) for one in y))
+    return along_whole(lambda block: func(block, dims[0]), input, dims, func.__name__)
