@@ -299,7 +299,6 @@ SAVING = {  # the tensors for which an operator saves where there are cells
     "picked along": lambda x: x[:, [[0, 1], [4, 2]]],
     "select": lambda x: x.index_select(0, _places),
     "interleaved": lambda x: x.repeat_interleave(torch.tensor([1, 0, 2, 1]), 0),
-    "take": lambda x: x.take(_places),
     "sort": lambda x: x.sort(1).values,
     "topk": lambda x: x.topk(2, 0).values,
     "put": lambda x: x.index_put((_places,), x[0] * 2),

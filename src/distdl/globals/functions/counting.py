@@ -54,32 +54,6 @@ def histc(func: Any, input: Any, bins: int = 100, min: Any = 0, max: Any = 0) ->
     return added_up(input._layout, torch.histc(block_of(input).detach(), bins, low, high))
 
 
-@handles("histogram", "torch Tensor")
-@by_name
-def histogram(
-    func: Any, input: Any, bins: Any = 100, *, range: Any = None, weight: Any = None, density: bool = False
-) -> Any:
-    """How many elements lie between edges, or what they weigh, and these edges."""
-    if type(input) is not GlobalTensor or type(bins) is GlobalTensor or not input.numel():
-        return NotImplemented
-    if weight is not None and weight.shape != input.shape:
-        return NotImplemented  # (for torch's error)
-    options = {"range": range}
-    if isinstance(bins, int) and range is None:
-        options = {"range": (float(input.detach().amin()), float(input.detach().amax()))}
-    elif range is None:
-        options = {}
-    layout, (cells, sizes) = aligned(input._context, (input, weight), None, "histogram")
-    flat, own = cells.detach().reshape(-1), None if sizes is None else sizes.detach().reshape(-1)
-    one = flat.new_zeros(1), None if own is None else own.new_zeros(1)
-    func(one[0], bins, weight=one[1], **options)  # (for torch's error)
-    found, edges = func(flat, bins, weight=own, **options)
-    counts = added_up(layout, _without_derivative(found, "histogram", cells, sizes))
-    if density:
-        counts = counts / (counts.sum() * edges.diff())
-    return torch.return_types.histogram((counts, _split(edges, input, "histogram")))
-
-
 def added_up(layout: KnownLayout, counts: torch.Tensor) -> Any:
     """The sum over workers of what each has counted in its block of a tensor that lies so."""
     context, workers, count = layout.context, layout.partition.workers, counts.numel()

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.functions.judging import judge_dtype, judged, shape_of
+from distdl.globals.functions.judging import judge_dtype, shape_of
 from distdl.globals.functions.shapes import view_of
 from distdl.globals.operands import block_of
 from distdl.globals.strides import View
@@ -92,23 +91,6 @@ def diag(func: Any, input: Any, diagonal: int = 0) -> Any:
     """The diagonal of a matrix, or the matrix of a diagonal."""
     shape_of(func, input, (diagonal,), {})  # (for torch's error)
     return _diagonal(input, diagonal, 0, 1).clone() if input.dim() == 2 else embedded(input, diagonal)
-
-
-@handles("diagflat", "torch Tensor")
-@by_name
-def diagflat(func: Any, input: Any, offset: int = 0) -> Any:
-    """The matrix of a flat tensor as diagonal."""
-    return embedded(input.reshape(-1), offset)
-
-
-@handles("diagonal_scatter", "torch Tensor")
-@by_name
-def diagonal_scatter(func: Any, input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """A tensor with another one in the place of a diagonal."""
-    judged(func, (input, src, offset, dim1, dim2), {})
-    y: Any = (input if type(input) is GlobalTensor else split_beside(input, (src,))).clone()
-    y.diagonal(offset, dim1, dim2).copy_(src)
-    return y
 
 
 @handles("diag_embed", "torch Tensor")

@@ -12,7 +12,6 @@ from distdl.globals.functions.applying import one_by_one
 from distdl.globals.functions.judging import judge_dtype, judged
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.table import TABLE, by_name, handles
-from distdl.globals.tensor import GlobalTensor
 
 
 @handles("diff")
@@ -65,14 +64,13 @@ def _widths(x: Any, y: Any, dim: int) -> Any:
 
 @handles("gradient", "torch")
 def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Central differences, and one-sided ones at both ends, of first or second order."""
+    """Central differences of cells at equal distances, and one-sided ones at both ends, of first or second order."""
 
     def run(input: Any, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Any:
         dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         steps = list(spacing) if isinstance(spacing, (tuple, list)) else [spacing] * len(dims)
-        if len(steps) != len(dims) or not all(map(_is_spacing, steps)) or edge_order not in (1, 2):
-            return fall_back(func, args, kwargs)
-        if not dims or any(input.shape[place] <= edge_order for place in dims):
+        even = len(steps) == len(dims) and all(isinstance(step, (int, float)) for step in steps)
+        if not even or edge_order not in (1, 2) or any(input.shape[place] <= edge_order for place in dims) or not dims:
             return fall_back(func, args, kwargs)
         judged(func, args, kwargs)
         return tuple(_gradient(input, step, place, edge_order) for step, place in zip(steps, dims, strict=True))
@@ -80,45 +78,14 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return run(*args, **kwargs)
 
 
-def _is_spacing(step: Any) -> bool:
-    """Whether it is the distance of neighbours, or the places of all cells along a dim."""
-    places = isinstance(step, torch.Tensor) and type(step) is not GlobalTensor and step.dim() == 1
-    return places or isinstance(step, (int, float))
-
-
-def _gradient(x: Any, step: Any, dim: int, edge_order: int) -> Any:
+def _gradient(x: Any, step: float, dim: int, edge_order: int) -> Any:
     count = x.shape[dim]
-    lower, middle, upper = (x.narrow(dim, first, count - 2) for first in range(3))
-    if isinstance(step, torch.Tensor):
-        widths = _widths(step, x, dim)
-        left, right = _sides(widths, dim)
-        both = left + right  # (weights are computed in the dtype of the places, as torch does)
-        outer = lower * (-right / (left * both)) + upper * (left / (right * both))
-        inner = outer + middle * ((right - left) / (left * right))
-    else:
-        widths, inner = step, (upper - lower) / (2 * step)
-    ends = [_at_end(x, widths, dim, side, edge_order) for side in (1, -1)]
+    inner = (x.narrow(dim, 2, count - 2) - x.narrow(dim, 0, count - 2)) / (2 * step)
+    ends = []
+    for side in (1, -1):  # of the first cell, and of the last
+        a, b, *c = [x.narrow(dim, (at if side > 0 else -1 - at) % count, 1) for at in range(edge_order + 1)]
+        ends.append((b * 2 - a * 1.5 - c[0] * 0.5 if c else b - a) / (side * step))
     return torch.cat([ends[0], inner, ends[1]], dim)
-
-
-def _at_end(x: Any, widths: Any, dim: int, side: int, edge_order: int) -> Any:
-    """The derivative at the first cell (side 1) or the last (side -1), of a polynomial through those nearest to it.
-
-    Args:
-        widths: the distances of neighbours, or the one that all have.
-    """
-    nearest = range(edge_order + 1) if side > 0 else range(x.shape[dim] - 1, x.shape[dim] - 2 - edge_order, -1)
-    cells = [x.narrow(dim, place, 1) for place in nearest]
-    if isinstance(widths, torch.Tensor):
-        steps = [side * widths.narrow(dim, place - (side < 0), 1) for place in nearest[:edge_order]]
-    else:
-        steps = [side * widths] * edge_order
-    if edge_order == 1:
-        return (cells[1] - cells[0]) / steps[0]
-    first, second = steps
-    both = first + second
-    outer = cells[0] * (-(first + both) / (first * both)) - cells[2] * (first / (second * both))
-    return outer + cells[1] * (both / (first * second))
 
 
 @handles("cross", "torch Tensor linalg")
@@ -180,12 +147,3 @@ def meshgrid(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _MESHGRID: Any = getattr(torch._C._VariableFunctions, "meshgrid")  # noqa: B009 (the stubs lack it)
 TABLE[_MESHGRID] = meshgrid  # (torch.meshgrid calls it, and only it asks us)
-
-
-@handles("take")
-@by_name
-def take(func: Any, input: Any, index: Any) -> Any:
-    """The elements at places in the flat tensor."""
-    judged(func, (input, index), {})
-    y = input.reshape(-1)[index]
-    return y if index.dim() else y.clone()  # (a single element is a view)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from distdl.geometry.boxes import Interval, Intervals
-from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.judging import frozen, shape_of
 from distdl.globals.functions.shapes import view_of, whole_along
@@ -178,27 +177,6 @@ def sliced(func: Any, input: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
 
 
 TABLE[torch.ops.aten.slice] = sliced  # (which torch's associative scan calls)
-
-
-@handles("select_scatter slice_scatter", "torch Tensor")
-@by_name
-def with_part(func: Any, input: Any, src: Any, dim: int = 0, *rest: Any, **more: Any) -> Any:
-    """A tensor with another one in the place of its part."""
-    if type(input) is not GlobalTensor:
-        input = split_beside(input, (src,))
-    step = _number(*rest, **more) if func.__name__ == "select_scatter" else _slice(*rest, **more)
-    y: Any = input.clone()
-    inside = part(y, [*[slice(None)] * (dim % input.dim()), step])
-    if inside.shape != src.shape:
-        raise RuntimeError(
-            f"expected src to have a size equal to the part of self: {list(inside.shape)}; got {list(src.shape)}"
-        )
-    inside.copy_(src)
-    return y
-
-
-def _number(index: int) -> int:
-    return operator.index(index)
 
 
 def _slice(start: Any = None, end: Any = None, step: int = 1) -> slice:
