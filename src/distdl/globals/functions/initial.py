@@ -3,56 +3,27 @@
 from __future__ import annotations
 
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn import init
 
 from distdl.globals.functions.drawing import Drawing
-from distdl.globals.table import TABLE, by_name
+from distdl.globals.table import TABLE, Handler, composite
 from distdl.globals.tensor import GlobalTensor
 
-
-@by_name
-def _constant(func: Any, tensor: Any, val: float) -> Any:
-    with torch.no_grad():
-        return tensor.fill_(val)
+# What these functions ask of torch. For them a global tensor counts as one without functions of its own.
+_TORCH = SimpleNamespace(overrides=SimpleNamespace(has_torch_function_variadic=lambda *_: False), no_grad=torch.no_grad)
 
 
-@by_name
-def _uniform(func: Any, tensor: Any, a: float = 0.0, b: float = 1.0, generator: Any = None) -> Any:
-    with torch.no_grad():
-        return tensor.uniform_(a, b, generator=generator)
+def _of_others(func: Any) -> Handler:
+    rebuilt = composite(func, torch=_TORCH)
+    return lambda func, args, kwargs: rebuilt(*args, **kwargs)
 
 
-@by_name
-def _normal(func: Any, tensor: Any, mean: float = 0.0, std: float = 1.0, generator: Any = None) -> Any:
-    with torch.no_grad():
-        return tensor.normal_(mean, std, generator=generator)
-
-
-@by_name
-def _kaiming_uniform(
-    func: Any,
-    tensor: Any,
-    a: float = 0,
-    mode: Any = "fan_in",
-    nonlinearity: Any = "leaky_relu",
-    generator: Any = None,
-) -> Any:
-    """Uniform numbers; how large they are follows from the shape."""
-    blank = torch.empty(tensor.shape, device="meta")
-    if not blank.numel():
-        return tensor
-    fan: Any = getattr(init, "_calculate_correct_fan")(blank, mode)  # noqa: B009 (torch does not export it)
-    bound = 3**0.5 * init.calculate_gain(nonlinearity, a) / fan**0.5
-    return init.uniform_(tensor, -bound, bound, generator)
-
-
-TABLE[init.constant_] = _constant
-TABLE[init.uniform_] = _uniform
-TABLE[init.normal_] = _normal
-TABLE[init.kaiming_uniform_] = _kaiming_uniform
+for _function in (init.constant_, init.uniform_, init.normal_, init.kaiming_uniform_):
+    TABLE[_function] = _of_others(_function)
 
 
 def install() -> None:
