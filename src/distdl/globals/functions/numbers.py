@@ -37,7 +37,7 @@ _COMPILED = """
 _OF_NONE = "zeros ones full empty eye"
 
 
-_TENSORS = ("input", "tensor", "tensors")
+_TENSORS = frozenset(["input", "tensor", "tensors"])
 # values that are no tensors and hold none
 _PLAIN = frozenset([int, float, bool, str, type(None), torch.dtype, torch.Size])
 
@@ -68,26 +68,6 @@ def _is_curved(value: Any) -> bool:
     return any(one.requires_grad for one in tensors_in((value,)))
 
 
-def _with_numbers(handler: Handler) -> Handler:
-    """A handler that gets numbers in the place of tensors of one element, but for the first argument."""
-
-    @wraps(handler)
-    def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        curved = False
-        if _has_tensors(args[1:]):
-            args = (args[0], *map_tensors(args[1:], number))
-            curved = _is_curved(args[1:])
-        if _has_tensors(tuple(kwargs.values())):
-            kwargs = {name: value if name in _TENSORS else map_tensors(value, number) for name, value in kwargs.items()}
-            curved = curved or any(name not in _TENSORS and _is_curved(value) for name, value in kwargs.items())
-        if curved:
-            _check_taken(func, args, kwargs)
-        is_split = GlobalTensor in map(type, tensors_in((args[:1], kwargs)))
-        return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
-
-    return run
-
-
 def _has_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or a list that holds some."""
     if type(value) in (list, tuple):
@@ -95,26 +75,28 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def with_numbers_at(handler: Handler, function: Callable[..., Any]) -> Handler:
+def with_numbers_at(handler: Handler, function: Callable[..., Any], of_one: bool = False) -> Handler:
     """A handler that gets numbers in the place of tensors of one element, where torch wants no tensor.
 
     Where that is, is asked of torch at the first call: to read all signatures would make imports slow.
+
+    Args:
+        of_one: whether all arguments but the first are numbers.
     """
 
     @wraps(handler)
     def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        count, wanted = len(args), numbers_of(function)
-        found = [
-            place
-            for place in wanted.places
-            if place < count and type(args[place]) not in _PLAIN and _has_tensors(args[place])
-        ]
-        names = kwargs and [name for name in wanted.names & kwargs.keys() if _has_tensors(kwargs[name])]
-        if not (found or names):
+        count = len(args)
+        places, names = (
+            numbers_of(function) if not of_one else (range(1, count), kwargs.keys() - _TENSORS if kwargs else ())
+        )
+        found = [at for at in places if at < count and type(args[at]) not in _PLAIN and _has_tensors(args[at])]
+        given = kwargs and [name for name in names if name in kwargs and _has_tensors(kwargs[name])]
+        if not (found or given):
             return handler(func, args, kwargs)
-        args = tuple(map_tensors(one, number) if place in found else one for place, one in enumerate(args))
-        kwargs = {name: map_tensors(one, number) if name in names else one for name, one in kwargs.items()}
-        if any(_is_curved(args[place]) for place in found) or any(_is_curved(kwargs[name]) for name in names):
+        args = tuple(map_tensors(one, number) if at in found else one for at, one in enumerate(args))
+        kwargs = {name: map_tensors(one, number) if name in given else one for name, one in kwargs.items()}
+        if any(_is_curved(args[at]) for at in found) or any(_is_curved(kwargs[name]) for name in given):
             _check_taken(func, args, kwargs)
         is_split = GlobalTensor in map(type, tensors_in((args, kwargs)))
         return handler(func, args, kwargs) if is_split else func(*args, **kwargs)
@@ -140,9 +122,7 @@ def install() -> None:
         TABLE.setdefault(function, TABLE[None])
     of_one = frozenset([*named(_OF_ONE), *named(_TRANSFORMS, "fft"), *compiled])
     for function, handler in [*TABLE.items()]:
-        if function in of_one:
-            TABLE[function] = _with_numbers(handler)
-        elif callable(function) and handler is not elementwise:
-            TABLE[function] = with_numbers_at(handler, function)
+        if callable(function) and (function in of_one or handler is not elementwise):
+            TABLE[function] = with_numbers_at(handler, function, function in of_one)
     for function in named(_OF_NONE, "torch"):
         TABLE[function] = _of_numbers
