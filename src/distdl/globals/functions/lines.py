@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 
 from distdl.globals.adopting import split_beside, write
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import picked
 from distdl.globals.functions.judging import check_range, judge_dtype, judged, shape_of
 from distdl.globals.functions.shapes import expanded, whole_along
 from distdl.globals.operands import block_of, entire, moved, moved_blocks, taken
 from distdl.globals.replicas import entered
-from distdl.globals.table import by_name, handles
+from distdl.globals.table import Handler, by_name, handles, writes
 from distdl.globals.tensor import GlobalTensor
 from distdl.globals.ties import note_written, write_back
 from distdl.tensors.connection import refuses, zeros_on
+
+
+def of_global(handler: Callable[..., Any]) -> Handler:
+    """A handler that gets the function and its arguments one by one, the first of which is global.
+
+    A plain one becomes global beside the others: under all of its names, where the function writes into it.
+    """
+
+    @by_name
+    @wraps(handler)
+    def run(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(input) is not GlobalTensor:
+            if writes(func, kwargs):
+                return write(func, (input, *args), kwargs, input, (args, kwargs))
+            input = split_beside(input, (args, kwargs))
+        return handler(func, input, *args, **kwargs)
+
+    return run
 
 
 @handles("index_select", "torch Tensor")
@@ -124,39 +142,33 @@ def take_along_dim(func: Any, input: Any, indices: Any, dim: int | None = None) 
 
 
 @handles("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_", "torch Tensor")
-def scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+@of_global
+def scatter(
+    func: Any, input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any
+) -> Any:
     """Write along a dim, which is whole meanwhile."""
-
-    def run(input: Any, dim: int, index: Any, src: Any = None, *rest: Any, value: Any = None, **more: Any) -> Any:
-        if type(input) is not GlobalTensor:
-            if func.__name__.endswith("_"):
-                return write(func, args, kwargs, input, (index, src))
-            input = split_beside(input, (index, src))
-        if src is None:
-            src = value.item() if isinstance(value, torch.Tensor) else value
-        if not input.dim():
-            return fall_back(func, args, kwargs)
-        name = func.__name__.removesuffix("_")
-        judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
-        if isinstance(src, torch.Tensor):
-            src = src.reshape(src.shape or (1,))  # (one number for one place)
-        y = whole_along(input, [dim % input.dim()], name)
-        lines = _along(y._layout, dim % input.dim(), index.shape)
-        there = brought(index, lines, name)
-        given = brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) else src
-        in_place = func.__name__ != name
-        block = block_of(y)
-        refuses(lambda cell: _scattered(name, cell, dim, given, *rest, **more), block, [1] * input.dim())
-        if in_place and y is input:
-            getattr(block, func.__name__)(dim, there, given, *rest, **more)
-            note_written(input, func.__name__)
-            return input
-        block = getattr(torch.Tensor, name)(block, dim, there, given, *rest, **more)
-        z = GlobalTensor._of(block, y._layout)
-        return write_back(input, z, func.__name__) if in_place else z
-
-    y: GlobalTensor = run(*args, **kwargs)
-    return y
+    if src is None:
+        src = value.item() if isinstance(value, torch.Tensor) else value
+    if not input.dim():
+        return NotImplemented
+    name = func.__name__.removesuffix("_")
+    judged(getattr(torch.Tensor, name), (input, dim, index, src, *rest), more)
+    if isinstance(src, torch.Tensor):
+        src = src.reshape(src.shape or (1,))  # (one number for one place)
+    y = whole_along(input, [dim % input.dim()], name)
+    lines = _along(y._layout, dim % input.dim(), index.shape)
+    there = brought(index, lines, name)
+    given = brought(_first_cells(src, index.shape), lines, name) if isinstance(src, torch.Tensor) else src
+    in_place = func.__name__ != name
+    block = block_of(y)
+    refuses(lambda cell: _scattered(name, cell, dim, given, *rest, **more), block, [1] * input.dim())
+    if in_place and y is input:
+        getattr(block, func.__name__)(dim, there, given, *rest, **more)
+        note_written(input, func.__name__)
+        return input
+    block = getattr(torch.Tensor, name)(block, dim, there, given, *rest, **more)
+    z = GlobalTensor._of(block, y._layout)
+    return write_back(input, z, func.__name__) if in_place else z
 
 
 def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, **more: Any) -> torch.Tensor:
@@ -171,46 +183,41 @@ def _scattered(name: str, cell: torch.Tensor, dim: int, given: Any, *rest: Any, 
 @handles(
     "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_", "torch Tensor"
 )
-def index_add(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+@of_global
+def index_add(
+    func: Any, input: Any, dim: int, index: Any, source: Any = None, *reduce: Any, value: Any = None, **more: Any
+) -> Any:
     """Write slices across a dim, which is whole meanwhile."""
+    if not input.dim():
+        return NotImplemented
+    source = value if source is None else source
+    if not func.__name__.startswith("index_fill"):
+        judged(func, (input, dim, index, source, *reduce), more)
+        if func.__name__.startswith("index_copy") and input.dim() == 1 and not source.dim():
+            source = source.reshape(1)
+        _check_slices(input, dim, source)
+    index, dim = entire(index), dim % input.dim()
+    if func.__name__.startswith("index_fill"):
+        return _filled(func, input, dim, index, source)
+    name = func.__name__.removesuffix("_")
+    y = whole_along(input, [dim], name)
+    source = brought(source, _along(y._layout, dim, source.shape), name)
+    block = block_of(y)
 
-    def run(input: Any, dim: int, index: Any, source: Any = None, *, value: Any = None, **more: Any) -> Any:
-        if type(input) is not GlobalTensor:
-            if func.__name__.endswith("_"):
-                return write(func, args, kwargs, input, (index, source))
-            input = split_beside(input, (index, source))
-        if not input.dim():
-            return fall_back(func, args, kwargs)
-        source = value if source is None else source
-        if not func.__name__.startswith("index_fill"):
-            judged(func, args, kwargs)
-            if func.__name__.startswith("index_copy") and input.dim() == 1 and not source.dim():
-                source = source.reshape(1)
-            _check_slices(input, dim, source)
-        index, dim = entire(index), dim % input.dim()
-        if func.__name__.startswith("index_fill"):
-            return _filled(func, input, dim, index, source)
-        name = func.__name__.removesuffix("_")
-        y = whole_along(input, [dim], name)
-        source = brought(source, _along(y._layout, dim, source.shape), name)
-        block = block_of(y)
+    def added(cell: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = getattr(torch.Tensor, name)(cell, dim, index, source, *reduce, **more)
+        return found
+
+    if func.__name__ == "index_reduce_" and torch.is_grad_enabled():  # (whose derivative needs the old values)
+        block = block.clone()
+    if block.numel():
+        block = added(block, index, source)
+    else:  # on one cell, so that a wrong dtype is an error here, too
+        first = torch.zeros(1, dtype=torch.int64, device=block.device)
         least = [1] * input.dim()
-        refuses(lambda cell: _added(name, cell, dim, torch.zeros_like(cell, dtype=source.dtype), **more), block, least)
-        if func.__name__ == "index_reduce_" and torch.is_grad_enabled():  # (whose derivative needs the old values)
-            block = block.clone()
-        if block.numel():
-            block = getattr(torch.Tensor, name)(block, dim, index, source, **more)
-        else:
-            one = _added(name, zeros_on(block, least), dim, zeros_on(source, least), **more)
-            block = zeros_on(one, block.shape)
-        z = GlobalTensor._of(block, y._layout)
-        return z if func.__name__ == name else write_back(input, z, func.__name__)
-
-    if len(args) > 4:  # (what slices are reduced by)
-        y: GlobalTensor = run(*args[:4], **{"reduce": args[4], **kwargs})
-        return y
-    y = run(*args, **kwargs)
-    return y
+        block = zeros_on(added(zeros_on(block, least), first, zeros_on(source, least)), block.shape)
+    z = GlobalTensor._of(block, y._layout)
+    return z if func.__name__ == name else write_back(input, z, func.__name__)
 
 
 def _check_slices(x: Any, dim: int, source: Any) -> None:
@@ -221,12 +228,6 @@ def _check_slices(x: Any, dim: int, source: Any) -> None:
             "source tensor shape must match self tensor shape, excluding the specified dimension. Got self.shape = "
             f"{list(x.shape)} source.shape = {list(source.shape)}"
         )
-
-
-def _added(name: str, cell: torch.Tensor, dim: int, source: torch.Tensor, **more: Any) -> Any:
-    """A tensor of one cell, to which another is added."""
-    first = torch.zeros(1, dtype=torch.int64, device=cell.device)
-    return getattr(torch.Tensor, name)(cell, dim, first, source, **more)
 
 
 def _filled(func: Callable[..., Any], x: GlobalTensor, dim: int, index: torch.Tensor, value: Any) -> Any:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distdl.globals.adopting import split_beside, write
+from distdl.globals.adopting import split_beside
 from distdl.globals.context import KnownLayout
-from distdl.globals.fallback import fall_back
-from distdl.globals.functions.lines import brought
+from distdl.globals.functions.lines import brought, of_global
 from distdl.globals.functions.pointwise import elementwise
 from distdl.globals.functions.shapes import expanded, reshaped
 from distdl.globals.operands import block_of, moved
@@ -177,32 +176,24 @@ def masked_fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 @handles("masked_scatter masked_scatter_", "torch Tensor")
-def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_global
+def masked_scatter(func: Any, input: Any, mask: Any, source: Any) -> Any:
     """The first elements of a source, to where a mask is true."""
-
-    def run(input: Any, mask: Any, source: Any) -> Any:
-        in_place = func.__name__.endswith("_")
-        if mask.dtype is not torch.bool:
-            raise RuntimeError(f"{func.__name__} only supports boolean masks, but got mask with dtype {mask.dtype}")
-        if in_place and type(input) is not GlobalTensor:
-            return write(func, args, kwargs, input, (mask, source))
-        known = next(one for one in (input, mask, source) if type(one) is GlobalTensor)
-        if in_place:
-            torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # (for torch's error)
-        shape = torch.broadcast_shapes(input.shape, mask.shape)
-        if not shape or known._context.comm.imagined:
-            return fall_back(func, args, kwargs)
-        if type(input) is not GlobalTensor and type(mask) is not GlobalTensor:
-            input = split_beside(input, (source,))
-        x, chosen = _both(input, mask, shape)
-        rows = _rows(reshaped(x, (x.numel(),)), reshaped(chosen, (x.numel(),)), func.__name__)
-        count = rows.chosen.extents[0]
-        if source.numel() < count:
-            raise RuntimeError("masked_scatter: expected self and source to have the same number of elements")
-        y = reshaped(_replaced(rows, source.reshape(-1)[:count]), shape)
-        return write_back(input, y, func.__name__) if in_place else y
-
-    return run(*args, **kwargs)
+    in_place = func.__name__.endswith("_")
+    if mask.dtype is not torch.bool:
+        raise RuntimeError(f"{func.__name__} only supports boolean masks, but got mask with dtype {mask.dtype}")
+    if in_place:
+        torch.empty(mask.shape, dtype=mask.dtype, device="meta").expand(input.shape)  # (for torch's error)
+    shape = torch.broadcast_shapes(input.shape, mask.shape)
+    if not shape or input._context.comm.imagined:
+        return NotImplemented
+    x, chosen = _both(input, mask, shape)
+    rows = _rows(reshaped(x, (x.numel(),)), reshaped(chosen, (x.numel(),)), func.__name__)
+    count = rows.chosen.extents[0]
+    if source.numel() < count:
+        raise RuntimeError("masked_scatter: expected self and source to have the same number of elements")
+    y = reshaped(_replaced(rows, source.reshape(-1)[:count]), shape)
+    return write_back(input, y, func.__name__) if in_place else y
 
 
 @handles("nonzero argwhere", "torch Tensor")

@@ -15,7 +15,7 @@ from distdl.globals.context import KnownLayout
 from distdl.globals.fallback import fall_back
 from distdl.globals.functions.indexing import check_cells, part, picked, together
 from distdl.globals.functions.judging import check_range
-from distdl.globals.functions.lines import brought
+from distdl.globals.functions.lines import brought, of_global
 from distdl.globals.functions.masks import check_mask, check_value, chosen_by, is_number, written_by
 from distdl.globals.functions.shapes import expanded
 from distdl.globals.operands import block_of, entire, own_of
@@ -315,30 +315,21 @@ def with_cells(x: GlobalTensor, cells: Sequence[torch.Tensor | None], value: Any
 
 
 @handles("index_put index_put_ _index_put_impl_", "torch Tensor")
-def index_put(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@of_global
+def index_put(func: Any, input: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
     """Write, or add, at index tensors."""
-
-    def run(input: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
-        in_place = func.__name__.endswith("_")
-        if type(input) is not GlobalTensor:
-            others = (*indices, values)
-            if in_place:
-                return write(func, args, kwargs, input, others)
-            input = split_beside(input, others)
-        index = _normal(tuple(slice(None) if one is None else one for one in indices))
-        # (a number takes no dim away here, other than in a subscript)
-        index = tuple(torch.tensor(step, device="cpu") if type(step) is int else step for step in index)
-        masked = None if accumulate else _masked(index, input)
-        chosen = _chosen(index, input.shape)
-        if masked is not None and not masked.at:
-            y = written_by(input, masked.mask, values)
-        else:
-            y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
-            if y.dim() > input.dim():  # the dims of truths
-                y = part(y, tuple(0 if step is None else step for step in chosen.basic))
-        return write_back(input, y, func.__name__) if in_place else y
-
-    return run(*args, **kwargs)
+    index = _normal(tuple(slice(None) if one is None else one for one in indices))
+    # (a number takes no dim away here, other than in a subscript)
+    index = tuple(torch.tensor(step, device="cpu") if type(step) is int else step for step in index)
+    masked = None if accumulate else _masked(index, input)
+    chosen = _chosen(index, input.shape)
+    if masked is not None and not masked.at:
+        y = written_by(input, masked.mask, values)
+    else:
+        y = with_cells(part(input, chosen.basic), chosen.cells, values, accumulate)
+        if y.dim() > input.dim():  # the dims of truths
+            y = part(y, tuple(0 if step is None else step for step in chosen.basic))
+    return write_back(input, y, func.__name__) if func.__name__.endswith("_") else y
 
 
 def _write(y: GlobalTensor, value: Any) -> None:
