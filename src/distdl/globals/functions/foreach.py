@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _CLIPPED
 from distdl.globals.adopting import adopt
 from distdl.globals.context import KnownLayout
 from distdl.globals.functions.norms import norm_over
-from distdl.globals.functions.pointwise import elementwise, result_of
-from distdl.globals.operands import aligned, block_of, derivatives_of, entire, moved, numbers_of
+from distdl.globals.functions.pointwise import elementwise
+from distdl.globals.operands import block_of, derivatives_of, entire, moved
 from distdl.globals.standing import is_of_model
 from distdl.globals.table import TABLE, by_name, handles
 from distdl.globals.tensor import GlobalTensor
@@ -71,28 +72,27 @@ def _at_one_place(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place:
         check_written(own[0], name)  # (torch sees it in some blocks alone: the others would be written)
     elif writes and whole and is_of_model(own[0], whole[0]._context):  # (by a gradient made of activations)
         own, whole = [entire(one) for one in own], []
-    found: Any = own
-    if whole:
-        lead = 0 if writes else None
-        if writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
-            adopt(own[0], own, name)
-            whole = [own[0], *whole]
-        target, found = aligned(whole[0]._context, own, lead, name)
-    nothing = bool(whole) and not (target.rulers or target.active)
-    block = found[0]
-    if nothing:  # (where a tensor stands for a number, it has to be one)
-        found = numbers_of(whole[0]._context, own, found)
-    given = [[f] if isinstance(one, (tuple, list)) else f for one, f in zip(args, found, strict=True)]
-    y = func(*given, **kwargs)
-    if nothing:
-        y = [(given[0][0] if writes else y[0]).reshape(1)[:0]]
-    if nothing and writes:  # (as on the worker that has it: refused where that is, and in the same graph)
-        block.add_(y[0])
-    if not writes:
-        return GlobalTensor._of(y[0], target) if whole else y[0]
-    if whole:
-        result_of(func, own[0], own[0]._block, (own[0],))
-    return own[0]
+    if whole and writes and type(own[0]) is not GlobalTensor:  # (as moments that an optimiser makes by torch.zeros)
+        adopt(own[0], own, name)
+    of_one = _of_one(func, tuple(isinstance(one, (tuple, list)) for one in args))
+    return elementwise(of_one, tuple(own), kwargs) if whole else of_one(*own, **kwargs)
+
+
+@cache
+def _of_one(func: Any, listed: tuple[bool, ...]) -> Callable[..., Any]:
+    """The function of one tensor that a function of lists is for each.
+
+    Args:
+        listed: which arguments are entries of lists.
+    """
+
+    def of_one(*given: Any, **options: Any) -> Any:
+        lists = [[one] if is_entry else one for one, is_entry in zip(given, listed, strict=True)]
+        y = func(*lists, **options)
+        return given[0] if func.__name__.endswith("_") else y[0]
+
+    of_one.__name__ = func.__name__
+    return of_one
 
 
 def _is_number(x: torch.Tensor) -> bool:
@@ -173,20 +173,7 @@ def _norms_of(tensors: Sequence[GlobalTensor], p: float) -> tuple[GlobalTensor, 
     return tuple(whole.to(dtype).unbind())
 
 
-def _powsum(x: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
-    torch._foreach_powsum([torch.zeros(1, dtype=x.dtype.to_real())], ord, dtype)  # (for torch's error)
-    kept = x.dtype if dtype is None else dtype
-    values = (x.abs() if x.is_complex() and not kept.is_complex else x).to(kept)
-    if kept in (torch.float16, torch.bfloat16):
-        values = values.float()
-    total = values.abs().pow(ord).sum()
-    return total if values.dtype == kept else total.to(kept)
-
-
-_BY_ITSELF: dict[str, Callable[..., Any]] = {
-    "_foreach_norm": _norm, "_foreach_max": torch.amax, "_foreach_mm": torch.mm,
-    "_foreach_powsum": _powsum,
-}  # fmt: skip
+_BY_ITSELF: dict[str, Callable[..., Any]] = {"_foreach_norm": _norm, "_foreach_max": torch.amax}
 
 
 def by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +185,7 @@ def by_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _IN_ORDER = (
-    "self", "other", "src", "tensor1", "tensors1", "mat2", "exponent", "tensor2", "weight", "weights", "scalar",
+    "self", "other", "src", "tensor1", "tensors1", "exponent", "tensor2", "weight", "weights", "scalar",
     "scalars", "value",
 )  # fmt: skip
 
