@@ -17,9 +17,10 @@ from distdl.transport.calls import VALUE
 
 
 @handles("item __float__ __int__ __bool__ __index__ __complex__ tolist __contains__ __format__", "Tensor")
+@handles("equal allclose is_nonzero _assert_async", "torch Tensor")
 def value(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch says of the whole tensor. Collective."""
-    return func(*map(_whole, args), **kwargs)
+    """What torch says of whole tensors: a value, a decision or an assertion, the same on every worker. Collective."""
+    return func(*map(_whole, args), **{name: _whole(one) for name, one in kwargs.items()})
 
 
 @handles("numpy __array__", "Tensor")
@@ -31,12 +32,6 @@ def array(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].requires_grad and not kwargs.get("force"):
         torch.zeros((), device="cpu", requires_grad=True).numpy()
     return value(func, args, kwargs)
-
-
-@handles("equal allclose is_nonzero _assert_async", "torch Tensor")
-def verdict(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A decision about whole tensors, or an assertion of one: the same on every worker."""
-    return func(*map(_whole, args), **{name: _whole(value) for name, value in kwargs.items()})
 
 
 def _whole(value: Any) -> Any:
